@@ -1,0 +1,51 @@
+"""Posterity learns a posterior over a network's weights, and hands it on."""
+
+from posterity import metrics
+from posterity.compress import prune, snr
+from posterity.mc import compile_step, run
+from posterity.names import names_of
+from posterity.objective import blundell, elbo, warmup
+from posterity.optim import BGD, IVON, VariationalOptimizer
+from posterity.posterior import (
+    ByName,
+    Density,
+    DiagonalGaussian,
+    Factorised,
+    IsotropicGaussian,
+    Leaf,
+    Posterior,
+    ScaleMixture,
+    kl,
+    register_kl,
+)
+from posterity.predict import Prediction, predict
+from posterity.variational import Variational, variational
+
+__all__ = [
+    "BGD",
+    "IVON",
+    "ByName",
+    "Density",
+    "DiagonalGaussian",
+    "Factorised",
+    "IsotropicGaussian",
+    "Leaf",
+    "Posterior",
+    "Prediction",
+    "ScaleMixture",
+    "Variational",
+    "VariationalOptimizer",
+    "blundell",
+    "compile_step",
+    "elbo",
+    "kl",
+    "metrics",
+    "names_of",
+    "predict",
+    "prune",
+    "register_kl",
+    "run",
+    "snr",
+    "variational",
+    "warmup",
+]

@@ -1,0 +1,165 @@
+"""Pure functions of predictive probabilities.
+
+``probs`` is ``[B, C]``, or ``[S, B, C]`` for single sampled networks, whose metrics are then averaged over S.
+Metrics that torchmetrics has are taken from there (extra ``metrics``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Confidence against accuracy, in bins of equal width.
+
+    Attributes:
+        edges: Borders of the bins, ``[bins + 1]``.
+        count: Predictions in each bin.
+        confidence: Their mean confidence; NaN for an empty bin.
+        accuracy: Their accuracy; NaN for an empty bin.
+    """
+
+    edges: Tensor
+    count: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+
+def accuracy(probs: Tensor, target: Tensor) -> float:
+    """Share of inputs whose most probable class is the right one.
+
+    Example:
+        >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
+        0.5
+    """
+    probs = _checked(probs, target)
+    classes = probs.shape[-1]
+    return _mean(
+        _functional().multiclass_accuracy(p, target, num_classes=classes, average="micro") for p in probs
+    )
+
+
+def nll(probs: Tensor, target: Tensor) -> float:
+    """Mean negative log-probability of the right class, in nats.
+
+    Example:
+        >>> round(nll(torch.tensor([[0.5, 0.5]]), torch.tensor([1])), 4)
+        0.6931
+    """
+    probs = _checked(probs, target)
+    right = probs.gather(-1, target.expand(probs.shape[:-1])[..., None])
+    # A probability that underflowed to 0 counts as the smallest number, not as an infinite loss.
+    return float(-right.clamp_min(torch.finfo(probs.dtype).tiny).log().mean())
+
+
+def brier(probs: Tensor, target: Tensor) -> float:
+    """Brier score: squared distance of the probabilities to the one-hot label, summed over classes.
+
+    Example:
+        >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([1]))
+        0.5
+    """
+    probs = _checked(probs, target)
+    hot = torch.nn.functional.one_hot(target, probs.shape[-1]).to(probs.dtype)
+    return float((probs - hot).square().sum(-1).mean())
+
+
+def ece(probs: Tensor, target: Tensor, bins: int = 15) -> float:
+    """Expected calibration error: mean gap of confidence and accuracy over bins of equal width.
+
+    Example:
+        >>> round(ece(torch.tensor([[0.8, 0.2]]), torch.tensor([0])), 4)
+        0.2
+    """
+    probs = _checked(probs, target)
+    classes = probs.shape[-1]
+    return _mean(
+        _functional().multiclass_calibration_error(p, target, num_classes=classes, n_bins=bins) for p in probs
+    )
+
+
+def reliability(probs: Tensor, target: Tensor, bins: int = 15) -> Reliability:
+    """The table behind ``ece`` and behind a reliability diagram.
+
+    Example:
+        >>> reliability(torch.tensor([[0.8, 0.2]]), torch.tensor([0]), bins=2).count
+        tensor([0, 1])
+    """
+    probs = _checked(probs, target)
+    confidence, label = probs.flatten(0, 1).max(-1)
+    right = (label == target.repeat(len(probs))).to(confidence.dtype)
+    edges = torch.linspace(0.0, 1.0, bins + 1, device=probs.device, dtype=confidence.dtype)
+    index = torch.bucketize(confidence, edges[1:-1], right=True)
+    count = torch.bincount(index, minlength=bins)
+    return Reliability(
+        edges,
+        count,
+        torch.bincount(index, confidence, bins) / count,
+        torch.bincount(index, right, bins) / count,
+    )
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """How well a score (entropy, mutual information) tells outside inputs from inside ones: 0.5 is chance.
+
+    Example:
+        >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.9]))
+        1.0
+    """
+    return float(_functional().binary_auroc(*_scores(inside, outside)))
+
+
+def fpr95(inside: Tensor, outside: Tensor) -> float:
+    """Share of inside inputs flagged when the threshold catches 95 % of the outside ones; lower is better.
+
+    Example:
+        >>> fpr95(torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.9]))
+        0.0
+    """
+    specificity, _ = _functional().binary_specificity_at_sensitivity(
+        *_scores(inside, outside), min_sensitivity=0.95
+    )
+    return 1.0 - float(specificity)
+
+
+def _checked(probs: Tensor, target: Tensor) -> Tensor:
+    """``[S, B, C]``, after refusing what is not probabilities of these targets."""
+    if probs.dim() not in (2, 3) or target.dim() != 1 or probs.shape[-2] != len(target):
+        raise ValueError(
+            f"probs must be [B, C] or [S, B, C] with targets [B], not {tuple(probs.shape)} and "
+            f"{tuple(target.shape)}"
+        )
+    if len(target) == 0:
+        raise ValueError("a metric of no inputs is undefined: pass at least one")
+    if not bool(torch.isfinite(probs).all()) or bool((probs < 0).any()):
+        raise ValueError("probs must be finite and not negative: pass probabilities, not logits")
+    if bool((target < 0).any()) or bool((target >= probs.shape[-1]).any()):
+        raise ValueError(f"targets must lie in 0 … {probs.shape[-1] - 1}")
+    return probs if probs.dim() == 3 else probs[None]
+
+
+def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    scores = torch.cat([inside, outside])
+    if not bool(torch.isfinite(scores).all()):
+        raise ValueError("out-of-distribution scores must be finite")
+    labels = torch.cat([torch.zeros_like(inside), torch.ones_like(outside)]).int()
+    # torchmetrics squashes scores outside [0, 1] by a sigmoid, which ties large ones; ranks are safe.
+    ranks = torch.unique(scores, return_inverse=True)[1].double() / len(scores)
+    return ranks, labels
+
+
+def _mean(values: Any) -> float:
+    return float(torch.stack(list(values)).mean())
+
+
+def _functional() -> Any:
+    try:
+        import torchmetrics.functional.classification as functional
+    except ImportError as error:
+        raise ImportError("this metric needs torchmetrics: pip install 'posterity[metrics]'") from error
+    return functional

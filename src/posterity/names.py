@@ -1,0 +1,55 @@
+"""Choosing parameters by name: "only the last layer", "not the BatchNorm" is a filter, never a class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from torch import nn
+
+NameFilter: TypeAlias = str | Iterable[str] | Callable[[str], bool]
+
+
+def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
+    """The names that a filter picks: a glob pattern, several, or a function of the name.
+
+    Example:
+        >>> sorted(select(["fc.weight", "fc.bias", "bn.bias"], "*.bias"))
+        ['bn.bias', 'fc.bias']
+
+    Raises:
+        ValueError: If a pattern picks nothing, which is nearly always a typing error.
+    """
+    names = list(names)
+    if callable(chosen):
+        return {name for name in names if chosen(name)}
+    picked: set[str] = set()
+    for pattern in [chosen] if isinstance(chosen, str) else chosen:
+        matching = {name for name in names if fnmatchcase(name, pattern)}
+        if not matching:
+            raise ValueError(f"no parameter is named like {pattern!r}; the names are {_listed(names)}")
+        picked |= matching
+    return picked
+
+
+def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
+    """Names of the parameters that belong directly to modules of the given kinds.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> names_of(net, nn.BatchNorm1d)
+        ['1.weight', '1.bias']
+    """
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, kinds)
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+
+
+def _listed(names: list[str], limit: int = 6) -> str:
+    """A short enumeration for error messages."""
+    tail = ", …" if len(names) > limit else ""
+    return ", ".join(repr(name) for name in names[:limit]) + tail

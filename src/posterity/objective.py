@@ -1,0 +1,64 @@
+"""The evidence lower bound, per example, with the KL's scaling named.
+
+The loss of every gradient method is
+
+    mean NLL of the batch + factor · KL(q ‖ p) / num_data
+
+so that a whole epoch counts the KL once when ``factor`` is 1. A factor is a number (KL down-scaling) or a
+function of the step: :func:`blundell` and :func:`warmup` give two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+Factor: TypeAlias = float | Callable[[int], float]
+
+
+def elbo(nll: Tensor, divergence: Tensor, *, num_data: int, factor: Factor = 1.0, step: int = 0) -> Tensor:
+    """The negative ELBO per example: the loss to minimise.
+
+    Args:
+        nll: Mean negative log-likelihood of the batch, at sampled weights.
+        divergence: KL(q ‖ p), summed over weights.
+        num_data: Training examples.
+        factor: Scale of the KL against 1 / num_data, or a function of the step that gives it.
+        step: Number of the batch since the start, from 0; only functions look at it.
+
+    Example:
+        >>> import torch
+        >>> elbo(torch.tensor(0.5), torch.tensor(100.0), num_data=1000)
+        tensor(0.6000)
+    """
+    if num_data < 1:
+        raise ValueError(f"num_data must be at least 1, not {num_data}")
+    scale = factor(step) if callable(factor) else factor
+    return nll + (scale / num_data) * divergence
+
+
+def blundell(num_batches: int) -> Callable[[int], float]:
+    """Blundell et al. 2015, eq. (9): batch i of M weighs the KL by 2^(M−i) / (2^M − 1), early ones most.
+
+    Example:
+        >>> factor = blundell(3)  # times num_batches, since elbo() divides by num_data
+        >>> [round(factor(step) / 3 * 7) for step in range(3)]
+        [4, 2, 1]
+    """
+    if num_batches < 1:
+        raise ValueError(f"num_batches must be at least 1, not {num_batches}")
+    return lambda step: num_batches * 0.5 ** (step % num_batches + 1) / (1.0 - 0.5**num_batches)
+
+
+def warmup(steps: int, *, delay: int = 0, start: float = 0.0, end: float = 1.0) -> Callable[[int], float]:
+    """``start`` for ``delay`` steps, then a straight line to ``end`` over ``steps`` more.
+
+    Example:
+        >>> [warmup(4, delay=2)(step) for step in (0, 2, 4, 6, 100)]
+        [0.0, 0.0, 0.5, 1.0, 1.0]
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    return lambda step: start + (end - start) * min(max((step - delay) / steps, 0.0), 1.0)

@@ -1,0 +1,8 @@
+"""How q moves by rule: the shell, and one file per method."""
+
+from posterity.optim.bgd import BGD
+from posterity.optim.ivon import IVON
+from posterity.optim.statistics import Statistics
+from posterity.optim.variational import VariationalOptimizer
+
+__all__ = ["BGD", "IVON", "Statistics", "VariationalOptimizer"]

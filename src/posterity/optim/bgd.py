@@ -1,0 +1,127 @@
+"""Bayesian Gradient Descent: online variational Bayes, one closed-form update per mini-batch.
+
+Zeno, Golan, Hoffer, Soudry: "Bayesian Gradient Descent: Online Variational Bayes Learning with Increased
+Robustness to Catastrophic Forgetting and Weight Pruning", 2018. Algorithm 1, with m, v the mean and std
+before the step, θ = m + v·eps, and L the *summed* loss of the mini-batch:
+
+    μ = m − η v² E[∂L/∂θ]                                                     eq. (12), as in eq. (18)
+    σ = v sqrt(1 + (½ v E[∂L/∂θ · eps])²) − ½ v² E[∂L/∂θ · eps]               eq. (13)
+
+| paper | here | |
+|---|---|---|
+| m, μ | the model's parameters | the means, whenever no sample is drawn |
+| v, σ | ``state[p]["std"]`` | |
+| σ at the start | ``std_init`` | |
+| η | ``lr`` | scales the step of the mean only |
+| K | ``mc_samples`` | |
+| ∂L/∂θ | batch_size · gradient | L is a sum, our losses are means |
+
+There is no KL term, no momentum and no weight decay: the posterior after a batch is the prior of the next.
+
+**Stability.** The mean's step is a gradient step preconditioned by σ². On a loss with Hessian H (of the
+summed batch loss) it is stable while ``lr · λmax(diag(σ) H diag(σ)) < 2``; that every single σ²·h_ii is small
+is not enough. Wide layers therefore want a smaller ``std_init``. Divergence shows as a loss or gradient that
+is not finite, which ``step()`` refuses.
+
+**Deviations.** Equation (13) loses all digits where ½ v E[g·eps] is large and positive; we evaluate the same
+number as v / (sqrt(1+h²) + h). Parameters without a posterior are trained by Adam: with σ = 0, eq. (12) would
+never move them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import final
+
+import torch
+from torch import Tensor
+
+from posterity.names import NameFilter
+from posterity.optim.groups import Group, Params
+from posterity.optim.statistics import Statistics
+from posterity.optim.variational import State, VariationalOptimizer
+
+
+def bgd_mean(mean: Tensor, std: Tensor, grad: Tensor, lr: float) -> Tensor:
+    """Eq. (12), ``grad`` being E[∂L/∂θ] of the summed loss."""
+    return mean - lr * std * std * grad
+
+
+def bgd_std(std: Tensor, grad_noise: Tensor) -> Tensor:
+    """Eq. (13), ``grad_noise`` being E[∂L/∂θ · eps] of the summed loss; positive by construction."""
+    half = 0.5 * std * grad_noise
+    # sqrt(1+h²) − h and sqrt(1+h²) + h are each other's inverse: take the one without cancellation.
+    growth = torch.sqrt(1.0 + half * half) + half.abs()
+    return std * torch.where(half > 0, 1.0 / growth, growth)
+
+
+@final
+class BGD(VariationalOptimizer):
+    """Bayesian Gradient Descent: learning without forgetting, and without being told of task switches.
+
+    For every mini-batch: draw ``mc_samples`` weight vectors, average gradient and gradient times noise, then
+    move each mean by ``lr · std² · gradient`` and shrink or widen each std by the closed form of the paper.
+    Weights that the data has pinned down have a small std and move little; that is what keeps old tasks.
+
+    Args:
+        params: A module, or what torch.optim takes.
+        std_init: Std of every weight at the start; the plasticity that is there to be spent.
+        lr: The paper's η. 1 is the closed form itself; smaller values forget less.
+        mc_samples: Weight samples per step (the paper's K).
+        batch_size: Examples behind each step, if ``step()`` is not told.
+        deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).
+        deterministic_lr: Adam's learning rate for those.
+        seed: Seed of the weight noise.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = BGD(model, std_init=0.05, mc_samples=10)
+        >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        >>> loss = opt.step(lambda: torch.nn.functional.cross_entropy(model(x), y), batch_size=len(x))
+        >>> sorted(opt.posterior().blocks)
+        ['bias', 'weight']
+    """
+
+    needs_batch_size = True
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        std_init: float = 0.02,
+        lr: float = 1.0,
+        mc_samples: int = 10,
+        batch_size: int | None = None,
+        deterministic: NameFilter = (),
+        deterministic_lr: float = 1e-3,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            {"std_init": std_init, "lr": lr, "batch_size": batch_size},
+            mc_samples=mc_samples,
+            seed=seed,
+            deterministic=deterministic,
+            deterministic_lr=deterministic_lr,
+        )
+
+    def check(self, group: Group) -> None:
+        """Refuse a std that is not positive."""
+        if not 0 < group["std_init"] < math.inf:
+            raise ValueError(f"std_init must be greater than 0, not {group['std_init']}")
+
+    def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
+        """The std of every weight."""
+        return {"std": torch.full_like(mean, group["std_init"]) if std is None else std}
+
+    def std(self, state: State, group: Group) -> Tensor:
+        """The std of every weight."""
+        return state["std"]
+
+    def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
+        """Eqs. (12) and (13)."""
+        std = state["std"]
+        return (
+            bgd_mean(mean, std, stats.batch_size * stats.grad, group["lr"]),
+            {"std": bgd_std(std, stats.batch_size * stats.grad_noise)},
+        )

@@ -1,0 +1,392 @@
+"""The shell that every learning rule runs in: state, sampling, averaging, safety.
+
+One training step is: draw weights around the means (:meth:`VariationalOptimizer.sampled_params`), run forward
+and backward there, put the means back, add up the statistics; after the last sample, hand their averages to
+the method's rule (:meth:`VariationalOptimizer.step`). A method adds only pure functions of one block.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from posterity import noise
+from posterity.names import NameFilter, select
+from posterity.optim.adam import adam_init, adam_update
+from posterity.optim.groups import Group, Params, members, named_groups, split_groups
+from posterity.optim.statistics import Accumulator, Statistics, state_dtype
+from posterity.posterior import DiagonalGaussian, Factorised, Leaf
+
+State: TypeAlias = dict[str, Tensor]
+
+
+class VariationalOptimizer(Optimizer, ABC):
+    """A torch optimiser whose state is a posterior over the parameters it was given.
+
+    The model's parameters are the posterior's means whenever no sample is drawn, so evaluation, saving and
+    everything else that reads a model works as ever.
+
+    Args:
+        params: A module, or what torch.optim takes: (named) parameters or groups of them.
+        defaults: The method's hyper-parameters, for groups that do not set their own.
+        mc_samples: Weight samples per ``step(closure)``.
+        seed: Seed of the weight noise.
+        deterministic: Filter of parameter names that get no posterior; Adam trains them.
+        deterministic_lr: Adam's learning rate for those.
+    """
+
+    needs_batch_size = False
+    # Makes a GradScaler announce itself, so that step() can refuse it.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: Group,
+        *,
+        mc_samples: int,
+        seed: int,
+        deterministic: NameFilter = (),
+        deterministic_lr: float = 1e-3,
+    ) -> None:
+        if mc_samples < 1:
+            raise ValueError(f"mc_samples must be at least 1, not {mc_samples}")
+        self._module = params if isinstance(params, nn.Module) else None
+        self._deterministic_lr = deterministic_lr
+        self._sums = Accumulator()
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # the model's buffers, as they were before the step
+        self._entered: int | None = None  # nested entries of the sampling context; None outside of it
+        groups = named_groups(params)
+        chosen = select([name for group in groups for name, _ in group["params"]], deterministic)
+        shared = {"mc_samples": mc_samples, "seed": seed, "deterministic": False}
+        super().__init__(split_groups(groups, chosen), {**defaults, **shared})
+
+    # What a method supplies: pure functions of one block.
+
+    @abstractmethod
+    def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
+        """State of a block at the start, or, given a std, such that the posterior has it."""
+
+    @abstractmethod
+    def std(self, state: State, group: Group) -> Tensor:
+        """Standard deviation of the block's weights."""
+
+    @abstractmethod
+    def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
+        """The block's new mean and new state."""
+
+    @abstractmethod
+    def check(self, group: Group) -> None:
+        """Raise ValueError, in one sentence, for a hyper-parameter out of range."""
+
+    # What a user calls.
+
+    @contextmanager
+    def sampled_params(self) -> Iterator[None]:
+        """Inside, the model has weights drawn from the posterior; afterwards, its means again.
+
+        Backwards inside one context add up (micro-batches); contexts before one ``step()`` are averaged
+        (Monte-Carlo samples). Whatever is raised inside, the means come back and the sample is not counted.
+        """
+        if self._entered is not None:
+            self._entered += 1
+            if self._entered > 1:
+                raise RuntimeError(
+                    "step(closure) draws the samples itself: set mc_samples instead of a loop of "
+                    "sampled_params() inside the closure"
+                )
+            yield
+            return
+        with self._one_sample():
+            yield
+        self._sums.publish()
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor | float] | None = None, *, batch_size: int | None = None
+    ) -> Tensor | None:
+        """Update the posterior from the samples drawn since the last step.
+
+        Args:
+            closure: Computes the mean loss, with or without calling ``backward()``. It runs ``mc_samples``
+                times, each time under its own weights.
+            batch_size: Examples behind the loss, for methods that need it; the group's value otherwise.
+
+        Returns:
+            The closure's loss, averaged over the samples.
+        """
+        if hasattr(self, "grad_scale"):
+            raise RuntimeError(
+                f"{type(self).__name__} takes its statistics before a GradScaler unscales the gradients; "
+                "use torch.autocast(dtype=torch.bfloat16), which needs no scaler"
+            )
+        sizes = [self._batch_size(group, batch_size) for group in self.param_groups]
+        loss = None
+        try:
+            if closure is not None:
+                loss = self._run(closure)
+            self._refuse_bad_gradients()
+        except BaseException:
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+            self._reset()
+            raise
+        for group, size in zip(self.param_groups, sizes, strict=True):
+            for _, p in members(group):
+                if p.grad is not None:
+                    self._update(p, group, size)
+        self._reset()
+        return loss
+
+    def posterior(self) -> Factorised:
+        """The posterior as it stands, as a copy that training no longer changes."""
+        blocks: dict[str, Leaf] = {}
+        for name, p, group in self._blocks():
+            state = self._state(p, group)
+            blocks[name] = DiagonalGaussian(self._mean(p), self.std(state, group), keep=state.get("keep"))
+        return Factorised(blocks)
+
+    @torch.no_grad()
+    def load_posterior(self, posterior: Factorised) -> None:
+        """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
+        wanted = {name: (p, group) for name, p, group in self._blocks()}
+        for name, leaf in posterior.blocks.items():
+            if name not in wanted:
+                raise ValueError(f"the posterior has a block {name!r} that this optimiser has not")
+            if wanted[name][0].shape != leaf.shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(leaf.shape)} in the posterior and "
+                    f"{tuple(wanted[name][0].shape)} in this optimiser"
+                )
+        for name, leaf in posterior.blocks.items():
+            p, group = wanted[name]
+            mean = leaf.mean().detach().to(p.device, state_dtype(p))
+            std = leaf.std().detach().to(mean)
+            step = self._state(p, group)["step"]
+            self.state[p] = {"step": step, **self.init(mean, std, group)}
+            if state_dtype(p) != p.dtype:
+                self.state[p]["mean"] = mean
+            if leaf.keep is not None:
+                self.state[p]["keep"] = leaf.keep.to(p.device)
+            p.copy_(mean)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients: inside a sampling context what it has added so far, outside everything."""
+        if self._entered is None:
+            self._reset()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; hyper-parameters are checked at once."""
+        if param_group.get("deterministic"):
+            param_group = {"lr": self._deterministic_lr, "betas": (0.9, 0.999), **param_group}
+        super().add_param_group(named_groups([param_group])[0])
+        group = self.param_groups[-1]
+        for name, p in members(group):
+            if not p.is_floating_point():
+                raise TypeError(f"{name!r} is {p.dtype}: only real floating-point weights have a posterior")
+        if group["mc_samples"] != self.param_groups[0]["mc_samples"]:
+            raise ValueError("mc_samples is one number for the whole optimiser: set it outside the groups")
+        if not group["lr"] >= 0:
+            raise ValueError(f"lr must be 0 or more, not {group['lr']}")
+        if not group["deterministic"]:
+            self.check(group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume; unlike torch's, it never casts state to the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, params, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                device = "cpu" if key == "step" else p.device
+                self.state[p][key] = value.detach().clone().to(device)
+
+    # How the stacked path takes part: the same draws, the same sums.
+
+    def draw(self, samples: range) -> dict[str, tuple[Tensor, Tensor]]:
+        """Weights and noise ``[len(samples), ...]`` of every stochastic parameter, by name."""
+        return {name: self._draw(name, p, group, samples) for name, p, group in self._blocks()}
+
+    def absorb(self, grads: Mapping[str, tuple[Tensor, Tensor | None]], samples: int) -> None:
+        """Add gradients ``[samples, ...]`` taken at drawn weights, with their noise, to the statistics.
+
+        Deterministic parameters come with no noise and a gradient that is a sum over the samples already.
+        """
+        params = {name: p for group in self.param_groups for name, p in members(group)}
+        for name, (grad, eps) in grads.items():
+            self._sums.add(params[name], grad if eps is not None else grad[None], eps)
+        self._sums.samples += samples
+        self._sums.publish()
+
+    # The machinery.
+
+    @contextmanager
+    def _one_sample(self) -> Iterator[None]:
+        sample = self._sums.samples
+        params = [p for group in self.param_groups for p in group["params"]]
+        before = [p.grad for p in params]
+        # Sample 0 moves the model's buffers (BatchNorm's statistics), the others leave them as they are.
+        buffers = [] if self._module is None else [(b, b.clone()) for b in self._module.buffers()]
+        if sample == 0:
+            self._buffers = buffers
+        used: list[Tensor] = []
+        keep_buffers = False
+        means: list[tuple[Tensor, Tensor]] = []
+        epsilons: dict[Tensor, Tensor] = {}
+        try:
+            with torch.no_grad():
+                for name, p, group in self._blocks():
+                    theta, eps = self._draw(name, p, group, range(sample, sample + 1))
+                    means.append((p, p.clone()))
+                    epsilons[p] = eps
+                    p.copy_(theta[0])
+            for p in params:
+                p.grad = None
+            self._entered = 0
+            yield
+            used = [p for p in params if p.grad is not None]
+            if any(p.grad is not None and p.grad.is_sparse for p in used):
+                used = []
+                raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
+            for p in used:
+                self._sums.add(p, cast(Tensor, p.grad)[None], epsilons.get(p))
+            keep_buffers = sample == 0
+            self._sums.samples += bool(used)
+        finally:
+            if not used:  # an error, or a forward pass alone: as if nothing had happened
+                for p, grad in zip(params, before, strict=True):
+                    p.grad = grad
+            self._entered = None
+            with torch.no_grad():
+                for p, mean in means:
+                    p.copy_(mean)
+                for buffer, value in [] if keep_buffers else buffers:
+                    buffer.copy_(value)
+
+    def _run(self, closure: Callable[[], Tensor | float]) -> Tensor:
+        """Run the closure under ``mc_samples`` weight samples; its mean loss."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        losses: list[Tensor] = []
+        for _ in range(self.param_groups[0]["mc_samples"]):
+            with self._one_sample():
+                with torch.enable_grad():
+                    loss = closure()
+                    if (
+                        isinstance(loss, Tensor)
+                        and loss.requires_grad
+                        and all(p.grad is None for p in params)
+                    ):
+                        loss.backward()  # type: ignore[no-untyped-call]
+                value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)
+                if not bool(torch.isfinite(value).all()):
+                    raise FloatingPointError(f"the loss is {value.mean().item():g}; {self._untouched()}")
+                losses.append(value)
+        self._sums.publish()
+        return torch.stack(losses).mean(0)
+
+    def _draw(self, name: str, p: Tensor, group: Group, samples: range) -> tuple[Tensor, Tensor]:
+        """θ = mean + std · eps, in the parameter's dtype, with the eps."""
+        state = self._state(p, group)
+        mean = self._mean(p)
+        eps = noise.normal(
+            samples,
+            p.shape,
+            seed=group["seed"],
+            step=int(state["step"]),
+            block=name,
+            device=p.device,
+            dtype=mean.dtype,
+        )
+        theta = torch.addcmul(mean, self.std(state, group), eps)
+        if "keep" in state:
+            theta = theta * state["keep"]
+        return theta.to(p.dtype), eps
+
+    def _update(self, p: Tensor, group: Group, batch_size: int) -> None:
+        state = self._state(p, group)
+        mean = self._mean(p)
+        state["step"] += 1
+        grad = cast(Tensor, p.grad).to(mean.dtype)
+        if group["deterministic"]:
+            new_mean, new_state = adam_update(mean, state, grad, int(state["step"]), group)
+        else:
+            stats = Statistics(grad, self._sums.grad_noise(p), batch_size, int(state["step"]))
+            new_mean, new_state = self.update(mean, state, stats, group)
+        if "keep" in state:
+            new_mean = new_mean * state["keep"]
+        for key, value in new_state.items():
+            state[key].copy_(value)
+        mean.copy_(new_mean)
+        if "mean" in state:
+            p.copy_(mean)
+
+    def _state(self, p: Tensor, group: Group) -> State:
+        state: State = self.state[p]
+        if not state:
+            mean = p.detach().to(state_dtype(p))
+            state["step"] = torch.zeros(())
+            state.update(adam_init(mean) if group["deterministic"] else self.init(mean, None, group))
+            if mean.dtype != p.dtype:
+                state["mean"] = mean
+        return state
+
+    def _mean(self, p: Tensor) -> Tensor:
+        """The parameter itself, or its full-precision mean where it is kept in half precision."""
+        mean = self.state[p].get("mean")
+        return p.detach() if mean is None else mean
+
+    def _blocks(self) -> Iterator[tuple[str, Tensor, Group]]:
+        for group in self.param_groups:
+            if not group["deterministic"]:
+                for name, p in members(group):
+                    yield name, p, group
+
+    def _batch_size(self, group: Group, given: int | None) -> int:
+        size = given if given is not None else group.get("batch_size")
+        if not self.needs_batch_size or group["deterministic"]:
+            return 0
+        if size is None or size < 1:
+            raise ValueError(
+                f"{type(self).__name__} needs the number of examples behind each step, not {size}: "
+                "pass step(..., batch_size=len(x)) or set batch_size once when building it"
+            )
+        return int(size)
+
+    def _refuse_bad_gradients(self) -> None:
+        """Raise before anything moves: no samples, a gradient from elsewhere, NaN (one synchronisation)."""
+        if self._sums.samples == 0:
+            raise RuntimeError(
+                f"{type(self).__name__}.step() has no gradient at sampled weights: put "
+                "`with optimizer.sampled_params():` around forward and backward, or pass a closure"
+            )
+        named = [(name, p) for group in self.param_groups for name, p in members(group) if p.grad is not None]
+        for name, p in named:
+            if p not in self._sums:
+                raise RuntimeError(
+                    f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
+                )
+        tensors = [cast(Tensor, p.grad) for _, p in named]
+        tensors += self._sums.sums()
+        if not math.isfinite(get_total_norm(tensors, norm_type=math.inf).item()):
+            bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
+            which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
+            raise FloatingPointError(f"{which} is not finite; {self._untouched()}")
+
+    def _untouched(self) -> str:
+        return (
+            "the posterior was not touched. If this goes on, lower the learning rate or the initial std, "
+            "or look for bad values in the batch"
+        )
+
+    def _reset(self) -> None:
+        self._sums.clear()
+        self._buffers = []

@@ -1,0 +1,137 @@
+"""What q is: a distribution over a model's named parameter tensors.
+
+A :class:`Posterior` is the one thing that every method ends in and every use starts from. It is usually
+:class:`~posterity.posterior.factorised.Factorised` over blocks, with one :class:`Leaf` per block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+
+class Posterior(nn.Module, ABC):
+    """A distribution over named tensors.
+
+    Calling ``sample`` with a seed makes it a pure function of its arguments; without one it gives fresh draws
+    at each call, which ``torch.manual_seed`` makes repeatable, and never advances torch's generators.
+    """
+
+    def sample(self, n: int = 1, *, seed: int | None = None, step: int = 0) -> dict[str, Tensor]:
+        """Draw ``n`` sets of weights; every tensor gets a leading dimension ``n``.
+
+        Gradients flow to the posterior's parameters where these want them.
+        """
+        if n < 1:
+            raise ValueError(f"a posterior draws at least one sample, not {n}: pass n >= 1")
+        if seed is None:
+            seed, step = torch.initial_seed(), self._draws
+            self._draws += 1
+        return self._sample(range(n), seed, step)
+
+    def check(self, model: nn.Module) -> Self:
+        """Raise, naming the first tensor that differs, unless every block fits a parameter of the model."""
+        params = dict(model.named_parameters())
+        for name, mean in self.mean().items():
+            if name not in params:
+                raise ValueError(f"the posterior has {name!r}, which the model has not")
+            if params[name].shape != mean.shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(mean.shape)} in the posterior and "
+                    f"{tuple(params[name].shape)} in the model"
+                )
+        return self
+
+    _draws: int = 0
+
+    @abstractmethod
+    def _sample(self, samples: range, seed: int, step: int) -> dict[str, Tensor]:
+        """The draws of the given sample numbers, noise addressed by (seed, step, sample, block)."""
+
+    @abstractmethod
+    def mean(self) -> dict[str, Tensor]:
+        """The mean of every tensor."""
+
+    @abstractmethod
+    def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
+        """Log-density of the given weights, summed over them; leading dimensions are kept."""
+
+    @abstractmethod
+    def block(self, name: str) -> Any:
+        """The distribution of one block, for block-by-block divergences."""
+
+
+class Leaf(nn.Module, ABC):
+    """q over one block: a reparametrised map from standard normals of the block's shape to weights.
+
+    Args:
+        shape: Shape of the block's tensor.
+        keep: Boolean mask of the weights that are kept; the others are exactly zero with certainty.
+    """
+
+    keep: Tensor | None
+
+    def __init__(self, shape: torch.Size, keep: Tensor | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        if keep is not None and keep.shape != shape:
+            raise ValueError(
+                f"a mask of shape {tuple(keep.shape)} does not fit a block of shape {tuple(shape)}"
+            )
+        self.register_buffer("keep", None if keep is None else keep.detach().bool().clone())
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """Weights ``[n, *shape]`` from standard normals ``[n, *shape]``; pruned weights are zero."""
+        return self.masked(self._draw(noise))
+
+    def masked(self, values: Tensor) -> Tensor:
+        """The values with those of pruned weights set to zero."""
+        return values if self.keep is None else values * self.keep
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of one value per weight over the weights that are kept; leading dimensions stay."""
+        values = self.masked(values)
+        return values.sum(tuple(range(-len(self.shape), 0))) if self.shape else values
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the block lives."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The block's floating-point type."""
+
+    @abstractmethod
+    def mean(self) -> Tensor:
+        """Mean of the block."""
+
+    @abstractmethod
+    def std(self) -> Tensor:
+        """Standard deviation of each weight."""
+
+    @abstractmethod
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density summed over the kept weights; leading dimensions stay."""
+
+    @abstractmethod
+    def pruned(self, keep: Tensor) -> Self:
+        """The same distribution with the weights outside ``keep`` removed: mean and std zero."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """What, beside the tensors of ``state_dict``, is needed to build this leaf again (JSON)."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        """Build the leaf again from ``state_dict`` tensors and ``config``."""
+
+    @abstractmethod
+    def _draw(self, noise: Tensor) -> Tensor:
+        """Reparametrised draw, before pruned weights are zeroed."""

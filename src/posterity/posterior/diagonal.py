@@ -1,0 +1,117 @@
+"""The diagonal Gaussian: every weight its own mean and standard deviation (mean field, FFG)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from posterity.posterior.base import Leaf
+
+
+def inverse_softplus(std: Tensor) -> Tensor:
+    """The ρ with ``softplus(ρ) = std``, exact for small and large values alike."""
+    return std + torch.log(-torch.expm1(-std))
+
+
+@final
+class DiagonalGaussian(Leaf):
+    """Independent normals, one per weight: ``w = mean + std · noise``.
+
+    A trainable one stores ρ with ``std = softplus(ρ)`` (Blundell et al. 2015) and makes mean and ρ
+    parameters; given an ``nn.Parameter`` as mean it uses that very object, so a model and its posterior can
+    share the means. One that is not trainable stores mean and std as buffers.
+
+    Args:
+        mean: Means; they give the block its shape, dtype and device.
+        std: Standard deviations: a number, or a tensor that broadcasts to the mean's shape.
+        trainable: Whether gradients should reach mean and std.
+        keep: Mask of the weights that are not pruned.
+
+    Example:
+        >>> q = DiagonalGaussian(torch.zeros(2, 3), 0.5)
+        >>> q.draw(torch.ones(4, 2, 3)).shape
+        torch.Size([4, 2, 3])
+    """
+
+    loc: Tensor
+    raw: Tensor
+
+    def __init__(
+        self, mean: Tensor, std: Tensor | float, *, trainable: bool = False, keep: Tensor | None = None
+    ) -> None:
+        super().__init__(mean.shape, keep)
+        self.trainable = trainable
+        spread = torch.as_tensor(std, dtype=mean.dtype, device=mean.device).detach().expand(mean.shape)
+        alive = spread if self.keep is None else spread[self.keep]
+        lowest_allowed = "greater than 0" if trainable else "0 or more"
+        if not bool(torch.isfinite(alive).all()) or bool(
+            (alive <= 0).any() if trainable else (alive < 0).any()
+        ):
+            raise ValueError(f"std must be finite and {lowest_allowed}; the lowest is {_lowest(alive):g}")
+        if self.keep is not None:
+            # Stored as 1 and masked on the way out: no ρ gives a std of 0, and its logarithm has no gradient.
+            spread = torch.where(self.keep, spread, torch.ones_like(spread))
+        if trainable:
+            self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
+            self.raw = nn.Parameter(inverse_softplus(spread))
+        else:
+            self.register_buffer("loc", mean.detach().clone())
+            self.register_buffer("raw", spread.clone())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the block lives."""
+        return self.loc.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The block's floating-point type."""
+        return self.loc.dtype
+
+    def mean(self) -> Tensor:
+        """Mean of the block."""
+        return self.masked(self.loc)
+
+    def std(self) -> Tensor:
+        """Standard deviation of each weight."""
+        return self.masked(self.filled_std())
+
+    def filled_std(self) -> Tensor:
+        """The same with 1 for pruned weights, so that logarithms and quotients stay finite."""
+        return softplus(self.raw) if self.trainable else self.raw
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density summed over the kept weights; leading dimensions stay."""
+        std = self.filled_std()
+        return self.total(
+            -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
+        )
+
+    def pruned(self, keep: Tensor) -> Self:
+        """The same distribution with the weights outside ``keep`` removed: mean and std zero."""
+        keep = keep if self.keep is None else keep & self.keep
+        return type(self)(self.loc.detach() * keep, self.std(), trainable=self.trainable, keep=keep)
+
+    def config(self) -> dict[str, Any]:
+        """Whether mean and std are trainable."""
+        return {"trainable": self.trainable}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        """Build the leaf again; bit for bit, because ρ itself is stored."""
+        leaf = cls(tensors["loc"], 1.0, trainable=bool(config["trainable"]), keep=tensors.get("keep"))
+        leaf.load_state_dict(dict(tensors))
+        return leaf
+
+    def _draw(self, noise: Tensor) -> Tensor:
+        return torch.addcmul(self.loc, self.filled_std(), noise)
+
+
+def _lowest(values: Tensor) -> float:
+    bad = values[~torch.isfinite(values)]
+    return float(bad[0]) if len(bad) else float(values.min())

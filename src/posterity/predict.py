@@ -1,0 +1,160 @@
+"""Posterior → predictive samples → what a person wants to know of each input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from posterity.mc import How, run
+from posterity.posterior import Posterior
+
+Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
+MODES: tuple[Mode, ...] = ("average", "mean", "single", "vote")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Outputs of S sampled networks for B inputs, and what follows from them.
+
+    Attributes:
+        samples: The networks' outputs ``[S, B, ...]``; for classification, logits in the last dimension.
+        mode: How ``probs`` combines them.
+    """
+
+    samples: Tensor
+    mode: Mode = "average"
+
+    @property
+    def sample_probs(self) -> Tensor:
+        """Class probabilities of every sampled network, ``[S, B, C]``."""
+        return self.samples.softmax(-1)
+
+    @property
+    def probs(self) -> Tensor:
+        """Class probabilities by the chosen mode.
+
+        ``"average"`` and ``"mean"`` give ``[B, C]``; ``"vote"`` the share of votes ``[B, C]``;
+        ``"single"`` every network's own ``[S, B, C]``.
+        """
+        if self.mode == "single":
+            return self.sample_probs
+        return self.vote if self.mode == "vote" else self.sample_probs.mean(0)
+
+    @property
+    def label(self) -> Tensor:
+        """The class with the highest probability."""
+        return self.probs.argmax(-1)
+
+    @property
+    def vote(self) -> Tensor:
+        """Share of the sampled networks that choose each class, ``[B, C]``."""
+        classes = self.samples.shape[-1]
+        return nn.functional.one_hot(self.samples.argmax(-1), classes).to(self.samples.dtype).mean(0)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the averaged probabilities, in nats: all uncertainty about the label."""
+        return _entropy(self.sample_probs.mean(0))
+
+    @property
+    def expected_entropy(self) -> Tensor:
+        """Mean entropy of the single networks: what more data would not remove."""
+        return _entropy(self.sample_probs).mean(0)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Entropy less expected entropy: disagreement between networks, what more data would remove."""
+        return (self.entropy - self.expected_entropy).clamp_min(0.0)
+
+    @property
+    def mean(self) -> Tensor:
+        """Regression: the average output."""
+        return self.samples.mean(0)
+
+    @property
+    def variance(self) -> Tensor:
+        """Regression: epistemic variance, that of the output over weight samples."""
+        return self.samples.var(0, correction=0)
+
+
+@torch.inference_mode()
+def predict(
+    model: nn.Module,
+    posterior: Posterior,
+    x: Tensor,
+    *,
+    samples: int = 10,
+    mode: Mode = "average",
+    batch_size: int = 1024,
+    seed: int = 0,
+    how: How = "stack",
+    chunk: int | None = None,
+    progress: bool = False,
+) -> Prediction:
+    """Predict with weights drawn from the posterior; the model runs in evaluation mode.
+
+    Args:
+        model: The module; parameters that the posterior does not name keep their values.
+        posterior: Where weights come from.
+        x: Inputs, as many as you like: they are run in batches.
+        samples: Sampled networks S; the same ones for every batch.
+        mode: ``"average"`` of probabilities, ``"mean"`` weights (one network), ``"single"`` networks each for
+            itself, or their ``"vote"``.
+        batch_size: Inputs at once.
+        seed: Chooses the networks; the same seed gives the same prediction.
+        how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another.
+        chunk: At most this many networks at once, to cap memory.
+        progress: Show a progress bar (needs the extra ``lab``).
+
+    Example:
+        >>> from posterity import BGD
+        >>> model = nn.Linear(3, 2)
+        >>> p = predict(model, BGD(model).posterior(), torch.randn(5, 3))
+        >>> p.probs.shape, p.mutual_information.shape
+        (torch.Size([5, 2]), torch.Size([5]))
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    if samples < 1 or batch_size < 1:
+        raise ValueError(f"samples and batch_size must be at least 1, not {samples} and {batch_size}")
+    if len(x) == 0:
+        raise ValueError("there is nothing to predict: x is empty")
+    posterior.check(model)
+    if mode == "mean":
+        weights = {name: value[None] for name, value in posterior.mean().items()}
+    else:
+        weights = posterior.sample(samples, seed=seed)
+    batches = torch.split(x, batch_size)
+    with _evaluating(model):
+        outputs = [run(model, weights, batch, how=how, chunk=chunk) for batch in _shown(batches, progress)]
+    return Prediction(torch.cat(outputs, dim=1), mode)
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    return (-torch.xlogy(probs, probs)).sum(-1)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _shown(batches: Iterable[Tensor], progress: bool) -> Iterable[Tensor]:
+    if not progress:
+        return batches
+    try:
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError("a progress bar needs rich: pip install 'posterity[lab]'") from error
+    return track(list(batches), description="predicting")

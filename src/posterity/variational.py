@@ -1,0 +1,98 @@
+"""Any module, unmodified, with weights drawn from a trainable posterior: Bayes by Backprop and its kin.
+
+Blundell, Cornebise, Kavukcuoglu, Wierstra: "Weight Uncertainty in Neural Networks", ICML 2015. Weights are
+``w = μ + softplus(ρ) · eps``; autograd through the draw gives the paper's gradients of μ and ρ for any loss,
+so a method is this wrapper, a prior, :func:`~posterity.elbo` and any torch optimiser.
+
+| paper | here |
+|---|---|
+| θ = (μ, ρ) | ``model.posterior``; μ are the wrapped module's own parameters |
+| P(w) | any prior that ``kl`` takes, :class:`~posterity.ScaleMixture` for the paper's |
+| F(D, θ) | ``num_data · elbo(nll, kl, num_data=...)`` |
+| π_i | ``factor=posterity.blundell(num_batches)`` |
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from posterity.mc import How, run
+from posterity.names import NameFilter, select
+from posterity.posterior import ByName, Density, DiagonalGaussian, Factorised, Posterior, kl
+
+
+@final
+class Variational(nn.Module):
+    """A module whose named weights are drawn anew from ``posterior`` at every call.
+
+    The wrapped ``module`` is the user's own and holds the means: call it for predictions at the mean, pass it
+    to :func:`~posterity.predict` together with ``posterior`` for all others.
+    """
+
+    def __init__(self, module: nn.Module, posterior: Factorised, seed: int = 0) -> None:
+        super().__init__()
+        self.module = module
+        self.posterior = posterior.check(module)
+        self.seed = seed
+        self.draws = 0
+        self._weights: dict[str, Tensor] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output under one draw of the weights."""
+        weights = self._draw(1)
+        return functional_call(self.module, {name: w[0] for name, w in weights.items()}, args, kwargs)
+
+    def outputs(
+        self, *args: Any, samples: int, how: How = "stack", chunk: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The module's outputs ``[samples, B, ...]`` under as many draws of the weights."""
+        return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
+
+    def kl(self, prior: Posterior | Density | ByName) -> Tensor:
+        """KL(posterior ‖ prior); estimated at the weights drawn last where there is no closed form."""
+        return kl(self.posterior, prior, weights=self._weights)
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
+        return {"seed": self.seed, "draws": self.draws}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Go on from a saved count of draws."""
+        self.seed, self.draws = state["seed"], state["draws"]
+
+    def _draw(self, samples: int) -> dict[str, Tensor]:
+        self._weights = self.posterior.sample(samples, seed=self.seed, step=self.draws)
+        self.draws += 1
+        return self._weights
+
+
+def variational(
+    module: nn.Module, *, std_init: float = 0.02, deterministic: NameFilter = (), seed: int = 0
+) -> Variational:
+    """Give a module's weights a trainable diagonal-Gaussian posterior.
+
+    Args:
+        module: Any module; it is neither copied nor changed, and its parameters become the means.
+        std_init: Std of every weight at the start.
+        deterministic: Filter of names that stay plain parameters.
+        seed: Seed of the weight noise.
+
+    Example:
+        >>> net = nn.Linear(4, 2)
+        >>> model = variational(net, std_init=0.05)
+        >>> import torch
+        >>> opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        >>> from posterity import IsotropicGaussian, elbo
+        >>> loss = elbo(nn.functional.cross_entropy(model(x), y), model.kl(IsotropicGaussian()), num_data=8)
+        >>> loss.backward(); opt.step()
+    """
+    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    drawn = [name for name in params if name not in select(params, deterministic)]
+    if not drawn:
+        raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
+    leaves = {name: DiagonalGaussian(params[name], std_init, trainable=True) for name in drawn}
+    return Variational(module, Factorised(leaves), seed)

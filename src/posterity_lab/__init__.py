@@ -1,0 +1,1 @@
+"""The lab: data, nets, streams, recipes, reports and the command line on top of the library."""

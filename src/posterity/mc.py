@@ -52,10 +52,10 @@ def run(
     outputs: list[Tensor] = []
     for rows in _chunks(samples, 1 if how == "loop" else chunk):
         part = {name: value[rows.start : rows.stop] for name, value in weights.items()}
-        state = {name: value.expand(len(rows), *value.shape).clone() for name, value in buffers.items()}
-        outputs.append(_pass(model, part, state, args, kwargs, stacked=how == "stack"))
+        output, moved = _pass(model, part, buffers, args, kwargs, stacked=how == "stack")
+        outputs.append(output)
         if rows.start == 0:
-            _keep_first(model, state)
+            _set_buffers(model, moved)
     return torch.cat(outputs)
 
 
@@ -90,20 +90,16 @@ def compile_step(
             for rows in _chunks(samples, chunk):
                 drawn = {f"model.{name}": pair for name, pair in optimizer.draw(rows).items()}
                 theta = {name: value.requires_grad_() for name, (value, _) in drawn.items()}
-                state = {
-                    name: value.expand(len(rows), *value.shape).clone() for name, value in before.items()
-                }
-                loss = _pass(target, theta, state, batch, {}, stacked=True)
+                loss, moved = _pass(target, theta, before, batch, {}, stacked=True)
                 if rows.start == 0:
-                    _keep_first(target, state)
+                    _set_buffers(target, moved)
                 losses.append(loss.detach())
                 _absorb(optimizer, target, loss, theta, {name: eps for name, (_, eps) in drawn.items()})
             mean_loss = torch.cat(losses).mean()
-            if not bool(torch.isfinite(mean_loss)):
-                raise FloatingPointError(f"the loss is {mean_loss.item():g}; the posterior was not touched")
+            optimizer.watch(mean_loss)
             optimizer.step(batch_size=len(batch[0]))
         except BaseException:
-            _keep_first(target, {name: value[None] for name, value in before.items()})
+            _set_buffers(target, before)
             optimizer.zero_grad()
             raise
         return mean_loss
@@ -153,25 +149,28 @@ def _pass(
     kwargs: dict[str, Any],
     *,
     stacked: bool,
-) -> Tensor:
-    """Outputs under the given weights; ``buffers`` (one row per sample) are changed in place."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs under the given weights, every sample starting from ``buffers``, and the first's buffers."""
 
     def call(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Tensor:
         return cast(Tensor, functional_call(model, {**weights, **buffers}, args, kwargs))
 
+    rows = range(_count(weights))
     reason = ""
     if stacked and model not in _unstackable:
+        moved = {name: value.expand(len(rows), *value.shape).clone() for name, value in buffers.items()}
         try:
-            return vmap(call, randomness="different")(weights, buffers)
-        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            with warnings.catch_warnings():
+                # Operations without a batching rule still run, one sample after another.
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                outputs = vmap(call, randomness="different")(weights, moved)
+            return outputs, {name: value[0] for name, value in moved.items()}
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:
             reason = str(error).partition("\n")[0]
-    rows = range(_count(weights))
-    outputs = [
-        call({name: v[k] for name, v in weights.items()}, {name: v[k] for name, v in buffers.items()})
-        for k in rows
-    ]
+    states = [{name: value.clone() for name, value in buffers.items()} for _ in rows]
+    looped = [call({name: value[k] for name, value in weights.items()}, states[k]) for k in rows]
     if reason:  # the loop went well, so it was vectorising that failed, not the model
         _unstackable.add(model)
         name = type(model.model if isinstance(model, _Loss) else model).__name__
@@ -180,13 +179,13 @@ def _pass(
             "running one sample after another instead",
             stacklevel=4,
         )
-    return torch.stack(outputs)
+    return torch.stack(looped), states[0]
 
 
 @torch.no_grad()
-def _keep_first(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    for name, value in model.named_buffers():
-        value.copy_(buffers[name][0])
+def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
 
 
 def _count(weights: Mapping[str, Tensor]) -> int:

@@ -8,6 +8,7 @@ the method's rule (:meth:`VariationalOptimizer.step`). A method adds only pure f
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,11 @@ from posterity.optim.statistics import Accumulator, Statistics, state_dtype
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 
 State: TypeAlias = dict[str, Tensor]
+
+_UNTOUCHED = (
+    "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
+    "initial std"
+)
 
 
 class VariationalOptimizer(Optimizer, ABC):
@@ -62,6 +68,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self._module = params if isinstance(params, nn.Module) else None
         self._deterministic_lr = deterministic_lr
         self._sums = Accumulator()
+        self._first_loss: float | None = None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # the model's buffers, as they were before the step
         self._entered: int | None = None  # nested entries of the sampling context; None outside of it
         groups = named_groups(params)
@@ -227,6 +234,21 @@ class VariationalOptimizer(Optimizer, ABC):
         self._sums.samples += samples
         self._sums.publish()
 
+    def watch(self, loss: Tensor) -> None:
+        """Refuse a loss that is not finite; warn, once, of one that has run away from where it began."""
+        value = float(loss)
+        if not math.isfinite(value):
+            raise FloatingPointError(f"the loss is {value:g}; {_UNTOUCHED}")
+        if self._first_loss is None:
+            self._first_loss = value
+        elif self._first_loss < math.inf and value > 10.0 * (abs(self._first_loss) + 1.0):
+            warnings.warn(
+                f"{type(self).__name__} seems to diverge: the loss began at {self._first_loss:.3g} and is "
+                f"{value:.3g}; lower the learning rate or the initial std",
+                stacklevel=3,
+            )
+            self._first_loss = math.inf  # said once
+
     # The machinery.
 
     @contextmanager
@@ -286,10 +308,8 @@ class VariationalOptimizer(Optimizer, ABC):
                         and all(p.grad is None for p in params)
                     ):
                         loss.backward()  # type: ignore[no-untyped-call]
-                value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)
-                if not bool(torch.isfinite(value).all()):
-                    raise FloatingPointError(f"the loss is {value.mean().item():g}; {self._untouched()}")
-                losses.append(value)
+                losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
+                self.watch(losses[-1])
         self._sums.publish()
         return torch.stack(losses).mean(0)
 
@@ -379,13 +399,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not math.isfinite(get_total_norm(tensors, norm_type=math.inf).item()):
             bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
             which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
-            raise FloatingPointError(f"{which} is not finite; {self._untouched()}")
-
-    def _untouched(self) -> str:
-        return (
-            "the posterior was not touched. If this goes on, lower the learning rate or the initial std, "
-            "or look for bad values in the batch"
-        )
+            raise FloatingPointError(f"{which} is not finite; {_UNTOUCHED}")
 
     def _reset(self) -> None:
         self._sums.clear()

@@ -1,0 +1,650 @@
+"""What every rule must do, whatever its mathematics. A new method is one more row of ``RULES``."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import posterity
+from posterity import VariationalOptimizer
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    make: Callable[..., VariationalOptimizer]
+    bad: dict[str, Any]  # hyper-parameters that must be refused
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+RULES = [
+    Rule(
+        "BGD",
+        lambda params, **kw: posterity.BGD(
+            params, **{"std_init": 0.1, "mc_samples": 3, "batch_size": 16, **kw}
+        ),
+        {"std_init": -0.1, "lr": -1.0, "mc_samples": 0},
+    ),
+    Rule(
+        "IVON",
+        lambda params, **kw: posterity.IVON(
+            params, **{"num_data": 100, "mc_samples": 3, "betas": (0.9, 0.9), "lr": 0.05, **kw}
+        ),
+        {
+            "num_data": 0,
+            "prior_precision": -1.0,
+            "temperature": 0.0,
+            "betas": (0.9, 1.0),
+            "hess_init": 0.0,
+            "clip_radius": 0.0,
+            "lr": -1.0,
+            "mc_samples": 0,
+        },
+    ),
+]
+rules = pytest.mark.parametrize("rule", RULES, ids=repr)
+
+X = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (16,), generator=torch.Generator().manual_seed(2))
+
+
+class Net(nn.Module):
+    """Small, with BatchNorm and a parameter that no forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 3)
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.norm(self.first(x))))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss_fn(model: nn.Module, x: Tensor = X, y: Tensor = Y) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def by_closure(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
+    opt.step(lambda: loss_fn(model, x), batch_size=16)
+
+
+def by_context(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
+    for _ in range(opt.param_groups[0]["mc_samples"]):
+        with opt.sampled_params():
+            loss_fn(model, x).backward()
+    opt.step(batch_size=16)
+
+
+def by_stack(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
+    posterity.compile_step(model, loss_fn, opt)(x, Y)
+
+
+def by_chunks(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
+    posterity.compile_step(model, loss_fn, opt, chunk=2)(x, Y)
+
+
+def everything(model: nn.Module, opt: VariationalOptimizer) -> dict[str, Tensor]:
+    """Weights, buffers and posterior stds, copied."""
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return found | {f"std {name}": value.clone() for name, value in opt.posterior().std().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@rules
+def test_a_step_moves_means_and_stds_but_not_what_was_unused(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    before = everything(model, opt)
+    by_closure(model, opt)
+    after = everything(model, opt)
+    for name in ("first.weight", "last.bias"):
+        assert not torch.equal(before[name], after[name])
+        assert not torch.equal(before[f"std {name}"], after[f"std {name}"])
+    assert torch.equal(before["unused"], after["unused"])
+    assert torch.equal(before["std unused"], after["std unused"])
+
+
+@rules
+@pytest.mark.parametrize("way", [by_context, by_stack, by_chunks])
+def test_all_ways_of_running_a_step_agree(rule: Rule, way: Callable[..., None]) -> None:
+    results = []
+    for run in (by_closure, way):
+        model = net().double()
+        opt = rule.make(model, deterministic="norm.*")
+        for _ in range(5):
+            run(model, opt, X.double())
+        results.append(everything(model, opt))
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-10, atol=1e-12, msg=key)
+
+
+@rules
+def test_a_closure_may_call_backward_itself(rule: Rule) -> None:
+    results = []
+    for calls_backward in (False, True):
+        model = net()
+        opt = rule.make(model)
+
+        def closure(
+            model: nn.Module = model, opt: VariationalOptimizer = opt, it: bool = calls_backward
+        ) -> Tensor:
+            opt.zero_grad()
+            loss = loss_fn(model)
+            if it:
+                loss.backward()
+            return loss
+
+        loss = opt.step(closure, batch_size=16)
+        assert loss is not None
+        assert loss.shape == ()
+        results.append(everything(model, opt))
+    assert same(*results)
+
+
+@rules
+def test_a_closure_may_sample_itself_but_not_in_a_loop(rule: Rule) -> None:
+    results = []
+    for nested in (False, True):
+        model = net()
+        opt = rule.make(model)
+
+        def closure(model: nn.Module = model, opt: VariationalOptimizer = opt, it: bool = nested) -> Tensor:
+            if not it:
+                return loss_fn(model)
+            with opt.sampled_params():
+                loss = loss_fn(model)
+                loss.backward()
+            return loss
+
+        opt.step(closure, batch_size=16)
+        results.append(everything(model, opt))
+    assert same(*results)
+
+    def loops() -> Tensor:
+        for _ in range(2):
+            with opt.sampled_params():
+                loss = loss_fn(model)
+        return loss
+
+    before = everything(model, opt)
+    with pytest.raises(RuntimeError, match="set mc_samples instead of a loop"):
+        opt.step(loops, batch_size=16)
+    assert same(before, everything(model, opt))
+
+
+@rules
+def test_the_means_come_back_after_an_exception(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    by_closure(model, opt)
+    before = everything(model, opt)
+    with pytest.raises(KeyError), opt.sampled_params():
+        assert not torch.equal(model.first.weight, before["first.weight"])
+        loss_fn(model).backward()
+        raise KeyError
+
+    def fails() -> Tensor:
+        loss_fn(model).backward()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        opt.step(fails, batch_size=16)
+    assert same(before, everything(model, opt))
+    by_closure(model, opt)  # and training goes on
+    assert not same(before, everything(model, opt))
+
+
+@rules
+@pytest.mark.parametrize("when", ["start", "middle"])
+def test_resume_is_bit_exact(rule: Rule, when: str) -> None:
+    model = net()
+    opt = rule.make(model, deterministic="norm.*")
+    for _ in range(3 if when == "middle" else 0):
+        by_closure(model, opt)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    by_closure(model, opt)
+    by_closure(model, opt)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = net(seed=9)
+    resumed = rule.make(other, deterministic="norm.*", seed=77, mc_samples=1)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["opt"])
+    by_closure(other, resumed)
+    by_closure(other, resumed)
+    assert same(everything(model, opt), everything(other, resumed))
+
+
+@rules
+def test_loading_state_never_casts_it(rule: Rule) -> None:
+    model = net().to(torch.bfloat16)
+    opt = rule.make(model)
+    opt.step(lambda: loss_fn(model, X.bfloat16()), batch_size=16)
+    other = net().to(torch.bfloat16)
+    resumed = rule.make(other)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in opt.state[p].items():
+            assert value.dtype == torch.float32
+            assert resumed.state[q][key].dtype == torch.float32
+            assert torch.equal(resumed.state[q][key], value)
+            assert resumed.state[q][key] is not value
+
+
+@rules
+def test_clipping_is_seen(rule: Rule) -> None:
+    results = []
+    for clip in (False, True):
+        model = net()
+        opt = rule.make(model)
+        with opt.sampled_params():
+            loss_fn(model).backward()
+        assert model.first.weight.grad is not None
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+        opt.step(batch_size=16)
+        results.append(everything(model, opt))
+    start = net().state_dict()
+    moved = [float((r["last.weight"] - start["last.weight"]).abs().max()) for r in results]
+    assert moved[1] < (moved[0] / 10 if rule.name == "BGD" else moved[0])
+    # Clipping changes E[g] alone: the stds come from E[g·eps].
+    assert torch.equal(results[0]["std last.weight"], results[1]["std last.weight"])
+
+
+@rules
+def test_grad_holds_the_mean_over_samples(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    singles = []
+    for _ in range(3):
+        with opt.sampled_params():
+            loss_fn(model).backward()
+            assert model.last.weight.grad is not None
+            singles.append(model.last.weight.grad.clone())
+    torch.testing.assert_close(model.last.weight.grad, torch.stack(singles).mean(0))
+    assert not torch.equal(singles[0], singles[1])  # fresh weights for every sample
+
+
+@rules
+def test_backwards_in_one_context_add_up(rule: Rule) -> None:
+    results = []
+    for halves in (1, 2):
+        model = nn.Linear(5, 3)
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.zeros_(model.bias)
+        opt = rule.make(model)
+        with opt.sampled_params():
+            for x, y in zip(X.chunk(halves), Y.chunk(halves), strict=True):
+                (F.cross_entropy(model(x), y) / halves).backward()
+        opt.step(batch_size=16)
+        results.append(model.weight.detach().clone())
+    torch.testing.assert_close(*results)
+
+
+@rules
+def test_zero_grad_inside_a_context_keeps_earlier_samples_and_outside_drops_all(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    for _ in range(3):
+        with opt.sampled_params():
+            opt.zero_grad()
+            loss_fn(model).backward()
+    opt.step(batch_size=16)
+    other = net()
+    twin = rule.make(other)
+    by_context(other, twin)
+    assert same(everything(model, opt), everything(other, twin))
+    with opt.sampled_params():
+        loss_fn(model).backward()
+    opt.zero_grad()
+    with pytest.raises(RuntimeError, match="no gradient at sampled weights"):
+        opt.step(batch_size=16)
+
+
+@rules
+def test_the_untouched_loop_is_told_which_line_to_add(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    before = everything(model, opt)
+    loss_fn(model).backward()
+    buffers = everything(model, opt)
+    with pytest.raises(RuntimeError, match=r"put `with optimizer.sampled_params\(\):` around forward"):
+        opt.step(batch_size=16)
+    assert same(buffers, everything(model, opt))
+    assert torch.equal(before["last.weight"], model.last.weight)
+
+
+@rules
+def test_a_gradient_from_outside_is_refused_before_anything_moves(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    with opt.sampled_params():
+        loss_fn(model).backward()
+    model.unused.sum().backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"'unused' has a gradient from outside"):
+        opt.step(batch_size=16)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@rules
+@pytest.mark.parametrize("way", [by_closure, by_context, by_stack])
+def test_nan_is_refused_and_nothing_touched(rule: Rule, way: Callable[..., None]) -> None:
+    model = net()
+    opt = rule.make(model)
+    by_closure(model, opt)
+    before = everything(model, opt)
+    bad = X.clone()
+    bad[3, 2] = torch.nan
+    with pytest.raises(FloatingPointError, match="not touched"):
+        way(model, opt, bad)
+    assert same(before, everything(model, opt))
+    twin_model = copy.deepcopy(model)
+    by_closure(model, opt)  # goes on as if the bad batch had never been
+    assert torch.isfinite(model.last.weight).all()
+    assert not torch.equal(model.last.weight, twin_model.last.weight)
+
+
+@rules
+def test_an_infinite_gradient_is_refused_by_name(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    with opt.sampled_params():
+        loss_fn(model).backward()
+    assert model.last.bias.grad is not None
+    model.last.bias.grad[0] = torch.inf
+    with pytest.raises(FloatingPointError, match=r"gradient of 'last.bias' is not finite"):
+        opt.step(batch_size=16)
+
+
+@rules
+@pytest.mark.parametrize("way", [by_closure, by_stack])
+def test_a_loss_that_runs_away_is_warned_of_once(rule: Rule, way: Callable[..., None]) -> None:
+    model = net()
+    opt = rule.make(model, lr=0.0)
+    way(model, opt)
+    with torch.no_grad():
+        model.last.weight.mul_(1e4)
+    with pytest.warns(
+        UserWarning, match=f"{rule.name} seems to diverge: the loss began at .*; lower the learning"
+    ):
+        way(model, opt)
+    way(model, opt)  # a second warning would be an error here
+
+
+@rules
+def test_batch_norm_moves_once_per_step(rule: Rule) -> None:
+    for way in (by_closure, by_context, by_stack, by_chunks):
+        model = net()
+        opt = rule.make(model)
+        one = rule.make(twin := net(), mc_samples=1)
+        way(model, opt)
+        by_closure(twin, one)
+        assert int(model.norm.num_batches_tracked) == 1
+        # Sample 0 is the same in both; its statistics are the ones that are kept.
+        torch.testing.assert_close(model.norm.running_mean, twin.norm.running_mean)
+
+
+@rules
+def test_the_global_generator_is_untouched(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    state = torch.get_rng_state()
+    by_closure(model, opt)
+    by_stack(model, opt)
+    opt.posterior().sample(2)
+    posterity.predict(model, opt.posterior(), X)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@rules
+def test_noise_depends_on_seed_step_and_sample_only(rule: Rule) -> None:
+    draws = {}
+    for seed in (0, 0, 1):
+        model = net()
+        opt = rule.make(model, seed=seed)
+        for step in range(2):
+            for sample in range(2):
+                with opt.sampled_params():
+                    theta = model.first.weight.detach().clone()
+                    loss_fn(model).backward()
+                key = (seed, step, sample)
+                assert torch.equal(draws.setdefault(key, theta), theta)
+            opt.step(batch_size=16)
+    distinct = list(draws.values())
+    assert all(not torch.equal(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
+
+
+@rules
+def test_dtypes_are_kept_and_state_is_full_precision(rule: Rule) -> None:
+    model = net()
+    model.first.to(torch.bfloat16)
+    model.last.double()
+    opt = rule.make(model)
+
+    def closure() -> Tensor:
+        hidden = F.relu(model.norm(model.first(X.bfloat16()).float()))
+        return F.cross_entropy(model.last(hidden.double()), Y)
+
+    for _ in range(2):
+        opt.step(closure, batch_size=16)
+    assert model.first.weight.dtype == torch.bfloat16
+    assert opt.state[model.first.weight]["mean"].dtype == torch.float32
+    assert torch.equal(opt.state[model.first.weight]["mean"].bfloat16(), model.first.weight)
+    assert not torch.equal(opt.state[model.first.weight]["mean"], model.first.weight.float())
+    q = opt.posterior()
+    assert q.block("first.weight").dtype == torch.float32
+    assert q.block("last.weight").dtype == torch.float64
+
+
+@rules
+def test_bf16_autocast_keeps_fp32_state(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        opt.step(lambda: loss_fn(model), batch_size=16)
+    for p in model.parameters():
+        assert p.dtype == torch.float32
+        assert all(value.dtype == torch.float32 for value in opt.state[p].values())
+
+
+@rules
+def test_a_grad_scaler_is_refused(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    scaler = torch.amp.GradScaler("cpu")
+    with opt.sampled_params():
+        scaler.scale(loss_fn(model)).backward()
+    with pytest.raises(RuntimeError, match="needs no scaler"):
+        scaler.step(opt)
+
+
+@rules
+def test_param_groups_and_schedules_reach_the_rule(rule: Rule) -> None:
+    model = net()
+    named = list(model.named_parameters())
+    opt = rule.make(
+        [
+            {"params": [(n, p) for n, p in named if n.startswith("first")], "lr": 0.0},
+            {"params": [(n, p) for n, p in named if not n.startswith("first")]},
+        ]
+    )
+    before = {name: p.detach().clone() for name, p in named}
+    by_context(model, opt)
+    assert torch.equal(before["first.weight"], model.first.weight)
+    assert not torch.equal(before["last.weight"], model.last.weight)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.0 if epoch else 1.0)
+    by_context(model, opt)
+    scheduler.step()
+    stopped = model.last.weight.detach().clone()
+    by_context(model, opt)
+    assert torch.equal(stopped, model.last.weight)
+
+
+@rules
+def test_named_parameters_and_bare_tensors_will_do(rule: Rule) -> None:
+    model = nn.Linear(5, 3)
+    opt = rule.make(model.named_parameters())
+    opt.step(lambda: loss_fn(model), batch_size=16)
+    assert set(opt.posterior().blocks) == {"weight", "bias"}
+    opt = rule.make(model.parameters())
+    opt.step(lambda: loss_fn(model), batch_size=16)
+    with pytest.raises(ValueError, match=r"'param.0', which the model has not"):
+        posterity.predict(model, opt.posterior(), X)
+
+
+@rules
+def test_deterministic_parameters_learn_without_noise(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model, deterministic=posterity.names_of(model, nn.BatchNorm1d), deterministic_lr=0.01)
+    before = model.norm.weight.detach().clone()
+    with opt.sampled_params():
+        assert torch.equal(model.norm.weight, before)
+        assert not torch.equal(model.last.weight, net().last.weight)
+    by_closure(model, opt)
+    # Adam's first step has the size of its learning rate.
+    torch.testing.assert_close((model.norm.weight - before).abs(), torch.full((7,), 0.01), rtol=1e-3, atol=0)
+    assert not any(name.startswith("norm") for name in opt.posterior().blocks)
+
+
+@rules
+def test_deterministic_parameters_follow_torch_adam(rule: Rule) -> None:
+    model, twin = net(), net()
+    opt = rule.make(model, deterministic="*", deterministic_lr=0.01)
+    adam = torch.optim.Adam(twin.parameters(), lr=0.01)
+    for _ in range(10):
+        by_closure(model, opt)
+        adam.zero_grad()
+        loss_fn(twin).backward()
+        adam.step()
+    torch.testing.assert_close(model.last.weight, twin.last.weight, rtol=1e-4, atol=1e-6)
+
+
+@rules
+def test_a_pattern_that_matches_nothing_is_refused(rule: Rule) -> None:
+    with pytest.raises(ValueError, match=r"no parameter is named like 'batchnorm\*'; the names are 'unused'"):
+        rule.make(net(), deterministic="batchnorm*")
+
+
+@rules
+def test_bad_hyper_parameters_are_refused_by_name(rule: Rule) -> None:
+    for key, value in rule.bad.items():
+        with pytest.raises(ValueError, match=f"^{key} must"):
+            rule.make(net(), **{key: value})
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        rule.make(nn.ReLU())
+    with pytest.raises(ValueError, match="empty list"):
+        rule.make([])
+    with pytest.raises(TypeError, match="not a single tensor"):
+        rule.make(torch.zeros(2, requires_grad=True))
+    with pytest.raises(TypeError, match="only real floating-point weights"):
+        rule.make([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
+    with pytest.raises(ValueError, match="one number for the whole optimiser"):
+        rule.make([{"params": [torch.zeros(2)]}, {"params": [torch.zeros(2)], "mc_samples": 5}])
+
+
+@rules
+def test_sparse_gradients_are_refused(rule: Rule) -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    opt = rule.make(model)
+    before = model.weight.detach().clone()
+    with pytest.raises(TypeError, match="sparse=False"), opt.sampled_params():
+        model(torch.tensor([1])).sum().backward()
+    assert torch.equal(before, model.weight)
+
+
+@rules
+def test_a_forward_pass_alone_counts_for_nothing(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    with opt.sampled_params(), torch.no_grad():
+        model(X)
+    model.load_state_dict(net().state_dict())
+    by_context(model, opt)
+    other = net()
+    twin = rule.make(other)
+    by_context(other, twin)
+    assert same(everything(model, opt), everything(other, twin))
+
+
+@rules
+def test_the_posterior_is_a_copy(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    q = opt.posterior()
+    before = {name: value.clone() for name, value in (q.mean() | {"s": q.std()["last.weight"]}).items()}
+    by_closure(model, opt)
+    assert same(before, q.mean() | {"s": q.std()["last.weight"]})
+
+
+@rules
+def test_going_on_from_a_pruned_posterior_keeps_zeros(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    by_closure(model, opt)
+    pruned = posterity.prune(opt.posterior(), 0.5)
+    fresh = net(seed=3)
+    opt = rule.make(fresh)
+    opt.load_posterior(pruned)
+    kept = pruned.block("first.weight").keep
+    assert kept is not None
+    torch.testing.assert_close(opt.posterior().std()["first.weight"], pruned.std()["first.weight"])
+    for way in (by_closure, by_stack):
+        way(fresh, opt)
+        with opt.sampled_params():
+            assert not fresh.first.weight[~kept].any()
+        assert not fresh.first.weight[~kept].any()
+        assert fresh.first.weight[kept].all()
+        assert not opt.posterior().std()["first.weight"][~kept].any()
+    with pytest.raises(ValueError, match=r"'w' that this optimiser has not"):
+        opt.load_posterior(posterity.Factorised({"w": posterity.DiagonalGaussian(torch.zeros(1), 1.0)}))
+    with pytest.raises(ValueError, match=r"'first.weight' has shape \(2,\) in the posterior and \(7, 5\)"):
+        opt.load_posterior(
+            posterity.Factorised({"first.weight": posterity.DiagonalGaussian(torch.zeros(2), 1.0)})
+        )
+
+
+@rules
+def test_tied_weights_are_one_block(rule: Rule) -> None:
+    model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 3))
+    model[1].weight = model[0].weight
+    opt = rule.make(model)
+    assert list(opt.posterior().blocks) == ["0.weight", "2.weight", "2.bias"]
+    results = []
+    for way in (by_closure, by_stack):
+        twin = copy.deepcopy(model)
+        opt = rule.make(twin)
+        way(twin, opt)
+        assert twin[1].weight is twin[0].weight
+        results.append(twin[0].weight.detach().clone())
+    torch.testing.assert_close(*results)
+
+
+def test_bgd_needs_a_batch_size_and_says_so_before_running() -> None:
+    model = net()
+    opt = posterity.BGD(model)
+    called = []
+    with pytest.raises(ValueError, match=r"pass step\(..., batch_size=len\(x\)\)"):
+        opt.step(lambda: called.append(1) or loss_fn(model))
+    assert not called

@@ -1,0 +1,251 @@
+"""What every posterior must do. A new family is one more row of ``FAMILIES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import posterity
+from posterity import DiagonalGaussian, Factorised, IsotropicGaussian, Leaf, kl
+
+SHAPES = {"fc.weight": (3, 4), "fc.bias": (3,), "scale": ()}
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    leaf: Callable[[Tensor, Tensor], Leaf]
+    trainable: bool
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+FAMILIES = [
+    Family("diagonal", lambda mean, std: DiagonalGaussian(mean, std), False),
+    Family("diagonal-trainable", lambda mean, std: DiagonalGaussian(mean, std, trainable=True), True),
+    Family(
+        "diagonal-pruned",
+        lambda mean, std: DiagonalGaussian(mean, std, keep=mean > mean.median() if mean.dim() else None),
+        False,
+    ),
+]
+families = pytest.mark.parametrize("family", FAMILIES, ids=repr)
+
+
+def build(family: Family, seed: int = 0, dtype: torch.dtype = torch.float64) -> Factorised:
+    g = torch.Generator().manual_seed(seed)
+    return Factorised(
+        {
+            name: family.leaf(
+                torch.randn(shape, generator=g, dtype=dtype),
+                torch.rand(shape, generator=g, dtype=dtype) + 0.1,
+            )
+            for name, shape in SHAPES.items()
+        }
+    )
+
+
+@families
+def test_samples_have_a_leading_dimension_and_the_right_dtype(family: Family) -> None:
+    for name, value in build(family).sample(7, seed=1).items():
+        assert value.shape == (7, *SHAPES[name])
+        assert value.dtype == torch.float64
+
+
+@families
+def test_samples_have_the_stated_moments(family: Family) -> None:
+    q = build(family)
+    n = 20_000
+    draws = q.sample(n, seed=3)
+    for name, value in draws.items():
+        mean, std = q.mean()[name], q.std()[name]
+        # Standard errors: s/√n of a mean, s/√(2n) of a standard deviation; five of them for ~60 comparisons.
+        assert ((value.mean(0) - mean).abs() <= 5 * std / n**0.5).all()
+        assert ((value.std(0) - std).abs() <= 5 * std / (2 * n) ** 0.5).all()
+
+
+@families
+def test_sampling_is_a_pure_function_of_its_seed(family: Family) -> None:
+    q = build(family)
+    a, b, c = q.sample(2, seed=5), q.sample(2, seed=5), q.sample(2, seed=5, step=1)
+    assert torch.equal(a["fc.weight"], b["fc.weight"])
+    assert not torch.equal(a["fc.weight"], c["fc.weight"])
+    fresh = q.sample(2)
+    assert not torch.equal(fresh["fc.weight"], q.sample(2)["fc.weight"])
+    torch.manual_seed(0)
+    again = build(family).sample(2)
+    assert torch.equal(fresh["fc.weight"], again["fc.weight"])
+
+
+@families
+def test_kl_to_itself_is_zero_and_to_others_positive(family: Family) -> None:
+    q = build(family)
+    assert abs(kl(q, q.frozen()).item()) < 1e-12
+    assert kl(q, IsotropicGaussian(2.0)).item() > 0
+
+
+@families
+def test_closed_form_kl_agrees_with_monte_carlo(family: Family) -> None:
+    q = build(family)
+    n = 40_000
+    weights = q.sample(n, seed=2)
+    for p in (build(FAMILIES[0], seed=1), IsotropicGaussian(0.7, mean=0.2)):
+        terms = torch.stack(
+            [
+                leaf.log_prob(weights[name])
+                - (
+                    leaf.total(p.log_density(weights[name]))
+                    if isinstance(p, IsotropicGaussian)
+                    else leaf.total(
+                        torch.distributions.Normal(p.mean()[name], p.std()[name]).log_prob(weights[name])
+                    )
+                )
+                for name, leaf in q.blocks.items()
+            ]
+        ).sum(0)
+        assert abs(terms.mean() - kl(q, p)) < 5 * terms.std() / n**0.5
+
+
+@families
+def test_log_prob_agrees_with_torch_distributions(family: Family) -> None:
+    q = build(family)
+    weights = q.sample(4, seed=1)
+    expected = torch.zeros(4, dtype=torch.float64)
+    for name, leaf in q.blocks.items():
+        keep = torch.ones(SHAPES[name], dtype=torch.bool) if leaf.keep is None else leaf.keep
+        normal = torch.distributions.Normal(leaf.mean()[keep], leaf.std()[keep])
+        expected += normal.log_prob(weights[name][:, keep]).sum(-1)
+    torch.testing.assert_close(q.log_prob(weights), expected)
+    with pytest.raises(KeyError, match=r"'fc.bias' is missing"):
+        q.log_prob({"fc.weight": weights["fc.weight"]})
+
+
+@families
+def test_gradients_flow_exactly_where_they_are_wanted(family: Family) -> None:
+    q = build(family)
+    value = sum(w.square().sum() for w in q.sample(3, seed=0).values()) + kl(q, IsotropicGaussian(1.0))
+    assert isinstance(value, Tensor)
+    assert value.requires_grad == family.trainable
+    if family.trainable:
+        value.backward()
+        grads = [p.grad for p in q.parameters()]
+        assert len(grads) == 2 * len(SHAPES)
+        assert all(g is not None and bool(g.any()) and bool(torch.isfinite(g).all()) for g in grads)
+
+
+@families
+def test_saved_and_loaded_bit_for_bit(family: Family, tmp_path: Path) -> None:
+    q = build(family)
+    q.save(tmp_path / "q.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["q.safetensors"]
+    loaded = Factorised.load(tmp_path / "q.safetensors")
+    assert list(loaded.blocks) == list(q.blocks)
+    for ours, theirs in zip(q.blocks.values(), loaded.blocks.values(), strict=True):
+        assert type(theirs) is type(ours)
+        assert theirs.config() == ours.config()
+        assert torch.equal(theirs.mean(), ours.mean())
+        assert torch.equal(theirs.std(), ours.std())
+    assert torch.equal(loaded.sample(2, seed=0)["fc.weight"], q.sample(2, seed=0)["fc.weight"])
+    assert any(p.requires_grad for p in loaded.parameters()) == family.trainable
+
+
+@families
+def test_pruned_weights_are_zero_in_every_draw(family: Family) -> None:
+    q = posterity.prune(build(family), 0.5)
+    zeros = 0
+    for name, leaf in q.blocks.items():
+        assert leaf.keep is not None
+        assert not q.sample(3, seed=0)[name][:, ~leaf.keep].any()
+        assert not leaf.mean()[~leaf.keep].any()
+        assert not leaf.std()[~leaf.keep].any()
+        zeros += int((~leaf.keep).sum())
+    assert zeros == 8  # half of 16
+    assert torch.isfinite(kl(q, IsotropicGaussian(1.0)))
+    assert kl(q, q.frozen()).item() == pytest.approx(0.0, abs=1e-12)
+
+
+def model() -> nn.Module:
+    net = nn.Module()
+    net.fc = nn.Linear(4, 3)
+    net.scale = nn.Parameter(torch.ones(()))
+    return net
+
+
+def test_a_mismatch_names_the_first_tensor_that_differs(tmp_path: Path) -> None:
+    path = tmp_path / "q.safetensors"
+    build(FAMILIES[0]).save(path)
+    assert isinstance(Factorised.load(path, model()), Factorised)
+    wrong = model()
+    wrong.fc = nn.Linear(5, 3)
+    with pytest.raises(ValueError, match=r"'fc.weight' has shape \(3, 4\) in the posterior and \(3, 5\)"):
+        Factorised.load(path, wrong)
+    del wrong.fc
+    with pytest.raises(ValueError, match=r"the posterior has 'fc.weight', which the model has not"):
+        Factorised.load(path, wrong)
+
+
+def test_other_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="holds no posterior"):
+        Factorised.load(tmp_path / "weights.safetensors")
+    (tmp_path / "text").write_text("no tensors here")
+    with pytest.raises(ValueError, match="is not a safetensors file, or is cut short"):
+        Factorised.load(tmp_path / "text")
+    build(FAMILIES[0]).save(tmp_path / "q.safetensors")
+    whole = (tmp_path / "q.safetensors").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match="cut short"):
+        Factorised.load(tmp_path / "cut")
+    newer = whole.replace(b'"version":"1"', b'"version":"9"')
+    assert newer != whole
+    (tmp_path / "newer").write_bytes(newer)
+    with pytest.raises(ValueError, match="written by a newer Posterity"):
+        Factorised.load(tmp_path / "newer")
+    unknown = whole.replace(b"DiagonalGaussian", b"DiagonalLaplaces")
+    (tmp_path / "unknown").write_bytes(unknown)
+    with pytest.raises(ValueError, match=r"'fc.weight' is of the family DiagonalLaplaces, unknown here"):
+        Factorised.load(tmp_path / "unknown")
+    with pytest.raises(FileNotFoundError):
+        Factorised.load(tmp_path / "none")
+
+
+def test_bad_values_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"std must be finite and 0 or more; the lowest is -1"):
+        DiagonalGaussian(torch.zeros(2), torch.tensor([1.0, -1.0]))
+    with pytest.raises(ValueError, match="greater than 0; the lowest is 0"):
+        DiagonalGaussian(torch.zeros(2), 0.0, trainable=True)
+    with pytest.raises(ValueError, match="the lowest is nan"):
+        DiagonalGaussian(torch.zeros(2), torch.nan)
+    with pytest.raises(ValueError, match=r"mask of shape \(3,\) does not fit"):
+        DiagonalGaussian(torch.zeros(2), 1.0, keep=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="at least one block"):
+        Factorised({})
+    q = build(FAMILIES[0])
+    with pytest.raises(ValueError, match="at least one sample, not 0"):
+        q.sample(0)
+    with pytest.raises(KeyError, match=r"no block 'other'"):
+        q.block("other")
+
+
+def test_the_prior_must_not_have_pruned_what_q_holds() -> None:
+    q = build(FAMILIES[0])
+    with pytest.raises(ValueError, match="prune q at the same places"):
+        kl(q, posterity.prune(q, 0.5))
+
+
+def test_a_posterior_and_its_copy_share_nothing() -> None:
+    q = build(FAMILIES[1])
+    frozen = q.frozen()
+    before = frozen.mean()["fc.bias"].clone()
+    with torch.no_grad():
+        for p in q.parameters():
+            p.add_(1.0)
+    assert torch.equal(frozen.mean()["fc.bias"], before)
+    assert not any(p.requires_grad for p in frozen.parameters())

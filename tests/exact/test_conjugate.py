@@ -1,0 +1,154 @@
+"""Bayesian linear regression: each method reaches the fixed point that it should.
+
+For a Gaussian likelihood of variance 1 the exact posterior has precision P = XᵀX + prior_precision · I, and
+the best diagonal Gaussian has the exact mean and variances 1 / diag(P). On a quadratic loss the expectations
+that rules consume are known in closed form: E[g] is the gradient at the mean, E[g·eps] = std · diag(Hessian).
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+from posterity import BGD, IVON, IsotropicGaussian, elbo, variational
+from posterity.optim.statistics import Statistics
+
+N, D = 40, 3
+G = torch.Generator().manual_seed(0)
+X = (
+    torch.randn(N, D, generator=G).double()
+    @ torch.tensor([[1.0, 0.4, 0.0], [0.0, 1.0, 0.3], [0.0, 0.0, 0.5]]).double()
+)
+Y = X @ torch.tensor([[1.0], [-2.0], [0.5]]).double() + torch.randn(N, 1, generator=G).double()
+PRIOR_PRECISION = 2.0
+
+
+def posterior(temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact mean and mean-field variances, of the tempered posterior."""
+    precision = X.T @ X / temperature + PRIOR_PRECISION * torch.eye(D).double()
+    return torch.linalg.solve(precision, X.T @ Y / temperature).flatten(), 1.0 / precision.diagonal()
+
+
+def nll(weight: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (X @ weight.T - Y).square().mean()
+
+
+def exact_statistics(mean: torch.Tensor, std: torch.Tensor, step: int, scale: float = 1.0) -> Statistics:
+    """The expectations for the mean loss, ``scale`` times."""
+    grad = scale * (X.T @ (X @ mean - Y.flatten())) / N
+    return Statistics(grad, scale * std * (X.T @ X).diagonal() / N, N, step)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_ivon_reaches_the_best_diagonal_gaussian(temperature: float) -> None:
+    opt = IVON(
+        [torch.zeros(D).double().requires_grad_()],
+        num_data=N,
+        prior_precision=PRIOR_PRECISION,
+        temperature=temperature,
+        betas=(0.5, 0.9),
+        lr=0.3,
+    )
+    group = opt.param_groups[0]
+    mean = torch.zeros(D).double()
+    state = opt.init(mean, None, group)
+    for step in range(1, 3000):
+        stats = exact_statistics(mean, opt.std(state, group), step)
+        mean, state = opt.update(mean, state, stats, group)
+    exact_mean, variance = posterior(temperature)
+    torch.testing.assert_close(mean, exact_mean, rtol=1e-8, atol=1e-10)
+    # The tempered posterior exp(−(NLL + τ·prior)/τ): precision N·h/τ + prior_precision.
+    torch.testing.assert_close(opt.std(state, group) ** 2, variance, rtol=1e-8, atol=0)
+
+
+def test_bgd_adds_up_precision_like_bayes_rule() -> None:
+    opt = BGD([torch.zeros(D).double().requires_grad_()], std_init=0.05)
+    group = opt.param_groups[0]
+    mean = torch.zeros(D).double()
+    state = opt.init(mean, None, group)
+    steps = 5000
+    for step in range(1, steps + 1):
+        mean, state = opt.update(mean, state, exact_statistics(mean, opt.std(state, group), step), group)
+    curvature = (X.T @ X).diagonal()
+    # One explicit step turns a precision 1/v² into 1/v² + h·(sqrt(1+a²) + a) with a = ½v²h: never less than
+    # Bayes' rule gives, and more by the factor of the first step at most.
+    start = 1.0 / 0.05**2
+    a = 0.5 * curvature / start
+    precision = 1.0 / state["std"] ** 2
+    assert (precision >= start + steps * curvature).all()
+    assert (precision <= start + steps * curvature * (torch.sqrt(1 + a * a) + a)).all()
+    # The prior N(0, 1/start) weighs what a share start / precision of the data does; the mean is as near to
+    # the least-squares solution as that (the off-diagonal part of the Hessian slows it, at most by λmin/h).
+    solution = torch.linalg.lstsq(X, Y).solution.flatten()
+    slowest = torch.linalg.eigvalsh(X.T @ X)[0] / curvature.max()
+    assert (mean - solution).norm() < (start / precision.min()) ** slowest * solution.norm()
+
+
+def test_bayes_by_backprop_is_at_rest_at_the_best_diagonal_gaussian() -> None:
+    exact_mean, variance = posterior()
+    layer = nn.Linear(D, 1, bias=False).double()
+    with torch.no_grad():
+        layer.weight.copy_(exact_mean[None])
+    model = variational(layer)
+    leaf = model.posterior.block("weight")
+    with torch.no_grad():
+        leaf.raw.copy_(torch.log(torch.expm1(variance.sqrt()))[None])
+    # E[NLL] over q, exactly: the NLL at the mean plus half the trace of variance times curvature.
+    expected = nll(leaf.mean()) + 0.5 * (leaf.std().square() * (X.T @ X).diagonal() / N).sum()
+    loss = elbo(expected, model.kl(IsotropicGaussian(PRIOR_PRECISION**-0.5)), num_data=N)
+    grads = torch.autograd.grad(loss, [leaf.loc, leaf.raw])
+    assert all(float(grad.abs().max()) < 1e-12 for grad in grads)
+    with torch.no_grad():
+        leaf.raw.add_(0.1)
+    moved = torch.autograd.grad(
+        elbo(
+            nll(leaf.mean()) + 0.5 * (leaf.std().square() * (X.T @ X).diagonal() / N).sum(),
+            model.kl(IsotropicGaussian(PRIOR_PRECISION**-0.5)),
+            num_data=N,
+        ),
+        [leaf.raw],
+    )[0]
+    assert (moved > 1e-4).all()  # and is pulled back from elsewhere
+
+
+def test_sampled_gradients_of_bayes_by_backprop_are_unbiased() -> None:
+    exact_mean, variance = posterior()
+    layer = nn.Linear(D, 1, bias=False).double()
+    with torch.no_grad():
+        layer.weight.copy_(exact_mean[None])
+    model = variational(layer)
+    leaf = model.posterior.block("weight")
+    with torch.no_grad():
+        leaf.raw.copy_(torch.log(torch.expm1(variance.sqrt()))[None])
+    n = 4000
+    grads = []
+    for _ in range(n):
+        loss = elbo(
+            0.5 * (model(X) - Y).square().mean(),
+            model.kl(IsotropicGaussian(PRIOR_PRECISION**-0.5)),
+            num_data=N,
+        )
+        grads.append(parameters_to_vector(torch.autograd.grad(loss, [leaf.loc, leaf.raw])))
+    stacked = torch.stack(grads)
+    assert (stacked.mean(0).abs() < 5 * stacked.std(0) / n**0.5).all()
+
+
+@pytest.mark.parametrize("rule", ["bgd", "ivon"])
+def test_sampled_statistics_are_unbiased(rule: str) -> None:
+    layer = nn.Linear(D, 1, bias=False).double()
+    n = 4000
+    opt = BGD(layer, std_init=0.3, mc_samples=n) if rule == "bgd" else IVON(layer, num_data=N, mc_samples=n)
+    std = opt.posterior().std()["weight"]
+    grads, noises = [], []
+    for _ in range(n):
+        with opt.sampled_params():
+            theta = layer.weight.detach().clone()
+            nll(layer.weight).backward()
+            assert layer.weight.grad is not None
+            grads.append(layer.weight.grad.clone())
+        noises.append((theta - layer.weight.detach()) / std)
+    g, ge = torch.stack(grads), torch.stack(grads) * torch.stack(noises)
+    exact = exact_statistics(layer.weight.detach().flatten(), std.flatten(), 1)
+    assert ((g.mean(0) - exact.grad).abs() < 5 * g.std(0) / n**0.5).all()
+    assert ((ge.mean(0) - exact.grad_noise).abs() < 5 * ge.std(0) / n**0.5).all()
+    torch.testing.assert_close(opt._sums.grad_noise(layer.weight), ge.mean(0))

@@ -1,0 +1,64 @@
+"""IVON against a scalar transcription of its Algorithm 1."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from posterity import IVON
+from posterity.noise import normal
+from posterity.optim.ivon import ivon_hess
+
+
+def test_a_run_equals_the_scalar_transcription() -> None:
+    torch.manual_seed(4)
+    model = nn.Linear(1, 1, bias=False).double()
+    x, y = torch.randn(6, 1).double(), torch.randn(6, 1).double()
+    n, delta_prior, tau, b1, b2, h0, lr, radius = 50, 3.0, 0.5, 0.8, 0.95, 0.4, 0.3, 0.5
+    opt = IVON(
+        model,
+        num_data=n,
+        prior_precision=delta_prior,
+        temperature=tau,
+        betas=(b1, b2),
+        hess_init=h0,
+        lr=lr,
+        clip_radius=radius,
+        mc_samples=3,
+    )
+    lam, delta = n / tau, tau * delta_prior / n
+    m, h, gbar = model.weight.item(), h0, 0.0
+    clipped = 0
+    for t in range(1, 8):
+        sigma = 1 / math.sqrt(lam * (h + delta))
+        eps = (
+            normal(range(3), (1, 1), seed=0, step=t - 1, block="weight", dtype=torch.float64)
+            .flatten()
+            .tolist()
+        )
+        grads = [
+            sum(float(xi) * ((m + sigma * e) * float(xi) - float(yi)) for xi, yi in zip(x, y, strict=True))
+            / 6
+            for e in eps
+        ]
+        g = sum(grads) / 3
+        h_hat = sum(a * e / sigma for a, e in zip(grads, eps, strict=True)) / 3
+        gbar = b1 * gbar + (1 - b1) * g
+        h = b2 * h + (1 - b2) * h_hat + 0.5 * (1 - b2) ** 2 * (h - h_hat) ** 2 / (h + delta)
+        move = (gbar / (1 - b1**t) + delta * m) / (h + delta)
+        clipped += abs(move) > radius
+        m = m - lr * (h0 + delta) * max(-radius, min(radius, move))
+        opt.step(lambda: 0.5 * (model(x) - y).square().mean())
+        assert model.weight.item() == pytest.approx(m, rel=1e-11)
+        assert opt.posterior().std()["weight"].item() == pytest.approx(
+            1 / math.sqrt(lam * (h + delta)), rel=1e-11
+        )
+    assert 0 < clipped < 7  # both branches of the clip were taken
+
+
+@pytest.mark.parametrize("estimate", [-1e6, -3.0, 0.0, 2.0, 1e6])
+def test_the_hessian_keeps_its_precision_positive(estimate: float) -> None:
+    h, delta = torch.tensor(0.5, dtype=torch.float64), 0.01
+    for beta2 in (0.0, 0.9, 0.99999):
+        assert float(ivon_hess(h, torch.tensor(estimate).double(), beta2, delta)) + delta > 0

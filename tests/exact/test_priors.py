@@ -1,0 +1,124 @@
+"""Priors and divergences against torch.distributions and against known numbers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical, MixtureSameFamily, Normal, kl_divergence
+
+from posterity import (
+    BGD,
+    ByName,
+    DiagonalGaussian,
+    Factorised,
+    IsotropicGaussian,
+    Posterior,
+    ScaleMixture,
+    kl,
+)
+
+
+def test_kl_of_a_linear_layer_is_the_sum_over_its_weights() -> None:
+    layer = nn.Linear(10, 20)
+    for p in layer.parameters():
+        nn.init.constant_(p, 0.1)
+    q = BGD(layer, std_init=0.05).posterior()
+    assert kl(q, IsotropicGaussian(1.0)).item() == pytest.approx(550.436, abs=1e-3)
+
+
+def test_kl_between_gaussians_equals_torch_distributions() -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = (
+        (torch.randn(4, 3, generator=g).double(), torch.rand(4, 3, generator=g).double() + 0.1)
+        for _ in range(2)
+    )
+    expected = kl_divergence(Normal(*a), Normal(*b)).sum()
+    torch.testing.assert_close(kl(DiagonalGaussian(*a), DiagonalGaussian(*b)), expected)
+    expected = kl_divergence(Normal(*a), Normal(0.3, 2.0)).sum()
+    torch.testing.assert_close(kl(DiagonalGaussian(*a), IsotropicGaussian(2.0, mean=0.3)), expected)
+
+
+def test_scale_mixture_equals_torch_distributions() -> None:
+    w = torch.linspace(-3, 3, 61, dtype=torch.float64)
+    mixture = MixtureSameFamily(
+        Categorical(torch.tensor([0.75, 0.25]).double()),
+        Normal(torch.zeros(2).double(), torch.tensor([1.0, 0.05]).double()),
+    )
+    torch.testing.assert_close(ScaleMixture(0.75, 1.0, 0.05).log_density(w), mixture.log_prob(w))
+
+
+def test_scale_mixture_has_the_gradient_of_its_wide_part_far_out() -> None:
+    w = torch.ones((), dtype=torch.float64, requires_grad=True)
+    ScaleMixture(0.5, 0.1, 0.002).log_density(w).backward()
+    assert w.grad is not None
+    assert w.grad.item() == pytest.approx(-100.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scale_mixture_has_finite_gradients_for_any_weight(dtype: torch.dtype) -> None:
+    w = torch.tensor([0.0, 1e-30, 1e-3, 1.0, 1e3, 1e19, 1e30], dtype=dtype, requires_grad=True)
+    ScaleMixture(0.5, 1.0, math.exp(-8)).log_density(w).sum().backward()
+    assert w.grad is not None
+    assert torch.isfinite(w.grad).all()
+    assert (w.grad[1:] < 0).all()
+
+
+def test_isotropic_gaussian_equals_torch_distributions() -> None:
+    w = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    torch.testing.assert_close(IsotropicGaussian(0.3, mean=0.1).log_density(w), Normal(0.1, 0.3).log_prob(w))
+
+
+def test_scales_may_differ_by_name() -> None:
+    q = Factorised(
+        {"a.weight": DiagonalGaussian(torch.ones(2), 0.5), "a.bias": DiagonalGaussian(torch.ones(1), 0.5)}
+    )
+    prior = ByName({"*.bias": IsotropicGaussian(3.0), "*": IsotropicGaussian(1.0)})
+    expected = kl(q.block("a.weight"), IsotropicGaussian(1.0)) + kl(q.block("a.bias"), IsotropicGaussian(3.0))
+    torch.testing.assert_close(kl(q, prior), expected)
+    with pytest.raises(KeyError, match=r"no pattern of the prior matches 'a.weight'"):
+        kl(q, ByName({"*.bias": IsotropicGaussian()}))
+
+
+def test_monte_carlo_kl_is_unbiased_fresh_and_differentiable() -> None:
+    q = DiagonalGaussian(torch.full((3,), 0.2).double(), 0.4, trainable=True)
+    prior = ScaleMixture(0.5, 1.0, 0.1)
+    n = 4000
+    estimates = torch.stack([kl(q, prior).detach() for _ in range(n)])
+    assert estimates.std() > 0
+    # One long estimate stands for the expectation; its own error is added.
+    many = torch.stack([kl(q, prior, samples=20_000).detach() for _ in range(10)])
+    error = (estimates.var() / n + many.var() / 10).sqrt()
+    assert abs(estimates.mean() - many.mean()) < 5 * error
+    kl(q, prior).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in q.parameters())
+
+
+def test_bad_priors_and_pairs_are_refused() -> None:
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="std must be finite and greater than 0"):
+            IsotropicGaussian(bad)
+    with pytest.raises(ValueError, match="weight must lie between 0 and 1, not 1"):
+        ScaleMixture(1.0)
+    with pytest.raises(ValueError, match="need 0 < std_narrow < std_wide"):
+        ScaleMixture(0.5, 0.1, 0.2)
+    with pytest.raises(ValueError, match="at least one pattern"):
+        ByName({})
+    with pytest.raises(ValueError, match=r"q has shape \(2,\) and p \(3,\)"):
+        kl(DiagonalGaussian(torch.zeros(2), 1.0), DiagonalGaussian(torch.zeros(3), 1.0))
+
+    class Odd(Posterior):
+        def _sample(self, samples, seed, step):
+            return {}
+
+        def mean(self):
+            return {}
+
+        def log_prob(self, params):
+            return torch.zeros(())
+
+        def block(self, name):
+            return None
+
+    with pytest.raises(TypeError, match="no rule for a Odd"):
+        kl(Odd(), IsotropicGaussian())

@@ -1,0 +1,107 @@
+"""What only a GPU shows: devices mixed, the same numbers in loop and stack, mixed precision."""
+
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import posterity
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def make(name: str, model: nn.Module) -> posterity.VariationalOptimizer:
+    if name == "bgd":
+        return posterity.BGD(model, std_init=0.05, mc_samples=4, batch_size=32)
+    return posterity.IVON(model, num_data=1000, mc_samples=4)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 5)).cuda()
+
+
+X, Y = torch.randn(32, 20), torch.randint(0, 5, (32,))
+
+
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_loop_and_stack_agree(name: str) -> None:
+    x, y = X.cuda(), Y.cuda()
+    results = []
+    for stacked in (False, True):
+        model = net()
+        opt = make(name, model)
+        step = posterity.compile_step(model, loss_fn, opt)
+        for _ in range(50):
+            step(x, y) if stacked else opt.step(lambda m=model: loss_fn(m, x, y))
+        results.append({**model.state_dict(), **{f"std {n}": s for n, s in opt.posterior().std().items()}})
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=2e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_parameters_on_several_devices(name: str) -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(20, 30), nn.Linear(30, 5).cuda()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(F.relu(self.a(x)).cuda())
+
+    model = Split()
+    opt = make(name, model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    opt.step(lambda: loss_fn(model, X, Y.cuda()))
+    for n, p in model.named_parameters():
+        assert p.device == before[n].device
+        assert not torch.equal(p, before[n])
+    q = opt.posterior()
+    assert torch.isfinite(posterity.kl(q, posterity.IsotropicGaussian()))
+    assert q.sample(2)["b.weight"].is_cuda
+    kept = sum(int(leaf.keep.sum()) for leaf in posterity.prune(q, 0.5).blocks.values())
+    assert kept == (20 * 30 + 30 + 150 + 5) - round(0.5 * 785)
+
+
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_bf16_autocast_keeps_full_precision_state_and_resume_is_exact(name: str) -> None:
+    x, y = X.cuda(), Y.cuda()
+
+    def train(model: nn.Module, opt: posterity.VariationalOptimizer, steps: int) -> None:
+        for _ in range(steps):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                opt.step(lambda: loss_fn(model, x, y))
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model = net()
+    opt = make(name, model)
+    train(model, opt, 3)
+    assert all(v.dtype == torch.float32 for p in model.parameters() for v in opt.state[p].values())
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    train(model, opt, 3)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = net()
+    resumed = make(name, other)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["opt"])
+    train(other, resumed, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_saved_posterior_predicts_on_either_device(tmp_path) -> None:
+    model = net()
+    q = posterity.BGD(model).posterior()
+    q.save(tmp_path / "q.safetensors")
+    loaded = posterity.Factorised.load(tmp_path / "q.safetensors", model)
+    assert loaded.mean()["0.weight"].device.type == "cpu"
+    a = posterity.predict(model, q, X.cuda(), samples=3)
+    b = posterity.predict(model, loaded.cuda(), X.cuda(), samples=3)
+    assert torch.equal(a.samples, b.samples)

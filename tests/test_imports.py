@@ -1,0 +1,69 @@
+"""Imports go one way, and the core needs torch and safetensors alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+
+# What each room of the library may import; the rest of the house is above it.
+MAY_IMPORT = {
+    "names": set(),
+    "noise": set(),
+    "posterior": {"names", "noise"},
+    "optim": {"names", "noise", "posterior"},
+    "objective": {"posterior"},
+    "metrics": set(),
+    "compress": {"posterior"},
+    "mc": {"posterior", "optim"},
+    "variational": {"names", "posterior", "mc"},
+    "predict": {"posterior", "mc"},
+}
+FILES = sorted((SRC / "posterity").rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level and function-level imports of one file, as dotted names."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_every_room_imports_only_what_it_may(path: Path) -> None:
+    room = path.relative_to(SRC / "posterity").parts[0].removesuffix(".py")
+    names = imported(path)
+    assert not any(name.startswith("posterity_lab") for name in names)
+    if room != "__init__":
+        rooms = {name.split(".")[1] for name in names if name.startswith("posterity.")}
+        assert rooms <= MAY_IMPORT[room] | {room}
+
+
+def test_the_core_imports_torch_and_safetensors_alone() -> None:
+    code = "import sys, posterity; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "posterity" in loaded
+    assert not {"torchmetrics", "rich", "typer", "matplotlib", "sklearn", "scipy"} & set(loaded)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import posterity
+
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(ImportError, match=r"pip install 'posterity\[metrics\]'"):
+        posterity.metrics.accuracy(torch.ones(1, 2) / 2, torch.zeros(1, dtype=torch.long))
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ImportError, match=r"pip install 'posterity\[lab\]'"):
+        posterity.predict(model, posterity.BGD(model).posterior(), torch.ones(1, 2), progress=True)

@@ -1,0 +1,79 @@
+"""Every method trains a small net on real digits past a stated accuracy, in seconds."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import posterity
+
+BATCH, EPOCHS = 64, 15
+
+
+def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    digits = load_digits()
+    x = torch.tensor(digits.data, dtype=torch.float32) / 16
+    y = torch.tensor(digits.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return x[order[:1400]], y[order[:1400]], x[order[1400:]], y[order[1400:]]
+
+
+def batches(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(x), generator=generator).split(BATCH):
+            yield x[rows], y[rows]
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def by_bgd(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
+    opt = posterity.BGD(net, std_init=0.1, mc_samples=5)
+    step = posterity.compile_step(net, loss_fn, opt)
+    for batch in batches(x, y):
+        step(*batch)
+    return opt.posterior()
+
+
+def by_ivon(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
+    opt = posterity.IVON(net, num_data=len(x), lr=0.3, betas=(0.9, 0.995), hess_init=0.1)
+    for batch in batches(x, y):
+        with opt.sampled_params():
+            loss_fn(net, *batch).backward()
+        opt.step()
+    return opt.posterior()
+
+
+def by_backprop(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
+    model = posterity.variational(net, std_init=0.03)
+    opt = torch.optim.Adam(model.parameters(), lr=3e-3)
+    prior = posterity.IsotropicGaussian(0.3)
+    for batch in batches(x, y):
+        opt.zero_grad()
+        posterity.elbo(loss_fn(model, *batch), model.kl(prior), num_data=len(x), factor=0.3).backward()
+        opt.step()
+    return model.posterior
+
+
+@pytest.mark.parametrize("method", [by_bgd, by_ivon, by_backprop])
+def test_learns_digits_and_knows_what_it_does_not_know(
+    method: Callable[[nn.Module, Tensor, Tensor], posterity.Factorised],
+) -> None:
+    x, y, x_test, y_test = data()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    q = method(net, x, y)
+    p = posterity.predict(net, q, x_test, samples=20)
+    assert posterity.metrics.accuracy(p.probs, y_test) > 0.93
+    assert posterity.metrics.nll(p.probs, y_test) < 0.25
+    noise = posterity.predict(
+        net, q, torch.rand(400, 64, generator=torch.Generator().manual_seed(2)), samples=20
+    )
+    assert posterity.metrics.auroc(p.entropy, noise.entropy) > 0.8
+    half = posterity.predict(net, posterity.prune(q, 0.5), x_test, samples=20)
+    assert posterity.metrics.accuracy(half.probs, y_test) > 0.9

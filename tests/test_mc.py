@@ -1,0 +1,163 @@
+"""Loop and stack give the same numbers; what cannot be stacked says so once."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import posterity
+
+
+def conv_net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.LayerNorm(16),
+        nn.Linear(16, 3),
+    ).double()
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(ids)).mean(1))
+
+
+CASES = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double(),
+        torch.randn(7, 6).double(),
+    ),
+    "conv with BatchNorm": (conv_net, torch.randn(7, 2, 4, 4).double()),
+    "embedding and attention": (lambda: Tokens().double(), torch.randint(0, 11, (7, 5))),
+    "GroupNorm": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten()).double(),
+        torch.randn(7, 2, 6).double(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("training", [True, False])
+def test_loop_and_stack_agree(case: str, training: bool) -> None:
+    make, x = CASES[case]
+    results = []
+    for how, chunk in (("loop", None), ("stack", None), ("stack", 2)):
+        torch.manual_seed(1)
+        model = make().train(training)
+        q = posterity.BGD(model, std_init=0.1).posterior()
+        out = posterity.run(model, q.sample(5, seed=0), x, how=how, chunk=chunk)
+        results.append((out, {name: b.clone() for name, b in model.named_buffers()}))
+    assert results[0][0].shape[:2] == (5, 7)
+    assert not torch.equal(results[0][0][0], results[0][0][1])
+    for out, buffers in results[1:]:
+        torch.testing.assert_close(out, results[0][0], rtol=1e-9, atol=1e-11)
+        for name, value in buffers.items():
+            torch.testing.assert_close(value, results[0][1][name], rtol=1e-9, atol=1e-11)
+
+
+def test_buffers_are_moved_by_the_first_sample_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    weights = posterity.BGD(model, std_init=0.5).posterior().sample(6, seed=0)
+    x = torch.randn(20, 3)
+    posterity.run(model, weights, x)
+    assert int(model[1].num_batches_tracked) == 1
+    hidden = F.linear(x, weights["0.weight"][0], weights["0.bias"][0])
+    torch.testing.assert_close(model[1].running_mean, 0.1 * hidden.mean(0))
+    model.eval()
+    before = model[1].running_mean.clone()
+    posterity.run(model, weights, x)
+    assert torch.equal(model[1].running_mean, before)
+
+
+class Branches(nn.Module):
+    """Control flow that depends on weights: no vectorised pass can follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(x * self.w)
+        return out if self.w.sum() > 0 else -out
+
+
+def test_what_cannot_be_stacked_falls_back_with_one_warning() -> None:
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(4, 3)
+    weights = {"w": torch.randn(5, 3)}
+    with pytest.warns(
+        UserWarning, match="Branches cannot be vectorised over weight samples .*one sample after"
+    ):
+        stacked = posterity.run(model, weights, x)
+    assert int(model.norm.num_batches_tracked) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterity.run(model, weights, x)
+        loop = posterity.run(Branches(), weights, x, how="loop")
+    torch.testing.assert_close(stacked, loop)
+
+
+def test_a_training_step_falls_back_too() -> None:
+    results = []
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    for stacked in (True, False):
+        model = Branches()
+        opt = posterity.BGD(model, std_init=0.5, mc_samples=4)
+        if stacked:
+            step = posterity.compile_step(model, loss_fn, opt)
+            with pytest.warns(UserWarning, match="Branches cannot be vectorised"):
+                step(x, y)
+            step(x, y)
+        else:
+            for _ in range(2):
+                opt.step(lambda model=model: loss_fn(model, x, y), batch_size=4)
+        results.append((model.w.detach(), opt.posterior().std()["w"], model.norm.running_mean))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_models_own_error_comes_through_and_nothing_is_remembered() -> None:
+    model = nn.Linear(3, 2)
+    weights = {"weight": torch.randn(5, 2, 3)}
+    with pytest.raises(RuntimeError, match="shapes"):
+        posterity.run(model, weights, torch.randn(4, 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert posterity.run(model, weights, torch.randn(4, 3)).shape == (5, 4, 2)
+
+
+def test_gradients_flow_through_a_stacked_pass() -> None:
+    model = posterity.variational(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    grads = []
+    for how in ("loop", "stack"):
+        model.draws = 0
+        model.zero_grad()
+        model.outputs(x, samples=6, how=how).square().mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_bad_calls_are_refused() -> None:
+    with pytest.raises(ValueError, match="chunk must be at least 1, not 0"):
+        posterity.run(nn.Linear(3, 2), {"weight": torch.randn(5, 2, 3)}, torch.randn(4, 3), chunk=0)
+    with pytest.raises(ValueError, match="no weights were given"):
+        posterity.run(nn.Linear(3, 2), {}, torch.randn(4, 3))

@@ -1,0 +1,49 @@
+"""The scalings of the KL."""
+
+import pytest
+import torch
+
+from posterity import blundell, elbo, warmup
+
+NLL, KL = torch.tensor(0.3), torch.tensor(50.0)
+
+
+def test_an_epoch_counts_the_divergence_once() -> None:
+    batches, batch_size = 8, 25
+    for factor in (1.0, blundell(batches)):
+        total = sum(
+            batch_size * (elbo(NLL, KL, num_data=200, factor=factor, step=step) - NLL)
+            for step in range(batches)
+        )
+        torch.testing.assert_close(total, KL)
+
+
+def test_blundells_weights_are_the_papers() -> None:
+    m = 6
+    for i in range(1, m + 1):
+        pi = 2 ** (m - i) / (2**m - 1)
+        # pi·KL / batch_size for a mean NLL, with batch_size = num_data / M; the second epoch starts again.
+        for step in (i - 1, i - 1 + m):
+            got = elbo(NLL, KL, num_data=60, factor=blundell(m), step=step) - NLL
+            assert float(got) == pytest.approx(pi * 50 / 10, rel=1e-5)
+
+
+def test_blundells_weights_do_not_overflow() -> None:
+    assert blundell(5000)(0) == pytest.approx(2500)
+    assert blundell(5000)(4999) == 0.0
+
+
+def test_warm_up_and_constant_factors() -> None:
+    assert [warmup(10, delay=5, start=0.1, end=0.5)(s) for s in (0, 5, 10, 15, 99)] == pytest.approx(
+        [0.1, 0.1, 0.3, 0.5, 0.5]
+    )
+    assert float(elbo(NLL, KL, num_data=100, factor=0.1)) == pytest.approx(0.35)
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_data must be at least 1, not 0"):
+        elbo(NLL, KL, num_data=0)
+    with pytest.raises(ValueError, match="num_batches must be at least 1"):
+        blundell(0)
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        warmup(0)

@@ -1,0 +1,95 @@
+"""Predictive samples and what is derived from them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import posterity
+from posterity import Prediction
+
+
+def make() -> tuple[nn.Module, posterity.Factorised, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    return model, posterity.BGD(model, std_init=0.5).posterior(), torch.randn(10, 4)
+
+
+def test_modes_agree_with_their_definitions() -> None:
+    model, q, x = make()
+    model.eval()
+    logits = torch.stack(
+        [
+            torch.func.functional_call(model, {name: w[k] for name, w in q.sample(7, seed=3).items()}, x)
+            for k in range(7)
+        ]
+    ).detach()
+    probs = logits.softmax(-1)
+    got = {
+        mode: posterity.predict(model, q, x, samples=7, seed=3, mode=mode)
+        for mode in ("average", "mean", "single", "vote")
+    }
+    torch.testing.assert_close(got["average"].probs, probs.mean(0))
+    torch.testing.assert_close(got["single"].probs, probs)
+    torch.testing.assert_close(got["mean"].probs, model(x).softmax(-1).detach())
+    votes = torch.stack([(logits.argmax(-1) == c).float().mean(0) for c in range(3)], -1)
+    torch.testing.assert_close(got["vote"].probs, votes)
+    assert torch.equal(got["average"].label, probs.mean(0).argmax(-1))
+    assert got["mean"].samples.shape == (1, 10, 3)
+
+
+def test_uncertainties_of_known_cases() -> None:
+    sure, unsure = [20.0, 0.0], [0.0, 0.0]
+    # Two networks: agree and sure; agree that it is a coin toss; sure of opposite labels.
+    samples = torch.tensor([[sure, unsure, [20.0, 0.0]], [sure, unsure, [0.0, 20.0]]])
+    p = Prediction(samples)
+    torch.testing.assert_close(p.entropy, torch.tensor([0.0, math.log(2), math.log(2)]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(p.expected_entropy, torch.tensor([0.0, math.log(2), 0.0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(p.mutual_information, torch.tensor([0.0, 0.0, math.log(2)]), atol=1e-6, rtol=0)
+
+
+def test_a_probability_of_zero_has_no_nan_entropy() -> None:
+    p = Prediction(torch.tensor([[[1e4, 0.0]]]))
+    assert p.entropy.item() == 0.0
+
+
+def test_regression_has_mean_and_epistemic_variance() -> None:
+    p = Prediction(torch.tensor([[[1.0], [2.0]], [[3.0], [2.0]]]))
+    assert p.mean.flatten().tolist() == [2.0, 2.0]
+    assert p.variance.flatten().tolist() == [1.0, 0.0]
+
+
+def test_batches_and_chunks_change_nothing_and_the_model_is_left_as_it_was() -> None:
+    model, q, x = make()
+    model.train()
+    model[2].eval()
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    whole = posterity.predict(model, q, x, samples=5)
+    for options in ({"batch_size": 3}, {"chunk": 2}, {"how": "loop"}, {"progress": True, "batch_size": 4}):
+        torch.testing.assert_close(
+            posterity.predict(model, q, x, samples=5, **options).samples, whole.samples
+        )
+    assert model.training
+    assert model[3].training
+    assert not model[2].training
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+
+
+def test_the_mode_comes_back_after_an_error() -> None:
+    model, q, _ = make()
+    with pytest.raises(RuntimeError):
+        posterity.predict(model, q, torch.randn(3, 5))
+    assert model.training
+
+
+def test_bad_calls_are_refused() -> None:
+    model, q, x = make()
+    with pytest.raises(ValueError, match="mode must be one of average, mean, single, vote, not 'median'"):
+        posterity.predict(model, q, x, mode="median")
+    with pytest.raises(ValueError, match="must be at least 1, not 0"):
+        posterity.predict(model, q, x, samples=0)
+    with pytest.raises(ValueError, match="x is empty"):
+        posterity.predict(model, q, x[:0])
+    with pytest.raises(ValueError, match=r"'0.weight' has shape \(6, 4\) in the posterior and \(6, 5\)"):
+        posterity.predict(nn.Sequential(nn.Linear(5, 6)), q, x)

@@ -626,6 +626,19 @@ def test_going_on_from_a_pruned_posterior_keeps_zeros(rule: Rule) -> None:
 
 
 @rules
+def test_a_deep_copy_of_model_and_optimiser_goes_on_alike(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model, deterministic="norm.*")
+    by_closure(model, opt)
+    twin_model, twin = copy.deepcopy((model, opt))
+    for way in (by_closure, by_stack):
+        way(model, opt)
+        way(twin_model, twin)
+    assert same(everything(model, opt), everything(twin_model, twin))
+    assert int(twin_model.norm.num_batches_tracked) == 3
+
+
+@rules
 def test_tied_weights_are_one_block(rule: Rule) -> None:
     model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 3))
     model[1].weight = model[0].weight

@@ -67,14 +67,11 @@ class VariationalOptimizer(Optimizer, ABC):
             raise ValueError(f"mc_samples must be at least 1, not {mc_samples}")
         self._module = params if isinstance(params, nn.Module) else None
         self._deterministic_lr = deterministic_lr
-        self._sums = Accumulator()
-        self._first_loss: float | None = None
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # the model's buffers, as they were before the step
-        self._entered: int | None = None  # nested entries of the sampling context; None outside of it
         groups = named_groups(params)
         chosen = select([name for group in groups for name, _ in group["params"]], deterministic)
         shared = {"mc_samples": mc_samples, "seed": seed, "deterministic": False}
         super().__init__(split_groups(groups, chosen), {**defaults, **shared})
+        self.__setstate__({})
 
     # What a method supplies: pure functions of one block.
 
@@ -216,6 +213,18 @@ class VariationalOptimizer(Optimizer, ABC):
             for key, value in state_dict["state"].get(index, {}).items():
                 device = "cpu" if key == "step" else p.device
                 self.state[p][key] = value.detach().clone().to(device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_module": self._module, "_deterministic_lr": self._deterministic_lr}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by unpickling, copying and ``load_state_dict`` alike: pending samples are dropped."""
+        super().__setstate__(state)
+        self._sums = Accumulator()
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # the model's buffers, as they were before the step
+        self._entered: int | None = None  # nested entries of the sampling context; None outside of it
+        self._first_loss: float | None = None
 
     # How the stacked path takes part: the same draws, the same sums.
 

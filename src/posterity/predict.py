@@ -24,6 +24,12 @@ class Prediction:
     Attributes:
         samples: The networks' outputs ``[S, B, ...]``; for classification, logits in the last dimension.
         mode: How ``probs`` combines them.
+
+    Example:
+        >>> two_networks = torch.tensor([[[9.0, 0.0]], [[0.0, 9.0]]])  # sure of opposite labels
+        >>> p = Prediction(two_networks)
+        >>> p.vote, p.mutual_information > p.expected_entropy
+        (tensor([[0.5000, 0.5000]]), tensor([True]))
     """
 
     samples: Tensor

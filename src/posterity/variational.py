@@ -30,6 +30,12 @@ class Variational(nn.Module):
 
     The wrapped ``module`` is the user's own and holds the means: call it for predictions at the mean, pass it
     to :func:`~posterity.predict` together with ``posterior`` for all others.
+
+    Example:
+        >>> import torch
+        >>> model = variational(nn.Linear(3, 2))
+        >>> model(torch.ones(4, 3)).shape, model.outputs(torch.ones(4, 3), samples=5).shape
+        (torch.Size([4, 2]), torch.Size([5, 4, 2]))
     """
 
     def __init__(self, module: nn.Module, posterior: Factorised, seed: int = 0) -> None:

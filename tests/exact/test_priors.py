@@ -122,3 +122,10 @@ def test_bad_priors_and_pairs_are_refused() -> None:
 
     with pytest.raises(TypeError, match="no rule for a Odd"):
         kl(Odd(), IsotropicGaussian())
+
+    class NoDensity:
+        def block(self, name):
+            return self
+
+    with pytest.raises(TypeError, match="a NoDensity has neither a closed form nor a log-density"):
+        kl(Factorised({"w": DiagonalGaussian(torch.zeros(2), 1.0)}), NoDensity())

@@ -47,6 +47,16 @@ class VariationalOptimizer(Optimizer, ABC):
         seed: Seed of the weight noise.
         deterministic: Filter of parameter names that get no posterior; Adam trains them.
         deterministic_lr: Adam's learning rate for those.
+
+    Example:
+        >>> from posterity import BGD
+        >>> model = nn.Linear(3, 2)
+        >>> opt = BGD(model, std_init=0.1, batch_size=4)
+        >>> isinstance(opt, VariationalOptimizer)
+        True
+        >>> with opt.sampled_params():
+        ...     model(torch.ones(4, 3)).square().mean().backward()
+        >>> opt.step()
     """
 
     needs_batch_size = False

@@ -19,6 +19,12 @@ class Posterior(nn.Module, ABC):
 
     Calling ``sample`` with a seed makes it a pure function of its arguments; without one it gives fresh draws
     at each call, which ``torch.manual_seed`` makes repeatable, and never advances torch's generators.
+
+    Example:
+        >>> from posterity import BGD
+        >>> posterior = BGD(nn.Linear(3, 2), std_init=0.1).posterior()
+        >>> isinstance(posterior, Posterior), posterior.sample(5, seed=0)["weight"].shape
+        (True, torch.Size([5, 2, 3]))
     """
 
     def sample(self, n: int = 1, *, seed: int | None = None, step: int = 0) -> dict[str, Tensor]:
@@ -71,6 +77,12 @@ class Leaf(nn.Module, ABC):
     Args:
         shape: Shape of the block's tensor.
         keep: Boolean mask of the weights that are kept; the others are exactly zero with certainty.
+
+    Example:
+        >>> from posterity import DiagonalGaussian
+        >>> leaf = DiagonalGaussian(torch.ones(2), 0.1, keep=torch.tensor([True, False]))
+        >>> isinstance(leaf, Leaf), leaf.draw(torch.zeros(1, 2))
+        (True, tensor([[1., 0.]]))
     """
 
     keep: Tensor | None

@@ -83,6 +83,11 @@ def _leaf_kl(q: Leaf, p: Leaf | Density, weights: Tensor | None, samples: int) -
     formula = _formula(type(q), type(p))
     if formula is not None:
         return formula(q, p)
+    if not isinstance(p, Leaf | Density):
+        raise TypeError(
+            f"kl() to a {type(p).__name__} has neither a closed form nor a log-density: give it one with "
+            "register_kl(), or derive it from Density"
+        )
     if weights is None:
         # Fresh at every call, as a training loop needs it, yet torch's global state only read.
         global _calls

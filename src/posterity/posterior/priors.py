@@ -16,7 +16,15 @@ from torch import Tensor
 
 
 class Density(ABC):
-    """A density of one weight."""
+    """A density of one weight.
+
+    Example:
+        >>> class Laplace(Density):
+        ...     def log_density(self, value): return -value.abs() - math.log(2.0)
+        >>> from posterity import DiagonalGaussian, kl
+        >>> bool(torch.isfinite(kl(DiagonalGaussian(torch.zeros(3), 1.0), Laplace(), samples=100)))
+        True
+    """
 
     @abstractmethod
     def log_density(self, value: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from posterity.compress import prune, snr
 from posterity.mc import compile_step, run
 from posterity.names import names_of
 from posterity.objective import blundell, elbo, warmup
-from posterity.optim import BGD, IVON, VariationalOptimizer
+from posterity.optim import BGD, IVON, DivergenceWarning, VariationalOptimizer
 from posterity.posterior import (
     ByName,
     Density,
@@ -27,6 +27,7 @@ __all__ = [
     "ByName",
     "Density",
     "DiagonalGaussian",
+    "DivergenceWarning",
     "Factorised",
     "IsotropicGaussian",
     "Leaf",

@@ -145,6 +145,8 @@ def test_saved_and_loaded_bit_for_bit(family: Family, tmp_path: Path) -> None:
     q = build(family)
     q.save(tmp_path / "q.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["q.safetensors"]
+    (tmp_path / "other").touch()
+    assert (tmp_path / "q.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
     loaded = Factorised.load(tmp_path / "q.safetensors")
     assert list(loaded.blocks) == list(q.blocks)
     for ours, theirs in zip(q.blocks.values(), loaded.blocks.values(), strict=True):

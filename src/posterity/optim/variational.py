@@ -34,6 +34,14 @@ _UNTOUCHED = (
 )
 
 
+class DivergenceWarning(UserWarning):
+    """The loss has run away from where it began.
+
+    Example:
+        >>> warnings.filterwarnings("error", category=DivergenceWarning)  # stop a sweep's run at once
+    """
+
+
 class VariationalOptimizer(Optimizer, ABC):
     """A torch optimiser whose state is a posterior over the parameters it was given.
 
@@ -264,6 +272,7 @@ class VariationalOptimizer(Optimizer, ABC):
             warnings.warn(
                 f"{type(self).__name__} seems to diverge: the loss began at {self._first_loss:.3g} and is "
                 f"{value:.3g}; lower the learning rate or the initial std",
+                DivergenceWarning,
                 stacklevel=3,
             )
             self._first_loss = math.inf  # said once

@@ -10,7 +10,7 @@ from typing import cast, final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from posterity import noise
@@ -90,7 +90,8 @@ class Factorised(Posterior):
         metadata = {"format": _FORMAT, "version": str(_VERSION), "blocks": json.dumps(config)}
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
-        save_file(tensors, partial, metadata=metadata)
+        # Written by Python, so that the file has the permissions of any other.
+        partial.write_bytes(save(tensors, metadata))
         os.replace(partial, target)
 
     @classmethod

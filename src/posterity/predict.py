@@ -160,7 +160,8 @@ def _shown(batches: Iterable[Tensor], progress: bool) -> Iterable[Tensor]:
     if not progress:
         return batches
     try:
+        from rich.console import Console
         from rich.progress import track
     except ImportError as error:
         raise ImportError("a progress bar needs rich: pip install 'posterity[lab]'") from error
-    return track(list(batches), description="predicting")
+    return track(list(batches), description="predicting", console=Console(stderr=True))

@@ -57,7 +57,8 @@ class IVON(VariationalOptimizer):
     Args:
         params: A module, or what torch.optim takes.
         num_data: Training examples (N).
-        lr: Learning rate; about SGD's, ten to a hundred times Adam's.
+        lr: Learning rate. The gradient is averaged, not summed, so this is about ten times what SGD with
+            momentum 0.9 takes.
         prior_precision: Precision of the prior N(0, ·).
         temperature: 1 is Bayes; smaller values give a sharper posterior.
         betas: Averaging of the gradient and of the Hessian.

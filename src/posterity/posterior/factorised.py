@@ -87,7 +87,8 @@ class Factorised(Posterior):
         config = {
             name: {"family": type(leaf).__name__, **leaf.config()} for name, leaf in self.blocks.items()
         }
-        metadata = {"format": _FORMAT, "version": str(_VERSION), "blocks": json.dumps(config)}
+        # One key: safetensors writes several in any order, and equal posteriors should give equal files.
+        metadata = {_FORMAT: json.dumps({"version": _VERSION, "blocks": config})}
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
         # Written by Python, so that the file has the permissions of any other.
@@ -116,13 +117,14 @@ class Factorised(Posterior):
                     tensors.setdefault(name, {})[part] = file.get_tensor(key)
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file, or is cut short: {error}") from error
-        if metadata.get("format") != _FORMAT:
+        if _FORMAT not in metadata:
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")
-        if int(metadata["version"]) > _VERSION:
+        header = json.loads(metadata[_FORMAT])
+        if header["version"] > _VERSION:
             raise ValueError(f"{path} was written by a newer Posterity: update to read it")
         families = {family.__name__: family for family in Leaf.__subclasses__()}
         blocks = {}
-        for name, config in json.loads(metadata["blocks"]).items():
+        for name, config in header["blocks"].items():
             if config["family"] not in families:
                 raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
             blocks[name] = families[config["family"]].restore(tensors[name], config)

@@ -1,0 +1,157 @@
+"""Networks by size and by name, and the initialisation that the BGD paper starts its means from."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from posterity_lab.data import Dataset
+
+Recipe: TypeAlias = Callable[[Dataset], nn.Module]
+
+# What a misspelled name is compared with; an MLP of any depth and width has a name of this form.
+EXAMPLES = ("mlp-400-400", "lenet5")
+
+
+def mlp(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
+    """A fully connected net with ReLU between its layers; it flattens its input.
+
+    Args:
+        inputs: Numbers per example, such as 784 for a 28x28 image.
+        hidden: Width of every hidden layer; none gives a linear classifier.
+        classes: Outputs (logits).
+
+    Example:
+        >>> mlp(64, [20], 10)(torch.zeros(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
+    """
+    sizes = [inputs, *hidden, classes]
+    if min(sizes) < 1:
+        raise ValueError(f"every layer of an MLP needs at least one unit, not {sizes}")
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def lenet5(channels: int, size: int, classes: int) -> nn.Sequential:
+    """LeNet-5 with ReLU and max-pooling: conv 6 and 16 of 5x5, then fully connected 120 and 84.
+
+    Images below 32 pixels are padded by 2 in the first convolution, so that 28 and 32 pixels both end in 5x5
+    features, as in the original.
+
+    Args:
+        channels: Channels of the image.
+        size: Height and width of the image.
+        classes: Outputs (logits).
+
+    Example:
+        >>> lenet5(1, 28, 10)(torch.zeros(3, 1, 28, 28)).shape
+        torch.Size([3, 10])
+    """
+    padding = 2 if size < 32 else 0
+    features = ((size + 2 * padding - 4) // 2 - 4) // 2
+    if features < 1:
+        raise ValueError(f"LeNet-5 needs images of at least 12x12 pixels, not {size}x{size}: use an mlp")
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5, padding=padding),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * features * features, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, classes),
+    )
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> nn.Module:
+    """Draw every weight from N(0, 2 / (n_in + n_out)), in place, and return the model.
+
+    Zeno et al. 2018, section 5, with what the authors' code adds: n_in and n_out of a convolution count its
+    kernel's area, a bias has n_in = 1, and BatchNorm starts as the identity. The numbers depend on the seed
+    alone, not on the device, and torch's global generators are left as they are.
+
+    Args:
+        model: A module of linear, convolution and BatchNorm layers, and of layers without parameters.
+        seed: Seed of the draw.
+
+    Example:
+        >>> one, two = (initialise(mlp(4, [3], 2), seed=7) for _ in range(2))
+        >>> bool((one[1].weight == two[1].weight).all())
+        True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.reset_parameters()
+            continue
+        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            raise ValueError(
+                f"there is no initialisation for {name!r}, a {type(module).__name__}: set its own"
+            )
+        outputs, inputs, *kernel = module.weight.shape
+        area = math.prod(kernel)
+        for key, p in own.items():
+            fan_in = area * inputs if key == "weight" else 1
+            std = math.sqrt(2.0 / (fan_in + area * outputs))
+            p.copy_(std * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+def recipe(name: str) -> Recipe:
+    """What `build` makes of a name, before there is any data: a misspelled one is refused here already.
+
+    Example:
+        >>> recipe("lenet6")
+        Traceback (most recent call last):
+            ...
+        ValueError: there is no net 'lenet6', did you mean 'lenet5'?
+    """
+    kind, *sizes = name.split("-")
+    if name == "lenet5":
+        return _lenet5
+    if kind == "mlp" and sizes and all(size.isdecimal() and int(size) > 0 for size in sizes):
+        hidden = [int(size) for size in sizes]
+        return lambda dataset: mlp(dataset.test.x[0].numel(), hidden, dataset.classes)
+    # The sizes of an MLP would outweigh its misspelled name, so only the names are compared.
+    kinds = {example.split("-")[0]: example for example in EXAMPLES}
+    near = difflib.get_close_matches(kind, kinds, n=1)
+    hint = f", did you mean {kinds[near[0]]!r}?" if near else f": name one like {' or '.join(EXAMPLES)}"
+    raise ValueError(f"there is no net {name!r}{hint}")
+
+
+def build(name: str, dataset: Dataset) -> nn.Module:
+    """The net of that name for the images and classes of a data set, with torch's default weights.
+
+    Args:
+        name: ``lenet5``, or ``mlp-`` and the widths of the hidden layers: ``mlp-400-400``.
+        dataset: Gives the sizes of input and output.
+
+    Example:
+        >>> from posterity_lab.data import load
+        >>> build("mlp-20", load("digits"))[1]
+        Linear(in_features=64, out_features=20, bias=True)
+    """
+    return recipe(name)(dataset)
+
+
+def _lenet5(dataset: Dataset) -> nn.Module:
+    shape = dataset.test.x.shape[1:]
+    if len(shape) != 3 or shape[1] != shape[2]:
+        raise ValueError(f"LeNet-5 needs square images [C, H, W], not {list(shape)}: use an mlp")
+    return lenet5(shape[0], shape[1], dataset.classes)

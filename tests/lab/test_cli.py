@@ -1,0 +1,251 @@
+import csv
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from posterity_lab import cli, runs
+from posterity_lab.config import Config
+
+TINY = ("--net", "mlp-16", "--data", "digits", "--epochs", "2", "--batch-size", "64", "--eval-samples", "3")
+COLUMNS = ["label", "confidence", "entropy", "expected_entropy", "mutual_information"]
+
+
+def call(*args: object):
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+def refused(*args: object) -> str:
+    """The one sentence that a command refuses its arguments with."""
+    result = call(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+    return result.stderr.strip()
+
+
+def table(file: Path) -> list[dict[str, str]]:
+    with file.open() as stream:
+        return list(csv.DictReader(stream))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "bgd"
+    result = call("train", "--method", "bgd", *TINY, "--samples", 4, "--out", folder)
+    assert result.exit_code == 0, result.output
+    assert "epoch 2, test error" in result.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def point(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "adam"
+    assert call("train", "--method", "adam", *TINY, "--out", folder).exit_code == 0
+    return folder
+
+
+def test_train_has_a_flag_for_every_key_of_the_config():
+    flags = set(inspect.signature(cli.train).parameters) - {"ctx", "out", "config", "resume"}
+    assert flags == {field.name for field in dataclasses.fields(Config)}
+
+
+def test_train_takes_a_file_and_flags_win(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('method = "adam"\nnet = "mlp-4"\ndata = "digits"\nepochs = 3\nlr = 0.01\n')
+    assert call("train", "--config", file, "--epochs", 1, "--out", tmp_path / "run").exit_code == 0
+    config = runs.stored(tmp_path / "run")
+    assert (config.method, config.net, config.epochs, config.lr) == ("adam", "mlp-4", 1, 0.01)
+
+
+def test_resume_needs_no_flags_and_refuses_others(run):
+    result = call("train", "--out", run, "--resume")
+    assert result.exit_code == 0, result.output
+    assert call("train", *TINY, "--out", run, "--resume").exit_code == 0
+    assert "has std_init = 0.05, not 0.1" in refused("train", "--out", run, "--resume", "--std-init", 0.1)
+    assert "has method = bgd, not ivon" in refused("train", "--out", run, "--resume", "--method", "ivon")
+
+
+def test_mistakes_are_one_sentence(run, tmp_path):
+    new = tmp_path / "new"
+    assert (
+        refused("train", "--out", run)
+        == f"{run} holds a run already: continue it with --resume or name another folder"
+    )
+    assert (
+        refused("train", "--out", new, "--method", "bdg") == "there is no method 'bdg', did you mean 'bgd'?"
+    )
+    assert refused("train", "--out", new, "--lr", -1) == "lr must be a finite number greater than 0, not -1.0"
+    assert (
+        refused("train", "--out", new, "--data", "minst")
+        == "there is no data set 'minst', did you mean 'mnist'?"
+    )
+    assert refused("evaluate", new) == f"there is no run in {new}: train one there first"
+    assert refused("train", "--out", new, "--resume") == f"there is no run in {new}: train one there first"
+    assert not new.exists()
+
+
+def test_an_error_that_nobody_expects_keeps_its_traceback(monkeypatch, run):
+    def broken(folder, device):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(runs, "load_run", broken)
+    assert isinstance(call("evaluate", run).exception, ZeroDivisionError)
+
+
+def test_a_traceback_can_be_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("POSTERITY_TRACEBACK", "1")
+    assert isinstance(call("evaluate", tmp_path).exception, FileNotFoundError)
+
+
+def test_evaluate_prints_four_modes_of_inference(run):
+    result = call("evaluate", run)
+    assert result.exit_code == 0, result.output
+    for word in (
+        "average",
+        "mean",
+        "single",
+        "vote",
+        "accuracy",
+        "nll",
+        "brier",
+        "ece",
+        "bgd on digits, 3 networks",
+    ):
+        assert word in result.stdout
+
+
+def test_evaluate_as_json_agrees_with_training(run):
+    result = call("evaluate", run, "--json")
+    report = json.loads(result.stdout)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert set(report["modes"]) == {"average", "mean", "single", "vote"}
+    for key in ("accuracy", "nll", "ece"):
+        assert report["modes"]["average"][key] == pytest.approx(last[key], rel=1e-5)
+    assert report["modes"]["mean"] != report["modes"]["single"]
+    assert json.loads(call("evaluate", run, "--json", "--samples", 5).stdout)["samples"] == 5
+
+
+def test_evaluate_tells_other_data_apart(run, point):
+    ood = json.loads(call("evaluate", run, "--json", "--ood", "digits").stdout)["ood"]
+    # A set is not odd to itself: the score cannot tell it apart.
+    assert ood["data"] == "digits"
+    assert ood["entropy"]["auroc"] == ood["mutual_information"]["auroc"] == pytest.approx(0.5)
+    assert ood["entropy"]["fpr95"] == pytest.approx(0.95, abs=0.01)
+    assert "mutual_information" in call("evaluate", run, "--ood", "digits").stdout
+    assert set(json.loads(call("evaluate", point, "--json", "--ood", "digits").stdout)["ood"]) == {
+        "data",
+        "entropy",
+    }
+
+
+def test_evaluate_refuses_other_data_of_another_shape(run, monkeypatch):
+    from posterity_lab import data
+
+    load = data.load
+
+    def wide(name, device="cpu"):
+        digits = load("digits", device=device)
+        x = digits.test.x if name == "digits" else digits.test.x.repeat(1, 3, 1, 1)
+        return dataclasses.replace(digits, test=data.Split(x, digits.test.y))
+
+    monkeypatch.setattr(data, "load", wide)
+    assert refused("evaluate", run, "--ood", "svhn").startswith(
+        "svhn and digits have images of shapes [3, 8, 8] and [1, 8, 8]"
+    )
+
+
+def test_evaluate_of_one_network_has_one_mode(point):
+    report = json.loads(call("evaluate", point, "--json").stdout)
+    assert set(report["modes"]) == {"mean"}
+    assert report["samples"] == 1
+
+
+@pytest.mark.parametrize("kind", [".pt", ".safetensors", ".npy"])
+def test_predict_writes_a_row_for_every_input(run, tmp_path, kind):
+    x = runs.data.load("digits").test.x[:7]
+    file = tmp_path / f"x{kind}"
+    if kind == ".pt":
+        torch.save(x, file)
+    elif kind == ".safetensors":
+        save_file({"x": x}, file)
+    else:
+        np.save(file, x.numpy())
+    result = call("predict", run, file)
+    assert result.exit_code == 0, result.output
+    rows = table(tmp_path / f"x{kind}.predictions.csv")
+    assert list(rows[0]) == COLUMNS
+    config, model, posterior, _ = runs.load_run(run)
+    wanted = runs.methods.predictions(model, posterior, x, config)
+    assert [int(row["label"]) for row in rows] == wanted.label.tolist()
+    for key in ("entropy", "expected_entropy", "mutual_information"):
+        assert [float(row[key]) for row in rows] == pytest.approx(getattr(wanted, key).tolist())
+    assert [float(row["confidence"]) for row in rows] == pytest.approx(wanted.probs.amax(-1).tolist())
+
+
+def test_predict_of_one_network(point, tmp_path):
+    torch.save(torch.zeros(2, 1, 8, 8), tmp_path / "x.pt")
+    assert call("predict", point, tmp_path / "x.pt", "--out", tmp_path / "y.csv").exit_code == 0
+    assert [row["mutual_information"] for row in table(tmp_path / "y.csv")] == ["0.0", "0.0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", None, "is none of .pt, .safetensors, .npy: save the inputs as one of these"),
+        ("none.pt", None, "there is no file"),
+        ("x.pt", {"a": torch.zeros(1), "b": torch.zeros(1)}, "must hold one tensor of inputs, not dict"),
+        ("x.pt", torch.zeros(2, 1, 8, 8, dtype=torch.uint8), "holds torch.uint8: pass floats"),
+        ("x.pt", torch.zeros(2, 64), "holds inputs [2, 64]: the network takes [N, 1, 8, 8]"),
+        ("x.pt", torch.zeros(0, 1, 8, 8), "holds inputs [0, 1, 8, 8]: the network takes [N, 1, 8, 8]"),
+        ("x.pt", torch.full((2, 1, 8, 8), torch.nan), "holds inputs that are not finite"),
+    ],
+)
+def test_predict_refuses_inputs_that_do_not_fit(run, tmp_path, name, content, message):
+    if content is not None:
+        torch.save(content, tmp_path / name)
+    assert message in refused("predict", run, tmp_path / name)
+
+
+def test_predict_refuses_a_damaged_file(run, tmp_path):
+    (tmp_path / "x.npy").write_bytes(b"no array")
+    assert "cannot be read as .npy" in refused("predict", run, tmp_path / "x.npy")
+
+
+def test_data_lists_and_verifies(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTERITY_DATA", str(tmp_path))
+    listed = dict(line.split(maxsplit=1) for line in call("data", "list").stdout.splitlines())
+    assert listed["digits"] == "ok"
+    assert listed["mnist"] == "missing"
+    assert call("data", "verify", "digits").exit_code == 0
+    result = call("data", "verify", "svhn")
+    assert (result.exit_code, result.stdout) == (1, "svhn/test.npz: missing\n")
+    assert "did you mean 'mnist'" in refused("data", "verify", "minst")
+    assert call("data", "fetch", "digits").stdout == "digits is complete\n"
+    assert "has no public download" in refused("data", "fetch", "svhn")
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from posterity_lab import cli\n"
+        "assert CliRunner().invoke(cli.app, ['train', '--help']).exit_code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_demo_is_handed_its_folder(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setitem(
+        sys.modules, "posterity_lab.demo", type("Demo", (), {"run": lambda *args: calls.append(args)})
+    )
+    assert call("demo", "--out", tmp_path, "--quick").exit_code == 0
+    assert calls == [(tmp_path, True)]

@@ -1,0 +1,116 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from posterity_lab.data import Dataset, Split
+from posterity_lab.nets import build, initialise, lenet5, mlp, recipe
+
+
+def images(*shape: int, classes: int = 10) -> Dataset:
+    split = Split(torch.zeros(2, *shape), torch.zeros(2, dtype=torch.long))
+    return Dataset("zeros", split, split, classes)
+
+
+def test_mlp_flattens_and_has_relu_between_its_layers():
+    net = mlp(12, [5, 4], 3)
+    assert [type(layer) for layer in net] == [nn.Flatten, nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
+    assert [tuple(layer.weight.shape) for layer in net if isinstance(layer, nn.Linear)] == [
+        (5, 12),
+        (4, 5),
+        (3, 4),
+    ]
+    assert net(torch.zeros(2, 3, 2, 2)).shape == (2, 3)
+
+
+def test_mlp_refuses_an_empty_layer():
+    with pytest.raises(ValueError, match=r"at least one unit, not \[4, 0, 2\]"):
+        mlp(4, [0], 2)
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, 28), (3, 32)])
+def test_lenet5_has_the_published_sizes_at_28_and_32_pixels(channels, size):
+    net = lenet5(channels, size, 10)
+    shapes = [tuple(p.shape) for name, p in net.named_parameters() if name.endswith("weight")]
+    assert shapes == [(6, channels, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]
+    assert net(torch.zeros(2, channels, size, size)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("size", [12, 20, 31, 40])
+def test_lenet5_runs_at_other_sizes(size):
+    assert lenet5(1, size, 10)(torch.zeros(2, 1, size, size)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("size", [1, 8, 11])
+def test_lenet5_refuses_small_images(size):
+    with pytest.raises(ValueError, match=f"at least 12x12 pixels, not {size}x{size}: use an mlp"):
+        lenet5(1, size, 10)
+
+
+@pytest.mark.parametrize(
+    ("layer", "weight_std", "bias_std"),
+    [
+        (nn.Linear(600, 400), math.sqrt(2 / 1000), math.sqrt(2 / 401)),
+        (nn.Conv2d(64, 128, 3), math.sqrt(2 / (9 * 192)), math.sqrt(2 / (1 + 9 * 128))),
+    ],
+)
+def test_initial_weights_have_the_variance_of_the_paper(layer, weight_std, bias_std):
+    initialise(layer, seed=3)
+    for p, std in ((layer.weight, weight_std), (layer.bias, bias_std)):
+        n = p.numel()
+        assert abs(p.mean()) < 5 * std / math.sqrt(n)
+        assert abs(p.std() - std) < 5 * std / math.sqrt(2 * n)
+
+
+def test_initialise_resets_batchnorm_and_takes_layers_without_bias():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2))
+    nn.init.constant_(net[1].weight, 7.0)
+    nn.init.constant_(net[1].bias, 7.0)
+    initialise(net, seed=0)
+    assert net[1].weight.tolist() == [1, 1]
+    assert net[1].bias.tolist() == [0, 0]
+
+
+def test_initialise_depends_on_its_seed_alone_and_leaves_the_global_generator():
+    before = torch.get_rng_state()
+    net = initialise(torch.nn.utils.skip_init(nn.Linear, 3, 2), seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    again, other = initialise(nn.Linear(3, 2), seed=1), initialise(nn.Linear(3, 2), seed=2)
+    torch.set_rng_state(before)
+    assert torch.equal(net.weight, again.weight)
+    assert torch.equal(net.bias, again.bias)
+    assert not torch.equal(net.weight, other.weight)
+
+
+def test_initialise_refuses_a_layer_it_does_not_know():
+    with pytest.raises(ValueError, match="no initialisation for '0', a LayerNorm"):
+        initialise(nn.Sequential(nn.LayerNorm(3)), seed=0)
+
+
+def test_build_sizes_nets_by_the_data():
+    assert build("mlp-7-6", images(1, 8, 8))(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+    assert build("lenet5", images(3, 32, 32, classes=100))(torch.zeros(3, 3, 32, 32)).shape == (3, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mpl-400-400", "there is no net 'mpl-400-400', did you mean 'mlp-400-400'?"),
+        ("mlp", "there is no net 'mlp', did you mean 'mlp-400-400'?"),
+        ("mlp-0", "there is no net 'mlp-0', did you mean 'mlp-400-400'?"),
+        ("mlp-4O0", "there is no net 'mlp-4O0', did you mean 'mlp-400-400'?"),
+        ("lenet", "there is no net 'lenet', did you mean 'lenet5'?"),
+        ("transformer", "there is no net 'transformer': name one like mlp-400-400 or lenet5"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the whole message is compared)
+        recipe(name)
+    assert str(error.value) == message
+
+
+def test_lenet5_is_refused_for_what_is_no_square_image():
+    with pytest.raises(ValueError, match=r"square images \[C, H, W\], not \[1, 28, 32\]"):
+        build("lenet5", images(1, 28, 32))

@@ -1,0 +1,255 @@
+import dataclasses
+import json
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from posterity_lab import methods, runs
+from posterity_lab.config import Config
+
+EPOCHS = 6
+LEARNERS = ("bgd", "ivon", "bbb")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    # The same number of threads as the process that is killed, because sums depend on it.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(**keys: object) -> Config:
+    return Config(
+        **{"net": "mlp-16", "data": "digits", "epochs": EPOCHS, "batch_size": 64, "eval_samples": 3} | keys
+    )
+
+
+def lines(folder: Path) -> list[dict]:
+    """The metrics, without what a clock decides."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in records]
+
+
+def checkpoint(folder: Path) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def posterior(folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / "posterior.safetensors"
+    return load_file(file) if file.exists() else {}
+
+
+def tensors(value: object, path: str = "") -> dict[str, object]:
+    if isinstance(value, dict):
+        return {k: v for key, part in value.items() for k, v in tensors(part, f"{path}/{key}").items()}
+    return {path: value}
+
+
+def assert_same(one: Path, two: Path) -> None:
+    assert lines(one) == lines(two)
+    first, second = tensors(checkpoint(one)), tensors(checkpoint(two))
+    assert first.keys() == second.keys()
+    assert any(isinstance(value, torch.Tensor) for value in first.values())
+    for key, value in first.items():
+        same = torch.equal(value, second[key]) if isinstance(value, torch.Tensor) else value == second[key]
+        assert same, key
+    assert posterior(one).keys() == posterior(two).keys()
+    assert all(torch.equal(value, posterior(two)[key]) for key, value in posterior(one).items())
+
+
+def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["posterity_lab.runs", "sklearn.model_selection", "torchmetrics"])
+    configs = {method: tiny(method=method) for method in LEARNERS}
+    processes = {
+        method: context.Process(target=runs.train, args=(config, tmp_path / method))
+        for method, config in configs.items()
+    }
+    for process in processes.values():
+        process.start()
+    for method, process in processes.items():
+        while process.is_alive() and not (tmp_path / method / "checkpoint.pt").exists():
+            time.sleep(0.002)
+        process.kill()
+    for method, process in processes.items():
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert 1 <= checkpoint(tmp_path / method)["epoch"] < EPOCHS
+        runs.train(configs[method], tmp_path / method, resume=True)
+        runs.train(configs[method], tmp_path / f"{method}-whole")
+        assert [record["epoch"] for record in lines(tmp_path / method)] == list(range(1, EPOCHS + 1))
+        assert_same(tmp_path / method, tmp_path / f"{method}-whole")
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, config: Config, folder: Path, epoch: int) -> None:
+    """Train, but stop where the checkpoint of an epoch would be written."""
+    save = runs._save
+
+    def stop(path: Path, value: dict) -> None:
+        if value["epoch"] == epoch:
+            raise Stop
+        save(path, value)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(runs, "_save", stop)
+        runs.train(config, folder)
+
+
+@pytest.mark.parametrize("method", ["sgd", "adam"])
+def test_methods_without_posterior_resume_too(tmp_path, monkeypatch, method):
+    interrupt(monkeypatch, tiny(method=method), tmp_path / "cut", 3)
+    runs.train(tiny(method=method), tmp_path / "cut", resume=True)
+    runs.train(tiny(method=method), tmp_path / "whole")
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+    assert not (tmp_path / "cut" / "posterior.safetensors").exists()
+
+
+def test_metrics_after_the_checkpoint_are_cut_so_that_none_is_doubled(tmp_path, monkeypatch):
+    config = tiny(method="adam")
+    interrupt(monkeypatch, config, tmp_path / "run", 3)
+    assert len(lines(tmp_path / "run")) == 3
+    assert checkpoint(tmp_path / "run")["epoch"] == 2
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 4, "st')
+    history = runs.train(config, tmp_path / "run", resume=True)
+    assert (
+        [record["epoch"] for record in lines(tmp_path / "run")]
+        == [1, 2, 3, 4, 5, 6]
+        == [r["epoch"] for r in history]
+    )
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tiny(method="adam"), tmp_path / "run", 1)
+    runs.train(tiny(method="adam"), tmp_path / "run", resume=True)
+    assert len(lines(tmp_path / "run")) == EPOCHS
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    config = tiny(method="bgd", epochs=1)
+    runs.train(config, tmp_path / "run")
+    before = posterior(tmp_path / "run")
+    history = runs.train(config, tmp_path / "run", resume=True)
+    assert [record["epoch"] for record in history] == [1]
+    assert all(torch.equal(value, before[key]) for key, value in posterior(tmp_path / "run").items())
+    assert set(before) == {
+        f"{name}|{part}" for name in ("1.weight", "1.bias", "3.weight", "3.bias") for part in ("loc", "raw")
+    }
+    sessions = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert sessions["torch"] == torch.__version__
+    assert len(sessions["earlier"]) == 1
+
+
+def test_a_folder_with_a_run_is_refused_without_resume(tmp_path):
+    config = tiny(method="adam", epochs=1)
+    runs.train(config, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a run already: continue it with --resume"):
+        runs.train(config, tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "checkpoint.pt").write_text("precious")
+    with pytest.raises(ValueError, match="mine is not an empty folder: name a new one"):
+        runs.train(config, tmp_path / "mine")
+    assert (tmp_path / "mine" / "checkpoint.pt").read_text() == "precious"
+
+
+def test_resuming_with_another_config_is_refused_by_the_key_that_differs(tmp_path):
+    runs.train(tiny(method="adam", epochs=1), tmp_path / "run")
+    with pytest.raises(ValueError, match="run has seed = 0, not 1: resume it with the same config"):
+        runs.train(tiny(method="adam", epochs=1, seed=1), tmp_path / "run", resume=True)
+    with pytest.raises(FileNotFoundError, match=r"there is no run in .*nowhere"):
+        runs.train(tiny(), tmp_path / "nowhere", resume=True)
+
+
+@pytest.mark.parametrize("method", ["bgd", "bbb", "adam"])
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, method):
+    runs.train(tiny(method=method, epochs=1), tmp_path / "good")
+    batches = runs.data.batches
+
+    def poisoned(split, size, *, seed, epoch):
+        for x, y in batches(split, size, seed=seed, epoch=epoch):
+            yield (x * torch.nan if epoch == 1 else x), y
+
+    monkeypatch.setattr(runs.data, "batches", poisoned)
+    with pytest.raises(FloatingPointError, match=r"the loss is nan.*checkpoint.pt is that of epoch 1"):
+        runs.train(tiny(method=method, epochs=3), tmp_path / "bad")
+    assert checkpoint(tmp_path / "bad")["epoch"] == 1
+    good, bad = (tensors(checkpoint(tmp_path / name)["method"]["model"]) for name in ("good", "bad"))
+    assert all(torch.equal(good[key], bad[key]) for key in good if isinstance(good[key], torch.Tensor))
+    assert len(lines(tmp_path / "bad")) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"net": "lenet"}, "there is no net 'lenet', did you mean 'lenet5'?"),
+        ({"data": "minst"}, "there is no data set 'minst', did you mean 'mnist'?"),
+        ({"net": "lenet5"}, "LeNet-5 needs images of at least 12x12 pixels, not 8x8: use an mlp"),
+        ({"device": "gpu"}, "device 'gpu' cannot be used on this machine: try cpu"),
+        ({"validation": 1437}, "digits has 1437 training images: hold out fewer than 1437"),
+    ],
+)
+def test_a_refused_run_leaves_no_folder(tmp_path, keys, message):
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        runs.train(tiny(**keys), tmp_path / "run")
+    assert str(error.value) == message
+    assert not (tmp_path / "run").exists()
+
+
+def test_validation_images_are_held_out_and_the_same_for_every_seed(tmp_path):
+    dataset = runs.data.load("digits")
+    training, held_out = runs._splits(dataset, 200)
+    assert (len(training), len(held_out)) == (1237, 200)
+    everything = torch.cat([training.x, held_out.x]).flatten(1).sum(1).sort().values
+    assert torch.equal(everything, dataset.train.x.flatten(1).sum(1).sort().values)
+    (record,) = runs.train(tiny(method="adam", epochs=1, validation=200), tmp_path / "run")
+    assert record["split"] == "validation"
+    assert record["step"] == -(-1237 // 64)
+
+
+def test_a_data_set_for_testing_alone_is_refused():
+    digits = runs.data.load("digits")
+    with pytest.raises(ValueError, match="digits is for testing alone: train on another data set"):
+        runs._splits(dataclasses.replace(digits, train=digits.train.subset([])), 0)
+
+
+@pytest.mark.parametrize("method", [*LEARNERS, "adam"])
+def test_a_run_learns_and_reads_back_as_it_was(tmp_path, method):
+    config = tiny(method=method, net="mlp-50", epochs=8)
+    last = runs.train(config, tmp_path / "run")[-1]
+    assert last["accuracy"] > 0.8
+    read, model, posterior, dataset = runs.load_run(tmp_path / "run")
+    assert read == config
+    probs = methods.predictions(model, posterior, dataset.test.x, config).probs
+    assert float((probs.argmax(-1) == dataset.test.y).float().mean()) == pytest.approx(last["accuracy"])
+
+
+def test_a_run_without_an_epoch_cannot_be_read(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tiny(method="adam"), tmp_path / "run", 1)
+    with pytest.raises(FileNotFoundError, match="has no whole epoch yet: continue it with --resume"):
+        runs.load_run(tmp_path / "run")
+
+
+def test_a_run_cut_short_is_read_at_its_checkpoint(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tiny(method="bgd"), tmp_path / "cut", 3)
+    runs.train(tiny(method="bgd", epochs=2), tmp_path / "short")
+    cut, short = (runs.load_run(tmp_path / name)[2] for name in ("cut", "short"))
+    assert torch.equal(cut.std()["1.weight"], short.std()["1.weight"])
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    runs.train(tiny(method="adam", epochs=1), tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"half a file")
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged"):
+        runs.load_run(tmp_path / "run")

@@ -1,5 +1,6 @@
 """What only a GPU shows: devices mixed, the same numbers in loop and stack, mixed precision."""
 
+import copy
 import io
 
 import pytest
@@ -43,6 +44,114 @@ def test_loop_and_stack_agree(name: str) -> None:
         results.append({**model.state_dict(), **{f"std {n}": s for n, s in opt.posterior().std().items()}})
     for key, value in results[0].items():
         torch.testing.assert_close(results[1][key], value, rtol=2e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_a_captured_step_equals_the_loop_through_changes_of_lr_and_ragged_batches(name: str) -> None:
+    x, y = X.cuda(), Y.cuda()
+    sizes = [32, 32, 7, 32, 32, 7, 7, 32]
+    results = []
+    for captured in (False, True):
+        model = net()
+        opt = make(name, model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.98)
+        step = posterity.compile_step(model, loss_fn, opt)
+        losses = []
+        for i in range(48):
+            n = sizes[i % len(sizes)]
+            batch = (x[:n], y[:n])
+            loss = (
+                step(*batch) if captured else opt.step(lambda m=model, b=batch: loss_fn(m, *b), batch_size=n)
+            )
+            losses.append(float(loss))
+            schedule.step()
+        if captured:
+            assert len(step._graphs) == 2
+        results.append(
+            {
+                **model.state_dict(),
+                **{f"std {n}": s for n, s in opt.posterior().std().items()},
+                "losses": torch.tensor(losses),
+                "step": opt.state[model[0].weight]["step"],
+            }
+        )
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=2e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_capturing_changes_nothing_and_resuming_is_exact(name: str) -> None:
+    x, y = X.cuda(), Y.cuda()
+    model = net()
+    opt = make(name, model)
+    step = posterity.compile_step(model, loss_fn, opt)
+    for _ in range(3):
+        step(x, y)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    for _ in range(5):
+        step(x, y)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = net()
+    resumed = make(name, other)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["opt"])
+    again = posterity.compile_step(other, loss_fn, resumed)
+    for _ in range(5):
+        again(x, y)
+    for (key, a), b in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_a_captured_step_sees_state_that_was_loaded_and_posteriors_that_were_taken_up(name: str) -> None:
+    x, y = X.cuda(), Y.cuda()
+    results = []
+    for captured in (False, True):
+        model = net()
+        opt = make(name, model)
+        step = posterity.compile_step(model, loss_fn, opt)
+
+        def once(step=step, opt=opt, model=model, captured=captured) -> None:
+            step(x, y) if captured else opt.step(lambda: loss_fn(model, x, y))
+
+        for _ in range(3):
+            once()
+        state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+        for _ in range(2):
+            once()
+        model.load_state_dict(weights)
+        opt.load_state_dict(state)
+        for _ in range(3):
+            once()
+        opt.load_posterior(posterity.prune(opt.posterior(), 0.5))
+        for _ in range(3):
+            once()
+        results.append({**model.state_dict(), **{f"std {n}": s for n, s in opt.posterior().std().items()}})
+        assert int((model[0].weight == 0).sum()) > 100
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=2e-3, atol=2e-4, msg=key)
+
+
+def test_a_nan_in_a_captured_step_leaves_the_posterior_alone_and_is_raised() -> None:
+    x, y = X.cuda(), Y.cuda()
+    model = net()
+    opt = make("bgd", model)
+    step = posterity.compile_step(model, loss_fn, opt)
+    for _ in range(3):
+        step(x, y)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    bad = x.clone()
+    bad[0, 0] = torch.nan
+    step(bad, y)
+    torch.cuda.synchronize()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    with pytest.raises(FloatingPointError, match="not touched"):
+        step(x, y)
+    step(x, y)
+    assert not torch.equal(before["0.weight"], model[0].weight)
+    assert torch.isfinite(model[0].weight).all()
 
 
 @pytest.mark.parametrize("name", ["bgd", "ivon"])

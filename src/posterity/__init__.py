@@ -2,7 +2,7 @@
 
 from posterity import metrics
 from posterity.compress import prune, snr
-from posterity.mc import compile_step, run
+from posterity.mc import run
 from posterity.names import names_of
 from posterity.objective import blundell, elbo, warmup
 from posterity.optim import BGD, IVON, DivergenceWarning, VariationalOptimizer
@@ -19,6 +19,7 @@ from posterity.posterior import (
     register_kl,
 )
 from posterity.predict import Prediction, predict
+from posterity.train_step import compile_step
 from posterity.variational import Variational, variational
 
 __all__ = [

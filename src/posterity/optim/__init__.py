@@ -3,6 +3,7 @@
 from posterity.optim.bgd import BGD
 from posterity.optim.ivon import IVON
 from posterity.optim.statistics import Statistics
-from posterity.optim.variational import DivergenceWarning, VariationalOptimizer
+from posterity.optim.variational import VariationalOptimizer
+from posterity.optim.watch import DivergenceWarning
 
 __all__ = ["BGD", "IVON", "DivergenceWarning", "Statistics", "VariationalOptimizer"]

@@ -20,7 +20,7 @@ def adam_init(mean: Tensor) -> dict[str, Tensor]:
 
 
 def adam_update(
-    mean: Tensor, state: dict[str, Tensor], grad: Tensor, step: int, group: dict[str, Any]
+    mean: Tensor, state: dict[str, Tensor], grad: Tensor, step: int | Tensor, group: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One step on E[g]."""
     beta1, beta2 = group["betas"]

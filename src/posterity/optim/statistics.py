@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posterity.noise import Noise
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -23,7 +25,7 @@ class Statistics:
     grad: Tensor
     grad_noise: Tensor
     batch_size: int
-    step: int
+    step: int | Tensor
 
 
 class Accumulator:
@@ -35,16 +37,18 @@ class Accumulator:
         self._grad_noise: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, p: Tensor, grads: Tensor, eps: Tensor | None) -> None:
-        """Add gradients ``[k, ...]`` and, where the parameter was sampled, their noise ``[k, ...]``."""
+    def add(self, p: Tensor, grads: Tensor, noise: Noise | None) -> None:
+        """Add gradients ``[k, ...]`` that were taken under the given noise.
+
+        A deterministic parameter has no noise, and one gradient ``[1, ...]`` that is a sum over samples.
+        """
         grads = grads.to(state_dtype(p))
-        grad = self._grad.setdefault(p, torch.zeros_like(grads[0]))
-        for g in grads:
-            grad += g
-        if eps is not None:
-            grad_noise = self._grad_noise.setdefault(p, torch.zeros_like(grad))
-            for g, e in zip(grads, eps, strict=True):
-                grad_noise.addcmul_(g, e)
+        if noise is None:
+            grad = grads[0].clone()
+        else:
+            grad, product = noise.moments(grads)
+            self._grad_noise[p] = self._grad_noise[p] + product if p in self._grad_noise else product
+        self._grad[p] = self._grad[p] + grad if p in self._grad else grad
 
     def publish(self) -> None:
         """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it."""

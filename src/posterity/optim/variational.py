@@ -8,10 +8,11 @@ the method's rule (:meth:`VariationalOptimizer.step`). A method adds only pure f
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import count
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -19,27 +20,18 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from posterity import noise
 from posterity.names import NameFilter, select
+from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
 from posterity.optim.groups import Group, Params, members, named_groups, split_groups
+from posterity.optim.live import Live
 from posterity.optim.statistics import Accumulator, Statistics, state_dtype
+from posterity.optim.watch import UNTOUCHED, LossWatch
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 
 State: TypeAlias = dict[str, Tensor]
 
-_UNTOUCHED = (
-    "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
-    "initial std"
-)
-
-
-class DivergenceWarning(UserWarning):
-    """The loss has run away from where it began.
-
-    Example:
-        >>> warnings.filterwarnings("error", category=DivergenceWarning)  # stop a sweep's run at once
-    """
+_generations = count()
 
 
 class VariationalOptimizer(Optimizer, ABC):
@@ -161,10 +153,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 buffer.copy_(value)
             self._reset()
             raise
-        for group, size in zip(self.param_groups, sizes, strict=True):
-            for _, p in members(group):
-                if p.grad is not None:
-                    self._update(p, group, size)
+        self.apply(sizes)
         self._reset()
         return loss
 
@@ -188,6 +177,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     f"{name!r} has shape {tuple(leaf.shape)} in the posterior and "
                     f"{tuple(wanted[name][0].shape)} in this optimiser"
                 )
+        self.generation = next(_generations)
         for name, leaf in posterior.blocks.items():
             p, group = wanted[name]
             mean = leaf.mean().detach().to(p.device, state_dtype(p))
@@ -242,40 +232,34 @@ class VariationalOptimizer(Optimizer, ABC):
         self._sums = Accumulator()
         self._buffers: list[tuple[Tensor, Tensor]] = []  # the model's buffers, as they were before the step
         self._entered: int | None = None  # nested entries of the sampling context; None outside of it
-        self._first_loss: float | None = None
+        self.watch = LossWatch(type(self).__name__)
+        self._live: Live | None = None
+        self.generation = next(_generations)  # captured steps hold on to state tensors of one generation
 
     # How the stacked path takes part: the same draws, the same sums.
 
-    def draw(self, samples: range) -> dict[str, tuple[Tensor, Tensor]]:
-        """Weights and noise ``[len(samples), ...]`` of every stochastic parameter, by name."""
-        return {name: self._draw(name, p, group, samples) for name, p, group in self._blocks()}
+    @torch.no_grad()
+    def draw(self, samples: range) -> dict[Tensor, tuple[Tensor, Noise]]:
+        """Weights ``[len(samples), ...]`` of every stochastic parameter, with their noise."""
+        return {p: self._draw(name, p, group, samples) for name, p, group in self._blocks()}
 
-    def absorb(self, grads: Mapping[str, tuple[Tensor, Tensor | None]], samples: int) -> None:
+    def absorb(self, grads: Mapping[Tensor, tuple[Tensor, Noise | None]], samples: int) -> None:
         """Add gradients ``[samples, ...]`` taken at drawn weights, with their noise, to the statistics.
 
-        Deterministic parameters come with no noise and a gradient that is a sum over the samples already.
+        Deterministic parameters come with no noise and a gradient ``[1, ...]``, a sum over the samples.
         """
-        params = {name: p for group in self.param_groups for name, p in members(group)}
-        for name, (grad, eps) in grads.items():
-            self._sums.add(params[name], grad if eps is not None else grad[None], eps)
+        for p, (grad, noise) in grads.items():
+            self._sums.add(p, grad, noise)
         self._sums.samples += samples
         self._sums.publish()
 
-    def watch(self, loss: Tensor) -> None:
-        """Refuse a loss that is not finite; warn, once, of one that has run away from where it began."""
-        value = float(loss)
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the loss is {value:g}; {_UNTOUCHED}")
-        if self._first_loss is None:
-            self._first_loss = value
-        elif self._first_loss < math.inf and value > 10.0 * (abs(self._first_loss) + 1.0):
-            warnings.warn(
-                f"{type(self).__name__} seems to diverge: the loss began at {self._first_loss:.3g} and is "
-                f"{value:.3g}; lower the learning rate or the initial std",
-                DivergenceWarning,
-                stacklevel=3,
-            )
-            self._first_loss = math.inf  # said once
+    @torch.no_grad()
+    def apply(self, sizes: list[int]) -> None:
+        """Move every parameter that has a gradient, given the batch size that each group's rule sees."""
+        for number, (group, size) in enumerate(zip(self.param_groups, sizes, strict=True)):
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group, number, size)
 
     # The machinery.
 
@@ -291,13 +275,12 @@ class VariationalOptimizer(Optimizer, ABC):
         used: list[Tensor] = []
         keep_buffers = False
         means: list[tuple[Tensor, Tensor]] = []
-        epsilons: dict[Tensor, Tensor] = {}
+        noises: dict[Tensor, Noise] = {}
         try:
             with torch.no_grad():
-                for name, p, group in self._blocks():
-                    theta, eps = self._draw(name, p, group, range(sample, sample + 1))
+                for p, (theta, noise) in self.draw(range(sample, sample + 1)).items():
                     means.append((p, p.clone()))
-                    epsilons[p] = eps
+                    noises[p] = noise
                     p.copy_(theta[0])
             for p in params:
                 p.grad = None
@@ -308,7 +291,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 used = []
                 raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
             for p in used:
-                self._sums.add(p, cast(Tensor, p.grad)[None], epsilons.get(p))
+                self._sums.add(p, cast(Tensor, p.grad)[None], noises.get(p))
             keep_buffers = sample == 0
             self._sums.samples += bool(used)
         finally:
@@ -341,41 +324,75 @@ class VariationalOptimizer(Optimizer, ABC):
         self._sums.publish()
         return torch.stack(losses).mean(0)
 
-    def _draw(self, name: str, p: Tensor, group: Group, samples: range) -> tuple[Tensor, Tensor]:
-        """θ = mean + std · eps, in the parameter's dtype, with the eps."""
+    def _draw(self, name: str, p: Tensor, group: Group, samples: range) -> tuple[Tensor, Noise]:
+        """θ = mean + std · eps, in the parameter's dtype, with the noise."""
         state = self._state(p, group)
         mean = self._mean(p)
-        eps = noise.normal(
+        noise = Noise(
             samples,
             p.shape,
             seed=group["seed"],
-            step=int(state["step"]),
+            step=int(state["step"]) if self._live is None else self._live.step(p),
             block=name,
             device=p.device,
             dtype=mean.dtype,
         )
-        theta = torch.addcmul(mean, self.std(state, group), eps)
+        theta = noise.perturb(mean, self.std(state, group))
         if "keep" in state:
             theta = theta * state["keep"]
-        return theta.to(p.dtype), eps
+        return theta.to(p.dtype), noise
 
-    def _update(self, p: Tensor, group: Group, batch_size: int) -> None:
-        state = self._state(p, group)
-        mean = self._mean(p)
+    def _update(self, p: Tensor, group: Group, number: int, batch_size: int) -> None:
+        state, live = self._state(p, group), self._live
         state["step"] += 1
+        step: int | Tensor = int(state["step"])
+        if live is not None:
+            group, step = {**group, "lr": live.lr[number]}, live.step(p) + 1
+        mean = self._mean(p)
         grad = cast(Tensor, p.grad).to(mean.dtype)
-        if group["deterministic"]:
-            new_mean, new_state = adam_update(mean, state, grad, int(state["step"]), group)
-        else:
-            stats = Statistics(grad, self._sums.grad_noise(p), batch_size, int(state["step"]))
-            new_mean, new_state = self.update(mean, state, stats, group)
-        if "keep" in state:
-            new_mean = new_mean * state["keep"]
-        for key, value in new_state.items():
-            state[key].copy_(value)
-        mean.copy_(new_mean)
+        product = None if group["deterministic"] else self._sums.grad_noise(p)
+        inner = {key: value for key, value in state.items() if key not in ("step", "mean", "keep")}
+        move = self._move if live is None else self._fused_move
+        move(
+            mean,
+            inner,
+            grad,
+            product,
+            batch_size,
+            step,
+            group,
+            state.get("keep"),
+            None if live is None else live.ok,
+        )
         if "mean" in state:
             p.copy_(mean)
+
+    def _move(
+        self,
+        mean: Tensor,
+        state: State,
+        grad: Tensor,
+        product: Tensor | None,
+        batch_size: int,
+        step: int | Tensor,
+        group: Group,
+        keep: Tensor | None,
+        ok: Tensor | None,
+    ) -> None:
+        """The rule, and its result written over mean and state: all in place, so that it fuses."""
+        if product is None:
+            new_mean, new_state = adam_update(mean, state, grad, step, group)
+        else:
+            new_mean, new_state = self.update(mean, state, Statistics(grad, product, batch_size, step), group)
+        if keep is not None:
+            new_mean = new_mean * keep
+        for old, new in [(mean, new_mean), *((state[key], value) for key, value in new_state.items())]:
+            old.copy_(new if ok is None else torch.where(ok, new, old))
+
+    @cached_property
+    def _fused_move(self) -> Callable[..., None]:
+        # Sizes are dynamic: one compilation serves every tensor of a rank.
+        return torch.compile(self._move, dynamic=True)
 
     def _state(self, p: Tensor, group: Group) -> State:
         state: State = self.state[p]
@@ -427,7 +444,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not math.isfinite(get_total_norm(tensors, norm_type=math.inf).item()):
             bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
             which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
-            raise FloatingPointError(f"{which} is not finite; {_UNTOUCHED}")
+            raise FloatingPointError(f"{which} is not finite; {UNTOUCHED}")
 
     def _reset(self) -> None:
         self._sums.clear()

@@ -1,0 +1,266 @@
+"""One training step over all weight samples: eager, or as a CUDA graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from posterity import noise
+from posterity.mc import chunks, set_buffers, stacked_pass
+from posterity.optim.live import Live
+from posterity.optim.variational import VariationalOptimizer
+
+LossFn: TypeAlias = Callable[..., Tensor]
+
+# Graphs kept for different shapes of batch; each holds the memory of a whole step.
+_GRAPHS = 4
+
+
+def compile_step(
+    model: nn.Module, loss_fn: LossFn, optimizer: VariationalOptimizer, *, chunk: int | None = None
+) -> Callable[..., Tensor]:
+    """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
+
+    It draws the same noise and takes the same statistics as ``optimizer.step(closure)``. On a GPU the whole
+    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; learning rates
+    may change at any time. There a loss that is not finite leaves the posterior as it is, and is raised by
+    one of the next calls, when its value has reached the host.
+
+    Args:
+        model: The module whose parameters the optimiser holds.
+        loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch.
+        optimizer: A rule such as BGD or IVON; it decides the number of samples.
+        chunk: At most this many samples at once.
+
+    Example:
+        >>> from posterity import BGD
+        >>> model = nn.Linear(4, 2)
+        >>> loss_fn = lambda model, x, y: nn.functional.cross_entropy(model(x), y)
+        >>> train_step = compile_step(model, loss_fn, BGD(model))
+        >>> train_step(torch.randn(8, 4), torch.randint(0, 2, (8,))).shape
+        torch.Size([])
+    """
+    step = TrainStep(model, loss_fn, optimizer, chunk)
+    return CapturedStep(step) if can_capture(optimizer) else step
+
+
+@final
+class TrainStep:
+    """One training step over all weight samples, as a function of a batch."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, optimizer: VariationalOptimizer, chunk: int | None
+    ) -> None:
+        self.target, self.optimizer, self.chunk = _Loss(model, loss_fn), optimizer, chunk
+        self.names: dict[Tensor, str] = {p: name for name, p in self.target.named_parameters()}
+        for group in optimizer.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p not in self.names:
+                    raise ValueError(f"the optimiser holds {name!r}, which is no parameter of this model")
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Learn from a batch; its mean loss over the samples."""
+        before = {name: value.clone() for name, value in self.target.named_buffers()}
+        try:
+            loss = self.gather(before, batch)
+            self.optimizer.watch(loss)
+            self.optimizer.step(batch_size=len(batch[0]))
+        except BaseException:
+            set_buffers(self.target, before)
+            self.optimizer.zero_grad()
+            raise
+        return loss
+
+    def gather(self, before: Mapping[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
+        """Draw, run forward and backward, hand the statistics to the optimiser; the mean loss."""
+        losses: list[Tensor] = []
+        for rows in chunks(self.optimizer.param_groups[0]["mc_samples"], self.chunk):
+            drawn = self.optimizer.draw(rows)
+            theta = {self.names[p]: value.requires_grad_() for p, (value, _) in drawn.items()}
+            loss, moved = stacked_pass(self.target, theta, before, batch, {}, stacked=True)
+            if rows.start == 0:
+                set_buffers(self.target, moved)
+            losses.append(loss.detach())
+            sampled = {p: (value, noise) for p, (value, noise) in drawn.items()}
+            fixed = [
+                p
+                for group in self.optimizer.param_groups
+                for p in group["params"]
+                if p not in sampled and p.requires_grad
+            ]
+            leaves = [*(value for value, _ in sampled.values()), *fixed]
+            grads = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+            self.optimizer.absorb(
+                {
+                    p: (grad, sampled[p][1]) if p in sampled else (grad[None], None)
+                    for p, grad in zip([*sampled, *fixed], grads, strict=True)
+                    if grad is not None
+                },
+                len(rows),
+            )
+        return torch.cat(losses).mean()
+
+
+@final
+class _Loss(nn.Module):
+    """A loss function as a module, so that weights can be swapped underneath it."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.title = type(model).__name__
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self.loss_fn(self.model, *batch)
+
+
+def can_capture(optimizer: VariationalOptimizer) -> bool:
+    """Whether all parameters are on one GPU, and Triton is there to make noise inside a graph."""
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    return len(devices) == 1 and devices.pop().type == "cuda" and noise.HAS_KERNELS
+
+
+@final
+class CapturedStep:
+    """The same step as CUDA graphs, one for each shape of batch."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self.step = step
+        self._graphs: dict[Any, _Graph] = {}
+        self._seen: set[Any] = set()
+        self._eager = False
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Learn from a batch; its mean loss over the samples."""
+        key = self._key(batch)
+        if self._eager or key not in self._seen:  # a shape that never comes again is not worth a graph
+            self._seen.add(key)
+            return self.step(*batch)
+        if key not in self._graphs:
+            try:
+                graph = _Graph(self.step, batch)
+            except Exception as error:
+                self._eager = True
+                reason = str(error).partition("\n")[0]
+                warnings.warn(
+                    f"this step cannot be captured ({reason}); it runs without a graph", stacklevel=2
+                )
+                return self.step(*batch)
+            if len(self._graphs) >= _GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[key] = graph
+        return self._graphs[key](batch)
+
+    def _key(self, batch: tuple[Tensor, ...]) -> Any:
+        """What a graph has fixed: shapes, modes, where weights and state lie, hyper-parameters but lr."""
+        fixed = [
+            {
+                key: value
+                for key, value in group.items()
+                if key not in ("params", "param_names", "lr", "initial_lr")
+            }
+            for group in self.step.optimizer.param_groups
+        ]
+        return (
+            tuple((x.shape, x.dtype, x.device) for x in batch),
+            tuple(module.training for module in self.step.target.modules()),
+            tuple(p.data_ptr() for p in self.step.names),
+            self.step.optimizer.generation,
+            str(fixed),
+        )
+
+
+@final
+class _Graph:
+    """A captured step for one shape of batch."""
+
+    def __init__(self, step: TrainStep, batch: tuple[Tensor, ...]) -> None:
+        self.step = step
+        opt = step.optimizer
+        device = opt.param_groups[0]["params"][0].device
+        opt.draw(range(1))  # makes sure that every parameter has its state
+        self.params = [p for group in opt.param_groups for p in group["params"]]
+        steps = {p: int(opt.state[p]["step"]) for p in self.params if opt.state[p]}
+        self.base = min(steps.values())
+        self.live = Live(
+            torch.zeros(1, dtype=torch.int32, device=device),
+            {p: steps.get(p, self.base) - self.base for p in self.params},
+            [torch.tensor(float(group["lr"]), device=device) for group in opt.param_groups],
+        )
+        self.lr = [float(group["lr"]) for group in opt.param_groups]
+        self.batch = [x.to(device).clone() for x in batch]
+        self.sizes = [opt._batch_size(group, len(batch[0])) for group in opt.param_groups]
+        self.host_loss = torch.zeros(()).pin_memory()
+        before = self._snapshot()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        opt._live = self.live
+        try:
+            with torch.cuda.stream(stream), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's own
+                for _ in range(2):
+                    self._body()
+                    self._restore(before)
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.loss = self._body()
+            self.used = [p for p in self.params if p.grad is not None]
+        finally:
+            opt._live = None
+            opt._reset()
+            torch.cuda.synchronize()
+            self._restore(before)
+
+    def __call__(self, batch: tuple[Tensor, ...]) -> Tensor:
+        opt = self.step.optimizer
+        loss = self.host_loss.clone()  # of an earlier step; reading it waits for nothing
+        self.host_loss.zero_()
+        opt.watch(loss)
+        self.live.clock.fill_(int(opt.state[self.used[0]]["step"]) - self.live.ahead[self.used[0]])
+        for number, group in enumerate(opt.param_groups):
+            if group["lr"] != self.lr[number]:
+                self.lr[number] = group["lr"]
+                self.live.lr[number].fill_(group["lr"])
+        for mine, given in zip(self.batch, batch, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        for p in self.used:
+            opt.state[p]["step"] += 1
+        return self.loss.clone()
+
+    def _body(self) -> Tensor:
+        """What is captured: the eager step, with its checks done on the device."""
+        opt, target = self.step.optimizer, self.step.target
+        before = {name: value.clone() for name, value in target.named_buffers()}
+        loss = self.step.gather(before, tuple(self.batch))
+        grads = [p.grad for p in self.params if p.grad is not None]
+        norms = torch._foreach_norm([*grads, *opt._sums.sums()], float("inf"))
+        ok = torch.isfinite(torch.stack([loss, *norms]).sum())
+        self.live.ok = ok
+        opt.apply(self.sizes)
+        with torch.no_grad():
+            for name, buffer in target.named_buffers():
+                buffer.copy_(torch.where(ok, buffer, before[name]))
+        self.host_loss.copy_(torch.where(ok, loss, torch.nan), non_blocking=True)
+        opt._reset()
+        return loss
+
+    def _snapshot(self) -> list[tuple[Tensor, Tensor]]:
+        state = self.step.optimizer.state
+        tensors = [
+            *self.params,
+            *(value for p in self.params for value in state[p].values()),
+            *self.step.target.buffers(),
+        ]
+        return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def _restore(self, before: list[tuple[Tensor, Tensor]]) -> None:
+        for tensor, value in before:
+            tensor.copy_(value)

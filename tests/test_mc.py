@@ -156,7 +156,89 @@ def test_gradients_flow_through_a_stacked_pass() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_only_the_mean_loss_of_a_batch_will_do() -> None:
+    model = nn.Linear(3, 2)
+    step = posterity.compile_step(
+        model, lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), posterity.BGD(model)
+    )
+    with pytest.raises(ValueError, match=r"the mean loss of a batch, one number, not shape \[4\]"):
+        step(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+
+
+def test_an_optimiser_over_a_part_of_the_model_trains_that_part() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+
+        def forward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(model(x) / self.temperature, y)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    for opt in (posterity.BGD(model[1]), posterity.BGD(model[1].parameters())):
+        model.zero_grad()
+        posterity.compile_step(model, Scaled(), opt)(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    assert torch.equal(before[0], model[0].weight)
+    assert not torch.equal(before[2], model[1].weight)
+    with pytest.raises(ValueError, match="holds 'weight', which is no parameter of this model"):
+        posterity.compile_step(model, Scaled(), posterity.BGD(nn.Linear(3, 2)))
+
+
+def test_a_batch_size_given_once_counts() -> None:
+    moved = []
+    for size in (4, 40):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        before = model.weight.detach().clone()
+        step = posterity.compile_step(
+            model, lambda m, x, y: F.cross_entropy(m(x), y), posterity.BGD(model, batch_size=size)
+        )
+        step(torch.ones(4, 3), torch.tensor([0, 1, 0, 1]))
+        moved.append(model.weight.detach() - before)
+    torch.testing.assert_close(10 * moved[0], moved[1], rtol=1e-3, atol=1e-7)
+
+
+def test_waiting_samples_are_not_mixed_in() -> None:
+    model = nn.Linear(3, 2)
+    opt = posterity.BGD(model)
+    with opt.sampled_params():
+        model(torch.ones(1, 3)).sum().backward()
+    step = posterity.compile_step(model, lambda m, x: m(x).mean(), opt)
+    with pytest.raises(RuntimeError, match=r"call step\(\) or zero_grad\(\) first"):
+        step(torch.ones(1, 3))
+
+
+def test_running_out_of_memory_is_not_taken_for_a_model_that_cannot_be_stacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("posterity.mc.vmap", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        posterity.run(nn.Linear(3, 2), {"weight": torch.randn(5, 2, 3)}, torch.randn(4, 3))
+
+
+def test_weights_are_run_in_the_models_dtype() -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    out = posterity.predict(model, posterity.BGD(model).posterior(), torch.randn(4, 3).bfloat16(), samples=2)
+    assert out.samples.dtype == torch.bfloat16
+
+
 def test_bad_calls_are_refused() -> None:
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="the model has no parameter 'wieght'"):
+        posterity.run(nn.Linear(3, 2), {"wieght": torch.randn(5, 2, 3)}, x)
+    with pytest.raises(ValueError, match=r"'bias' have shape \(3, 2\), not \(5, 2\): one row per sample"):
+        posterity.run(nn.Linear(3, 2), {"weight": torch.randn(5, 2, 3), "bias": torch.randn(3, 2)}, x)
+    with pytest.raises(ValueError, match="how must be 'stack' or 'loop', not 'stacked'"):
+        posterity.run(nn.Linear(3, 2), {"weight": torch.randn(5, 2, 3)}, x, how="stacked")
+    with pytest.raises(TypeError, match=r"such as posterior.sample\(n\), not a Factorised"):
+        posterity.run(nn.Linear(3, 2), posterity.BGD(nn.Linear(3, 2)).posterior(), x)
+    gru = nn.GRU(3, 2)
+    with pytest.raises(TypeError, match="the model must return one tensor, not tuple"):
+        posterity.run(gru, {"weight_ih_l0": torch.randn(2, 6, 3)}, x, how="loop")
     with pytest.raises(ValueError, match="chunk must be at least 1, not 0"):
         posterity.run(nn.Linear(3, 2), {"weight": torch.randn(5, 2, 3)}, torch.randn(4, 3), chunk=0)
     with pytest.raises(ValueError, match="no weights were given"):

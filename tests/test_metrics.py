@@ -69,6 +69,15 @@ def test_out_of_distribution_scores() -> None:
     assert metrics.auroc(inside, inside) == pytest.approx(0.5)
 
 
+def test_rounding_and_integer_types_do_not_matter() -> None:
+    probs = PROBS[0].clone()
+    probs[0] = torch.tensor([1.0000001, 0.0, 0.0, 0.0, 0.0])
+    exact = probs.clamp_max(1.0)
+    for metric in (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece):
+        assert metric(probs, TARGET) == pytest.approx(metric(exact, TARGET), rel=1e-5)
+        assert metric(probs, TARGET.int()) == pytest.approx(metric(probs, TARGET), rel=1e-6)
+
+
 def test_certain_and_wrong_is_finite() -> None:
     assert math.isfinite(metrics.nll(torch.tensor([[1.0, 0.0]]), torch.tensor([1])))
 
@@ -77,6 +86,10 @@ def test_what_is_not_probabilities_is_refused() -> None:
     y = torch.tensor([0, 1])
     with pytest.raises(ValueError, match="pass probabilities, not logits"):
         metrics.accuracy(torch.tensor([[-1.0, 2.0], [0.0, 1.0]]), y)
+    with pytest.raises(ValueError, match="pass probabilities, not logits"):
+        metrics.nll(torch.tensor([[3.0, 2.0], [0.0, 1.0]]), y)
+    with pytest.raises(ValueError, match="one of the two sets is empty"):
+        metrics.auroc(torch.zeros(0), torch.ones(1))
     with pytest.raises(ValueError, match="must be finite"):
         metrics.nll(torch.tensor([[torch.nan, 2.0], [0.0, 1.0]]), y)
     with pytest.raises(ValueError, match=r"not \(2, 2\) and \(3,\)"):

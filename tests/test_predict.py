@@ -76,6 +76,31 @@ def test_batches_and_chunks_change_nothing_and_the_model_is_left_as_it_was() -> 
     assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
 
 
+def test_networks_that_agree_have_no_mutual_information() -> None:
+    one = torch.randn(1, 500, 10, generator=torch.Generator().manual_seed(0))
+    assert (Prediction(one.expand(7, 500, 10)).mutual_information >= 0).all()
+
+
+def test_predictions_may_be_trained_on() -> None:
+    model, q, x = make()
+    temperature = torch.ones((), requires_grad=True)
+    (posterity.predict(model, q, x).samples * temperature).sum().backward()
+    assert temperature.grad is not None
+
+
+def test_a_variational_model_predicts_as_the_module_in_it() -> None:
+    net = nn.Linear(4, 3)
+    model = posterity.variational(net)
+    x = torch.randn(5, 4)
+    a, b = (posterity.predict(m, model.posterior, x).samples for m in (net, model))
+    assert torch.equal(a, b)
+
+
+def test_one_logit_is_no_class_probability() -> None:
+    with pytest.raises(ValueError, match=r"two classes or more, not \[3, 4, 1\]"):
+        _ = Prediction(torch.zeros(3, 4, 1)).entropy
+
+
 def test_the_mode_comes_back_after_an_error() -> None:
     model, q, _ = make()
     with pytest.raises(RuntimeError):

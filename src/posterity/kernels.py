@@ -87,7 +87,7 @@ def _address(noise: Noise) -> tuple[Tensor, int, int, int]:
     """Step (on the device, where a graph can read it anew), seed, first sample, block."""
     step = noise.step
     if not isinstance(step, Tensor):
-        step = torch.full((1,), step, dtype=torch.int32, device=noise.device)
+        step = torch.full((), step, dtype=torch.int32, device=noise.device)
     # Philox counters have 32 bits, signed here.
     block = zlib.crc32(noise.block.encode())
     return step, noise.seed & 0x7FFFFFFFFFFFFFFF, noise.samples.start, block - (block >> 31 << 32)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from posterity import buffers
 from posterity.routes import StackedRoutes
 
 How: TypeAlias = Literal["stack", "loop"]
@@ -46,36 +47,42 @@ def run(
         >>> run(model, {"weight": torch.zeros(5, 2, 3)}, torch.ones(4, 3)).shape
         torch.Size([5, 4, 2])
     """
+    if how not in ("stack", "loop"):
+        raise ValueError(f"how must be 'stack' or 'loop', not {how!r}")
     samples = _count(weights)
-    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    weights = _checked(model, weights, samples)
+    before = buffers.snapshot(model)
     outputs: list[Tensor] = []
     for rows in chunks(samples, 1 if how == "loop" else chunk):
         part = {name: value[rows.start : rows.stop] for name, value in weights.items()}
-        output, moved = stacked_pass(model, part, buffers, args, kwargs, stacked=how == "stack")
+        output, moved = stacked_pass(model, part, before, args, kwargs, stacked=how == "stack")
         outputs.append(output)
         if rows.start == 0:
-            set_buffers(model, moved)
+            buffers.restore(model, moved)
     return torch.cat(outputs)
 
 
 def stacked_pass(
     model: nn.Module,
     weights: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     stacked: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs under the given weights, every sample starting from ``buffers``, and the first's buffers."""
+    """Outputs under the given weights, each sample starting from buffers ``before``, and the first's."""
 
-    def call(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Tensor:
-        return cast(Tensor, functional_call(model, {**weights, **buffers}, args, kwargs))
+    def call(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensor:
+        output = functional_call(model, {**weights, **state}, args, kwargs)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"the model must return one tensor, not {type(output).__name__}: wrap it")
+        return output
 
     rows = range(_count(weights))
     reason = ""
     if stacked and model not in _unstackable:
-        moved = {name: value.expand(len(rows), *value.shape).clone() for name, value in buffers.items()}
+        moved = {name: value.expand(len(rows), *value.shape).clone() for name, value in before.items()}
         try:
             with warnings.catch_warnings():
                 # Operations without a batching rule still run, one sample after another.
@@ -87,7 +94,7 @@ def stacked_pass(
             raise
         except Exception as error:
             reason = str(error).partition("\n")[0]
-    states = [{name: value.clone() for name, value in buffers.items()} for _ in rows]
+    states = [{name: value.clone() for name, value in before.items()} for _ in rows]
     looped = [call({name: value[k] for name, value in weights.items()}, states[k]) for k in rows]
     if reason:  # the loop went well, so it was vectorising that failed, not the model
         _unstackable.add(model)
@@ -100,17 +107,28 @@ def stacked_pass(
     return torch.stack(looped), states[0]
 
 
-@torch.no_grad()
-def set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give a module's buffers the given values, in place."""
-    for name, buffer in model.named_buffers():
-        buffer.copy_(values[name])
-
-
 def _count(weights: Mapping[str, Tensor]) -> int:
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"pass draws of the weights, such as posterior.sample(n), not a {type(weights).__name__}"
+        )
     if not weights:
         raise ValueError("no weights were given: pass the draws of a posterior")
     return len(next(iter(weights.values())))
+
+
+def _checked(model: nn.Module, weights: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
+    """The weights in the model's dtypes, after refusing what would not be used."""
+    params = dict(model.named_parameters())
+    for name, value in weights.items():
+        if name not in params:
+            raise ValueError(f"the model has no parameter {name!r}")
+        if value.shape != (samples, *params[name].shape):
+            raise ValueError(
+                f"the weights of {name!r} have shape {tuple(value.shape)}, not "
+                f"{(samples, *params[name].shape)}: one row per sample"
+            )
+    return {name: value.to(params[name].dtype) for name, value in weights.items()}
 
 
 def chunks(samples: int, chunk: int | None) -> Iterator[range]:

@@ -52,7 +52,7 @@ def nll(probs: Tensor, target: Tensor) -> float:
         0.6931
     """
     probs = _checked(probs, target)
-    right = probs.gather(-1, target.expand(probs.shape[:-1])[..., None])
+    right = probs.gather(-1, target.long().expand(probs.shape[:-1])[..., None])
     # A probability that underflowed to 0 counts as the smallest number, not as an infinite loss.
     return float(-right.clamp_min(torch.finfo(probs.dtype).tiny).log().mean())
 
@@ -65,7 +65,7 @@ def brier(probs: Tensor, target: Tensor) -> float:
         0.5
     """
     probs = _checked(probs, target)
-    hot = torch.nn.functional.one_hot(target, probs.shape[-1]).to(probs.dtype)
+    hot = torch.nn.functional.one_hot(target.long(), probs.shape[-1]).to(probs.dtype)
     return float((probs - hot).square().sum(-1).mean())
 
 
@@ -136,15 +136,19 @@ def _checked(probs: Tensor, target: Tensor) -> Tensor:
         )
     if len(target) == 0:
         raise ValueError("a metric of no inputs is undefined: pass at least one")
-    if not bool(torch.isfinite(probs).all()) or bool((probs < 0).any()):
-        raise ValueError("probs must be finite and not negative: pass probabilities, not logits")
+    probs = probs if probs.dtype == torch.float64 else probs.float()
+    if not bool(((probs.sum(-1) - 1).abs() < 1e-2).all()) or bool((probs < 0).any()):
+        raise ValueError("probs must be finite, not negative and sum to 1: pass probabilities, not logits")
     if bool((target < 0).any()) or bool((target >= probs.shape[-1]).any()):
         raise ValueError(f"targets must lie in 0 … {probs.shape[-1] - 1}")
-    return probs if probs.dim() == 3 else probs[None]
+    # Rounded above 1, torchmetrics would take all of them for logits.
+    return (probs if probs.dim() == 3 else probs[None]).clamp_max(1.0)
 
 
 def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     scores = torch.cat([inside, outside])
+    if not len(inside) or not len(outside):
+        raise ValueError("telling inputs apart needs some of both: one of the two sets is empty")
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("out-of-distribution scores must be finite")
     labels = torch.cat([torch.zeros_like(inside), torch.ones_like(outside)]).int()

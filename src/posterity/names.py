@@ -26,7 +26,8 @@ def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
         return {name for name in names if chosen(name)}
     picked: set[str] = set()
     for pattern in [chosen] if isinstance(chosen, str) else chosen:
-        matching = {name for name in names if fnmatchcase(name, pattern)}
+        # A name is itself a pattern for that name alone, whatever signs it has.
+        matching = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
         if not matching:
             raise ValueError(f"no parameter is named like {pattern!r}; the names are {_listed(names)}")
         picked |= matching
@@ -34,19 +35,18 @@ def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
 
 
 def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    """Names of the parameters that belong directly to modules of the given kinds.
+    """Names of the trainable parameters that belong directly to modules of the given kinds.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         >>> names_of(net, nn.BatchNorm1d)
         ['1.weight', '1.bias']
     """
-    return [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, kinds)
-        for name, _ in module.named_parameters(recurse=False)
-    ]
+    known = {p: name for name, p in model.named_parameters() if p.requires_grad}  # tied ones once
+    owned = (
+        p for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)
+    )
+    return [known[p] for p in dict.fromkeys(owned) if p in known]
 
 
 def _listed(names: list[str], limit: int = 6) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -106,6 +107,14 @@ class Noise:
             total += grad
             product.addcmul_(grad, eps)
         return total, product
+
+
+_fresh = count()
+
+
+def fresh() -> tuple[int, int]:
+    """A seed and a step that no other call in this process gets: noise for those who gave no seed."""
+    return torch.initial_seed(), next(_fresh)
 
 
 def normal(

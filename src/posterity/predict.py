@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posterity.mc import How, run
 from posterity.posterior import Posterior
+from posterity.variational import Variational
 
 Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
 MODES: tuple[Mode, ...] = ("average", "mean", "single", "vote")
@@ -38,6 +39,11 @@ class Prediction:
     @property
     def sample_probs(self) -> Tensor:
         """Class probabilities of every sampled network, ``[S, B, C]``."""
+        if self.samples.dim() < 3 or self.samples.shape[-1] < 2:
+            raise ValueError(
+                f"class probabilities need logits [S, B, C] of two classes or more, not "
+                f"{list(self.samples.shape)}; for regression see .mean and .variance"
+            )
         return self.samples.softmax(-1)
 
     @property
@@ -88,7 +94,6 @@ class Prediction:
         return self.samples.var(0, correction=0)
 
 
-@torch.inference_mode()
 def predict(
     model: nn.Module,
     posterior: Posterior,
@@ -105,7 +110,8 @@ def predict(
     """Predict with weights drawn from the posterior; the model runs in evaluation mode.
 
     Args:
-        model: The module; parameters that the posterior does not name keep their values.
+        model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
+            does not name keep their values.
         posterior: Where weights come from.
         x: Inputs, as many as you like: they are run in batches.
         samples: Sampled networks S; the same ones for every batch.
@@ -130,15 +136,17 @@ def predict(
         raise ValueError(f"samples and batch_size must be at least 1, not {samples} and {batch_size}")
     if len(x) == 0:
         raise ValueError("there is nothing to predict: x is empty")
+    if isinstance(model, Variational):
+        model = model.module
     posterior.check(model)
-    if mode == "mean":
-        weights = {name: value[None] for name, value in posterior.mean().items()}
-    else:
-        weights = posterior.sample(samples, seed=seed)
-    batches = torch.split(x, batch_size)
-    with _evaluating(model):
-        outputs = [run(model, weights, batch, how=how, chunk=chunk) for batch in _shown(batches, progress)]
-    return Prediction(torch.cat(outputs, dim=1), mode)
+    with torch.inference_mode(), _evaluating(model):
+        if mode == "mean":
+            weights = {name: value[None] for name, value in posterior.mean().items()}
+        else:
+            weights = posterior.sample(samples, seed=seed)
+        batches = _shown(torch.split(x, batch_size), progress)
+        outputs = torch.cat([run(model, weights, batch, how=how, chunk=chunk) for batch in batches], dim=1)
+    return Prediction(outputs.clone(), mode)  # an ordinary tensor again: users may train on it
 
 
 def _entropy(probs: Tensor) -> Tensor:

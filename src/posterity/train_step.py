@@ -9,8 +9,8 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from posterity import noise
-from posterity.mc import chunks, set_buffers, stacked_pass
+from posterity import buffers, noise
+from posterity.mc import chunks, stacked_pass
 from posterity.optim.live import Live
 from posterity.optim.variational import VariationalOptimizer
 
@@ -18,6 +18,8 @@ LossFn: TypeAlias = Callable[..., Tensor]
 
 # Graphs kept for different shapes of batch; each holds the memory of a whole step.
 _GRAPHS = 4
+# Entries of a group that a graph reads anew at every replay, or does not read.
+_LIVE = ("params", "param_names", "lr", "initial_lr", "steps")
 
 
 def compile_step(
@@ -64,40 +66,49 @@ class TrainStep:
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """Learn from a batch; its mean loss over the samples."""
-        before = {name: value.clone() for name, value in self.target.named_buffers()}
+        if self.optimizer._sums.samples:
+            raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
+        before = buffers.snapshot(self.target)
         try:
             loss = self.gather(before, batch)
             self.optimizer.watch(loss)
-            self.optimizer.step(batch_size=len(batch[0]))
+            self.optimizer.step(batch_size=self.batch_size(batch))
         except BaseException:
-            set_buffers(self.target, before)
+            buffers.restore(self.target, before)
             self.optimizer.zero_grad()
             raise
         return loss
 
+    def batch_size(self, batch: tuple[Tensor, ...]) -> int:
+        """The optimiser's own batch_size where it was given one, else the first tensor's length."""
+        return int(self.optimizer.param_groups[0].get("batch_size") or len(batch[0]))
+
+    @torch.enable_grad()
     def gather(self, before: Mapping[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
         """Draw, run forward and backward, hand the statistics to the optimiser; the mean loss."""
         losses: list[Tensor] = []
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
         for rows in chunks(self.optimizer.param_groups[0]["mc_samples"], self.chunk):
             drawn = self.optimizer.draw(rows)
-            theta = {self.names[p]: value.requires_grad_() for p, (value, _) in drawn.items()}
+            for p in params:
+                p.grad = None  # of the last step
+            theta = {self.names[p]: value.requires_grad_(p.requires_grad) for p, (value, _) in drawn.items()}
             loss, moved = stacked_pass(self.target, theta, before, batch, {}, stacked=True)
+            if loss.dim() != 1:
+                shape = list(loss.shape[1:])
+                raise ValueError(
+                    f"loss_fn must return the mean loss of a batch, one number, not shape {shape}"
+                )
             if rows.start == 0:
-                set_buffers(self.target, moved)
+                buffers.restore(self.target, moved)
             losses.append(loss.detach())
-            sampled = {p: (value, noise) for p, (value, noise) in drawn.items()}
-            fixed = [
-                p
-                for group in self.optimizer.param_groups
-                for p in group["params"]
-                if p not in sampled and p.requires_grad
-            ]
-            leaves = [*(value for value, _ in sampled.values()), *fixed]
+            wanted = [p for p in params if p.requires_grad]
+            leaves = [drawn[p][0] if p in drawn else p for p in wanted]
             grads = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
             self.optimizer.absorb(
                 {
-                    p: (grad, sampled[p][1]) if p in sampled else (grad[None], None)
-                    for p, grad in zip([*sampled, *fixed], grads, strict=True)
+                    p: (grad, drawn[p][1]) if p in drawn else (grad[None], None)
+                    for p, grad in zip(wanted, grads, strict=True)
                     if grad is not None
                 },
                 len(rows),
@@ -159,11 +170,7 @@ class CapturedStep:
     def _key(self, batch: tuple[Tensor, ...]) -> Any:
         """What a graph has fixed: shapes, modes, where weights and state lie, hyper-parameters but lr."""
         fixed = [
-            {
-                key: value
-                for key, value in group.items()
-                if key not in ("params", "param_names", "lr", "initial_lr")
-            }
+            {key: value for key, value in group.items() if key not in _LIVE}
             for group in self.step.optimizer.param_groups
         ]
         return (
@@ -185,16 +192,16 @@ class _Graph:
         device = opt.param_groups[0]["params"][0].device
         opt.draw(range(1))  # makes sure that every parameter has its state
         self.params = [p for group in opt.param_groups for p in group["params"]]
-        steps = {p: int(opt.state[p]["step"]) for p in self.params if opt.state[p]}
-        self.base = min(steps.values())
+        steps = opt.param_groups[0]["steps"]
+        updates = {p: int(opt.state[p]["step"]) if opt.state[p] else 0 for p in self.params}
         self.live = Live(
-            torch.zeros(1, dtype=torch.int32, device=device),
-            {p: steps.get(p, self.base) - self.base for p in self.params},
+            torch.zeros((), dtype=torch.int32, device=device),
+            {p: number + 1 - steps for p, number in updates.items()},
             [torch.tensor(float(group["lr"]), device=device) for group in opt.param_groups],
         )
         self.lr = [float(group["lr"]) for group in opt.param_groups]
         self.batch = [x.to(device).clone() for x in batch]
-        self.sizes = [opt._batch_size(group, len(batch[0])) for group in opt.param_groups]
+        self.sizes = [opt._batch_size(group, step.batch_size(batch)) for group in opt.param_groups]
         self.host_loss = torch.zeros(()).pin_memory()
         before = self._snapshot()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -222,7 +229,7 @@ class _Graph:
         loss = self.host_loss.clone()  # of an earlier step; reading it waits for nothing
         self.host_loss.zero_()
         opt.watch(loss)
-        self.live.clock.fill_(int(opt.state[self.used[0]]["step"]) - self.live.ahead[self.used[0]])
+        self.live.clock.fill_(opt.param_groups[0]["steps"])
         for number, group in enumerate(opt.param_groups):
             if group["lr"] != self.lr[number]:
                 self.lr[number] = group["lr"]
@@ -232,12 +239,13 @@ class _Graph:
         self.graph.replay()
         for p in self.used:
             opt.state[p]["step"] += 1
+        opt.advance()
         return self.loss.clone()
 
     def _body(self) -> Tensor:
         """What is captured: the eager step, with its checks done on the device."""
         opt, target = self.step.optimizer, self.step.target
-        before = {name: value.clone() for name, value in target.named_buffers()}
+        before = buffers.snapshot(target)
         loss = self.step.gather(before, tuple(self.batch))
         grads = [p.grad for p in self.params if p.grad is not None]
         norms = torch._foreach_norm([*grads, *opt._sums.sums()], float("inf"))
@@ -245,7 +253,7 @@ class _Graph:
         self.live.ok = ok
         opt.apply(self.sizes)
         with torch.no_grad():
-            for name, buffer in target.named_buffers():
+            for name, buffer in buffers.writable(target).items():
                 buffer.copy_(torch.where(ok, buffer, before[name]))
         self.host_loss.copy_(torch.where(ok, loss, torch.nan), non_blocking=True)
         opt._reset()
@@ -256,7 +264,7 @@ class _Graph:
         tensors = [
             *self.params,
             *(value for p in self.params for value in state[p].values()),
-            *self.step.target.buffers(),
+            *buffers.writable(self.step.target).values(),
         ]
         return [(tensor, tensor.detach().clone()) for tensor in tensors]
 

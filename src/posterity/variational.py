@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -29,7 +30,8 @@ class Variational(nn.Module):
     """A module whose named weights are drawn anew from ``posterior`` at every call.
 
     The wrapped ``module`` is the user's own and holds the means: call it for predictions at the mean, pass it
-    to :func:`~posterity.predict` together with ``posterior`` for all others.
+    to :func:`~posterity.predict` together with ``posterior`` for all others. A posterior from elsewhere gives
+    its means to the module, and from then on shares them.
 
     Example:
         >>> import torch
@@ -42,6 +44,7 @@ class Variational(nn.Module):
         super().__init__()
         self.module = module
         self.posterior = posterior.check(module)
+        self._share_means()
         self.seed = seed
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
@@ -69,10 +72,24 @@ class Variational(nn.Module):
         """Go on from a saved count of draws."""
         self.seed, self.draws = state["seed"], state["draws"]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weights": None}  # part of an autograd graph, which cannot be copied
+
     def _draw(self, samples: int) -> dict[str, Tensor]:
-        self._weights = self.posterior.sample(samples, seed=self.seed, step=self.draws)
+        weights = self.posterior.sample(samples, seed=self.seed, step=self.draws)
         self.draws += 1
-        return self._weights
+        # For kl(): weights drawn without a graph would give it no gradient.
+        self._weights = weights if torch.is_grad_enabled() else None
+        return weights
+
+    @torch.no_grad()
+    def _share_means(self) -> None:
+        params = dict(self.module.named_parameters())
+        for name, leaf in self.posterior.blocks.items():
+            if isinstance(leaf, DiagonalGaussian) and leaf.loc is not params[name]:
+                params[name].copy_(leaf.mean())
+                if leaf.trainable:
+                    leaf.loc = params[name]
 
 
 def variational(
@@ -97,7 +114,8 @@ def variational(
         >>> loss.backward(); opt.step()
     """
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    drawn = [name for name in params if name not in select(params, deterministic)]
+    fixed = select(params, deterministic)
+    drawn = [name for name in params if name not in fixed]
     if not drawn:
         raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
     leaves = {name: DiagonalGaussian(params[name], std_init, trainable=True) for name in drawn}

@@ -1,11 +1,13 @@
 """Bayes by Backprop: the paper's gradients, equations (3) and (4) of its section 3.2."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from posterity import ByName, IsotropicGaussian, ScaleMixture, elbo, kl, variational
+from posterity import ByName, IsotropicGaussian, ScaleMixture, Variational, elbo, kl, prune, variational
 from posterity.noise import normal
 
 
@@ -59,6 +61,37 @@ def test_the_wrapped_module_is_the_users_own_and_holds_the_means() -> None:
     x = torch.randn(4, 2)
     assert not torch.equal(model(x), model(x))
     assert torch.equal(net(x), net(x))
+
+
+def test_a_posterior_from_elsewhere_shares_its_means_with_the_module() -> None:
+    net = nn.Linear(2, 3)
+    q = prune(variational(nn.Linear(2, 3)).posterior, 0.5)
+    means = q.mean()["weight"].detach().clone()
+    model = Variational(net, q)
+    assert torch.equal(net.weight, means)
+    assert len(list(model.parameters())) == 4
+    with torch.no_grad():
+        net.weight.add_(1.0)
+    keep = q.block("weight").keep
+    assert torch.equal(q.mean()["weight"], net.weight * keep)
+
+
+def test_an_estimated_divergence_has_its_whole_gradient_after_a_forward_pass_without_one() -> None:
+    model = variational(nn.Linear(2, 3))
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    model.kl(ScaleMixture()).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+    copied = copy.deepcopy(model)
+    model(torch.ones(1, 2))
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
+def test_a_filter_may_be_a_generator() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = variational(net, deterministic=(name for name in ("0.bias", "1.bias")))
+    assert list(model.posterior.blocks) == ["0.weight", "1.weight"]
 
 
 def test_resumed_draws_go_on_where_they_stopped() -> None:

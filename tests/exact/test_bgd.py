@@ -61,6 +61,12 @@ def test_sigma_stays_positive_in_float32_where_the_printed_form_does_not() -> No
     assert float(bgd_std(v, ge)) == pytest.approx(1e-5, rel=1e-6)
 
 
+def test_sigma_stays_positive_and_finite_at_any_float32_statistic() -> None:
+    for ge in (-1e20, 1e20):
+        sigma = bgd_std(torch.tensor(0.1), torch.tensor(ge))
+        assert 0 < float(sigma) < float("inf")
+
+
 def test_sigma_falls_under_convexity_and_grows_under_concavity() -> None:
     # For a quadratic with curvature h, E[g·eps] = sigma·h exactly (Theorem 1 and Corollary 1).
     std = torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64)

@@ -51,7 +51,7 @@ def bgd_std(std: Tensor, grad_noise: Tensor) -> Tensor:
     """Eq. (13), ``grad_noise`` being E[∂L/∂θ · eps] of the summed loss; positive by construction."""
     half = 0.5 * std * grad_noise
     # sqrt(1+h²) − h and sqrt(1+h²) + h are each other's inverse: take the one without cancellation.
-    growth = torch.sqrt(1.0 + half * half) + half.abs()
+    growth = torch.hypot(half, torch.ones_like(half)) + half.abs()
     return std * torch.where(half > 0, 1.0 / growth, growth)
 
 

@@ -11,10 +11,11 @@ Group: TypeAlias = dict[str, Any]
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 
 
-def named_groups(params: Params) -> list[Group]:
+def named_groups(params: Params, numbered: int = 0) -> list[Group]:
     """What a user passes, as groups whose ``params`` are (name, tensor) pairs.
 
-    A module gives its own names, as do named parameters; tensors without a name are numbered.
+    A module gives its own names, as do named parameters; tensors without a name are numbered, from
+    ``numbered`` on.
     """
     if isinstance(params, nn.Module):
         owned = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
@@ -27,7 +28,7 @@ def named_groups(params: Params) -> list[Group]:
     if not entries:
         raise ValueError("the optimiser got an empty list of parameters")
     groups = [dict(entry) for entry in entries] if isinstance(entries[0], dict) else [{"params": entries}]
-    unnamed = 0
+    unnamed = numbered
     for group in groups:
         members: list[Any] = (
             [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])

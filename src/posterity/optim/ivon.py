@@ -127,9 +127,12 @@ class IVON(VariationalOptimizer):
         if std is None:
             hess = torch.full_like(mean, group["hess_init"])
         else:
-            # Weights of std 0 are pruned and masked; any finite Hessian will do for them.
             ess, decay = _scales(group)
-            hess = torch.where(std > 0, 1.0 / (ess * std * std) - decay, group["hess_init"])
+            hess = 1.0 / (ess * std * std) - decay
+            if not bool(((hess + decay > 0) & torch.isfinite(hess)).all()):
+                raise ValueError(
+                    "IVON needs a std that is positive, and neither tiny nor huge, of every weight"
+                )
         return {"momentum": torch.zeros_like(mean), "hess": hess}
 
     def std(self, state: State, group: Group) -> Tensor:

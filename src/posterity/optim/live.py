@@ -12,8 +12,8 @@ class Live:
     """What a captured step reads from the device where an eager one asks Python.
 
     Attributes:
-        clock: Step number of the block with the fewest steps, int32, one element.
-        ahead: How many steps each parameter is ahead of that.
+        clock: The optimiser's count of steps, which addresses noise; int32, one element.
+        ahead: What to add to it for the number of the update that a parameter is having.
         lr: Learning rate of each group, by its number.
         ok: Whether the statistics of this step are finite.
     """
@@ -24,5 +24,5 @@ class Live:
     ok: Tensor | None = None
 
     def step(self, p: Tensor) -> Tensor:
-        """The parameter's step number before this update."""
-        return self.clock + self.ahead[p] if self.ahead[p] else self.clock
+        """The number of the update that a parameter is having."""
+        return self.clock + self.ahead[p]

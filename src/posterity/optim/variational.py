@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from posterity import buffers
 from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
+from posterity.optim.checkpoint import refuse_mismatch, saved_states
 from posterity.optim.groups import Group, Params, members, named_groups, split_groups
 from posterity.optim.live import Live
 from posterity.optim.statistics import Accumulator, Statistics, state_dtype
@@ -32,6 +34,8 @@ from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 State: TypeAlias = dict[str, Tensor]
 
 _generations = count()
+# Numbers of samples that are drawn to look, not to learn: far from those of any step.
+_PEEKS = 1 << 30
 
 
 class VariationalOptimizer(Optimizer, ABC):
@@ -73,13 +77,13 @@ class VariationalOptimizer(Optimizer, ABC):
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
     ) -> None:
-        if mc_samples < 1:
-            raise ValueError(f"mc_samples must be at least 1, not {mc_samples}")
+        if not isinstance(mc_samples, int) or mc_samples < 1:
+            raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
         self._module = params if isinstance(params, nn.Module) else None
         self._deterministic_lr = deterministic_lr
         groups = named_groups(params)
         chosen = select([name for group in groups for name, _ in group["params"]], deterministic)
-        shared = {"mc_samples": mc_samples, "seed": seed, "deterministic": False}
+        shared = {"mc_samples": mc_samples, "seed": seed, "steps": 0, "deterministic": False}
         super().__init__(split_groups(groups, chosen), {**defaults, **shared})
         self.__setstate__({})
 
@@ -109,17 +113,22 @@ class VariationalOptimizer(Optimizer, ABC):
 
         Backwards inside one context add up (micro-batches); contexts before one ``step()`` are averaged
         (Monte-Carlo samples). Whatever is raised inside, the means come back and the sample is not counted.
+        Under ``torch.no_grad`` every context has weights of its own, which training never sees.
         """
         if self._entered is not None:
             self._entered += 1
             if self._entered > 1:
                 raise RuntimeError(
-                    "step(closure) draws the samples itself: set mc_samples instead of a loop of "
-                    "sampled_params() inside the closure"
+                    "sampled_params() was entered again inside itself; step(closure) draws the samples: set "
+                    "mc_samples instead of a loop inside the closure"
                 )
             yield
             return
-        with self._one_sample():
+        sample = self._sums.samples
+        if not torch.is_grad_enabled():
+            sample = _PEEKS + self._peeks
+            self._peeks += 1
+        with self._one_sample(sample):
             yield
         self._sums.publish()
 
@@ -137,7 +146,10 @@ class VariationalOptimizer(Optimizer, ABC):
         Returns:
             The closure's loss, averaged over the samples.
         """
+        self._refuse_inside("step()")
         if hasattr(self, "grad_scale"):
+            for name in ("grad_scale", "found_inf"):  # else every later step would be refused as well
+                delattr(self, name)
             raise RuntimeError(
                 f"{type(self).__name__} takes its statistics before a GradScaler unscales the gradients; "
                 "use torch.autocast(dtype=torch.bfloat16), which needs no scaler"
@@ -149,16 +161,18 @@ class VariationalOptimizer(Optimizer, ABC):
                 loss = self._run(closure)
             self._refuse_bad_gradients()
         except BaseException:
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+            if self._module is not None and self._buffers is not None:
+                buffers.restore(self._module, self._buffers)
             self._reset()
             raise
         self.apply(sizes)
+        self.advance()
         self._reset()
         return loss
 
     def posterior(self) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes."""
+        self._refuse_inside("posterior()")
         blocks: dict[str, Leaf] = {}
         for name, p, group in self._blocks():
             state = self._state(p, group)
@@ -168,6 +182,7 @@ class VariationalOptimizer(Optimizer, ABC):
     @torch.no_grad()
     def load_posterior(self, posterior: Factorised) -> None:
         """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
+        self._refuse_inside("load_posterior()")
         wanted = {name: (p, group) for name, p, group in self._blocks()}
         for name, leaf in posterior.blocks.items():
             if name not in wanted:
@@ -177,18 +192,26 @@ class VariationalOptimizer(Optimizer, ABC):
                     f"{name!r} has shape {tuple(leaf.shape)} in the posterior and "
                     f"{tuple(wanted[name][0].shape)} in this optimiser"
                 )
-        self.generation = next(_generations)
+        fresh: dict[Tensor, State] = {}
         for name, leaf in posterior.blocks.items():
             p, group = wanted[name]
-            mean = leaf.mean().detach().to(p.device, state_dtype(p))
-            std = leaf.std().detach().to(mean)
-            step = self._state(p, group)["step"]
-            self.state[p] = {"step": step, **self.init(mean, std, group)}
-            if state_dtype(p) != p.dtype:
-                self.state[p]["mean"] = mean
+            mean = leaf.mean().detach().to(p.device, state_dtype(p), copy=True)
+            std = leaf.std().detach().to(mean, copy=True)
+            if leaf.keep is not None:  # masked wherever it matters; any positive std will do
+                std = torch.where(leaf.keep.to(p.device), std, 1.0)
+            try:
+                fresh[p] = {"step": _zero(), "mean": mean, **self.init(mean, std, group)}
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from error
             if leaf.keep is not None:
-                self.state[p]["keep"] = leaf.keep.to(p.device)
-            p.copy_(mean)
+                fresh[p]["keep"] = leaf.keep.to(p.device, copy=True)
+        for p, state in fresh.items():
+            p.copy_(state["mean"])
+            if state_dtype(p) == p.dtype:
+                del state["mean"]
+            self.state[p] = state
+        self.generation = next(_generations)
+        self._reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients: inside a sampling context what it has added so far, outside everything."""
@@ -197,30 +220,45 @@ class VariationalOptimizer(Optimizer, ABC):
         super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; hyper-parameters are checked at once."""
-        if param_group.get("deterministic"):
-            param_group = {"lr": self._deterministic_lr, "betas": (0.9, 0.999), **param_group}
-        super().add_param_group(named_groups([param_group])[0])
-        group = self.param_groups[-1]
-        for name, p in members(group):
+        """Add a group; it is checked as a whole before anything is added."""
+        held = [name for group in self.param_groups for name in group["param_names"]]
+        group = named_groups([param_group], numbered=len(held))[0]
+        if group.get("deterministic"):
+            group = {"lr": self._deterministic_lr, "betas": (0.9, 0.999), **group}
+        first = self.param_groups[0] if self.param_groups else {}
+        group = {**self.defaults, **{key: first[key] for key in ("steps",) if key in first}, **group}
+        for name, p in group["params"]:
+            if name in held:
+                raise ValueError(f"two parameters are named {name!r}: give each its own, as the model does")
+            held.append(name)
             if not p.is_floating_point():
                 raise TypeError(f"{name!r} is {p.dtype}: only real floating-point weights have a posterior")
-        if group["mc_samples"] != self.param_groups[0]["mc_samples"]:
+        if group["mc_samples"] != first.get("mc_samples", group["mc_samples"]):
             raise ValueError("mc_samples is one number for the whole optimiser: set it outside the groups")
         if not group["lr"] >= 0:
             raise ValueError(f"lr must be 0 or more, not {group['lr']}")
         if not group["deterministic"]:
             self.check(group)
+        super().add_param_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume; unlike torch's, it never casts state to the parameters' dtype."""
-        super().load_state_dict(state_dict)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for index, p in zip(saved, params, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items():
-                device = "cpu" if key == "step" else p.device
-                self.state[p][key] = value.detach().clone().to(device)
+        """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
+        self._refuse_inside("load_state_dict()")
+        used: list[dict[str, Any]] = []
+
+        def fits(_: Optimizer, given: dict[str, Any]) -> None:
+            refuse_mismatch(self.param_groups, given)
+            used.append(given)
+
+        # After the hooks of others, so that what they made of the state is what counts.
+        handle = self.register_load_state_dict_pre_hook(fits)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for p, state in saved_states(self.param_groups, used[0]):
+            for key, value in state.items():
+                self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_module": self._module, "_deterministic_lr": self._deterministic_lr}
@@ -230,17 +268,21 @@ class VariationalOptimizer(Optimizer, ABC):
         """Called by unpickling, copying and ``load_state_dict`` alike: pending samples are dropped."""
         super().__setstate__(state)
         self._sums = Accumulator()
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # the model's buffers, as they were before the step
+        self._buffers: dict[str, Tensor] | None = None  # the model's, as they were before the step
         self._entered: int | None = None  # nested entries of the sampling context; None outside of it
+        self._peeks: int = 0  # sampling contexts without gradients
         self.watch = LossWatch(type(self).__name__)
         self._live: Live | None = None
         self.generation = next(_generations)  # captured steps hold on to state tensors of one generation
+        self._reset()
 
     # How the stacked path takes part: the same draws, the same sums.
 
     @torch.no_grad()
     def draw(self, samples: range) -> dict[Tensor, tuple[Tensor, Noise]]:
         """Weights ``[len(samples), ...]`` of every stochastic parameter, with their noise."""
+        if samples.start == 0 and self._live is None:
+            self._refuse_foreign_gradients()
         return {p: self._draw(name, p, group, samples) for name, p, group in self._blocks()}
 
     def absorb(self, grads: Mapping[Tensor, tuple[Tensor, Noise | None]], samples: int) -> None:
@@ -261,38 +303,41 @@ class VariationalOptimizer(Optimizer, ABC):
                 if p.grad is not None:
                     self._update(p, group, number, size)
 
+    def advance(self) -> None:
+        """Count a step: the next one draws other noise."""
+        for group in self.param_groups:
+            group["steps"] += 1
+
     # The machinery.
 
     @contextmanager
-    def _one_sample(self) -> Iterator[None]:
-        sample = self._sums.samples
-        params = [p for group in self.param_groups for p in group["params"]]
+    def _one_sample(self, sample: int) -> Iterator[None]:
+        params = self._params()
         before = [p.grad for p in params]
-        # Sample 0 moves the model's buffers (BatchNorm's statistics), the others leave them as they are.
-        buffers = [] if self._module is None else [(b, b.clone()) for b in self._module.buffers()]
+        # Every sample starts from the buffers (BatchNorm's statistics) before the step; sample 0's are kept.
+        entry = None if self._module is None else buffers.snapshot(self._module)
         if sample == 0:
-            self._buffers = buffers
+            self._buffers = entry
         used: list[Tensor] = []
-        keep_buffers = False
         means: list[tuple[Tensor, Tensor]] = []
-        noises: dict[Tensor, Noise] = {}
         try:
+            drawn = self.draw(range(sample, sample + 1))
             with torch.no_grad():
-                for p, (theta, noise) in self.draw(range(sample, sample + 1)).items():
+                for p, (theta, _) in drawn.items():
                     means.append((p, p.clone()))
-                    noises[p] = noise
                     p.copy_(theta[0])
+            if sample > 0 and self._module is not None and self._buffers is not None:
+                buffers.restore(self._module, self._buffers)
             for p in params:
                 p.grad = None
             self._entered = 0
             yield
-            used = [p for p in params if p.grad is not None]
-            if any(p.grad is not None and p.grad.is_sparse for p in used):
-                used = []
+            with_grad = [p for p in params if p.grad is not None]
+            if any(cast(Tensor, p.grad).is_sparse for p in with_grad):
                 raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
+            used = with_grad
             for p in used:
-                self._sums.add(p, cast(Tensor, p.grad)[None], noises.get(p))
-            keep_buffers = sample == 0
+                self._sums.add(p, cast(Tensor, p.grad)[None], drawn[p][1] if p in drawn else None)
             self._sums.samples += bool(used)
         finally:
             if not used:  # an error, or a forward pass alone: as if nothing had happened
@@ -302,17 +347,19 @@ class VariationalOptimizer(Optimizer, ABC):
             with torch.no_grad():
                 for p, mean in means:
                     p.copy_(mean)
-                for buffer, value in [] if keep_buffers else buffers:
-                    buffer.copy_(value)
+            if self._module is not None and entry is not None and not (used and sample == 0):
+                buffers.restore(self._module, entry)
 
     def _run(self, closure: Callable[[], Tensor | float]) -> Tensor:
         """Run the closure under ``mc_samples`` weight samples; its mean loss."""
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self._params()
         losses: list[Tensor] = []
         for _ in range(self.param_groups[0]["mc_samples"]):
-            with self._one_sample():
+            with self._one_sample(self._sums.samples):
                 with torch.enable_grad():
                     loss = closure()
+                    if not isinstance(loss, Tensor | float | int):
+                        raise TypeError(f"the closure must return the loss, not {type(loss).__name__}")
                     if (
                         isinstance(loss, Tensor)
                         and loss.requires_grad
@@ -332,7 +379,7 @@ class VariationalOptimizer(Optimizer, ABC):
             samples,
             p.shape,
             seed=group["seed"],
-            step=int(state["step"]) if self._live is None else self._live.step(p),
+            step=group["steps"] if self._live is None else self._live.clock,
             block=name,
             device=p.device,
             dtype=mean.dtype,
@@ -347,7 +394,7 @@ class VariationalOptimizer(Optimizer, ABC):
         state["step"] += 1
         step: int | Tensor = int(state["step"])
         if live is not None:
-            group, step = {**group, "lr": live.lr[number]}, live.step(p) + 1
+            group, step = {**group, "lr": live.lr[number]}, live.step(p)
         mean = self._mean(p)
         grad = cast(Tensor, p.grad).to(mean.dtype)
         product = None if group["deterministic"] else self._sums.grad_noise(p)
@@ -396,18 +443,24 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def _state(self, p: Tensor, group: Group) -> State:
         state: State = self.state[p]
-        if not state:
-            mean = p.detach().to(state_dtype(p))
-            state["step"] = torch.zeros(())
-            state.update(adam_init(mean) if group["deterministic"] else self.init(mean, None, group))
-            if mean.dtype != p.dtype:
-                state["mean"] = mean
+        full = state_dtype(p)
+        if not state or (full != p.dtype and "mean" not in state):
+            with torch.inference_mode(False), torch.no_grad():
+                mean = p.detach().to(full, copy=True)
+                if full != p.dtype:
+                    state["mean"] = mean
+                if "step" not in state:
+                    state["step"] = _zero()
+                    state.update(adam_init(mean) if group["deterministic"] else self.init(mean, None, group))
         return state
 
     def _mean(self, p: Tensor) -> Tensor:
         """The parameter itself, or its full-precision mean where it is kept in half precision."""
         mean = self.state[p].get("mean")
         return p.detach() if mean is None else mean
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _blocks(self) -> Iterator[tuple[str, Tensor, Group]]:
         for group in self.param_groups:
@@ -439,13 +492,33 @@ class VariationalOptimizer(Optimizer, ABC):
                 raise RuntimeError(
                     f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
                 )
-        tensors = [cast(Tensor, p.grad) for _, p in named]
-        tensors += self._sums.sums()
+        tensors = [*(cast(Tensor, p.grad) for _, p in named), *self._sums.sums()]
+        tensors = [tensor for tensor in tensors if tensor.numel()]
         if not math.isfinite(get_total_norm(tensors, norm_type=math.inf).item()):
             bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
             which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
             raise FloatingPointError(f"{which} is not finite; {UNTOUCHED}")
 
+    def _refuse_foreign_gradients(self) -> None:
+        """A gradient that appeared since the last step was taken at the means, and would be lost."""
+        for group in self.param_groups:
+            for name, p in members(group):
+                if p.grad is not None and self._known.get(p) != (id(p.grad), p.grad._version):
+                    raise RuntimeError(
+                        f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
+                        "or drop it with zero_grad()"
+                    )
+
+    def _refuse_inside(self, call: str) -> None:
+        if self._entered is not None:
+            raise RuntimeError(f"{call} inside sampled_params() would see sampled weights: leave it first")
+
     def _reset(self) -> None:
         self._sums.clear()
-        self._buffers = []
+        self._buffers = None
+        self._known = {p: (id(p.grad), p.grad._version) for p in self._params() if p.grad is not None}
+
+
+def _zero() -> Tensor:
+    """A count of steps; whole numbers, because single precision would stop counting at 2²⁴."""
+    return torch.zeros((), dtype=torch.int64)

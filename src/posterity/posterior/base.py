@@ -13,12 +13,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from posterity import noise
+
 
 class Posterior(nn.Module, ABC):
     """A distribution over named tensors.
 
-    Calling ``sample`` with a seed makes it a pure function of its arguments; without one it gives fresh draws
-    at each call, which ``torch.manual_seed`` makes repeatable, and never advances torch's generators.
+    Calling ``sample`` with a seed makes it a pure function of its arguments; without one every call in a
+    process gives other draws. torch's generators are never advanced.
 
     Example:
         >>> from posterity import BGD
@@ -35,8 +37,7 @@ class Posterior(nn.Module, ABC):
         if n < 1:
             raise ValueError(f"a posterior draws at least one sample, not {n}: pass n >= 1")
         if seed is None:
-            seed, step = torch.initial_seed(), self._draws
-            self._draws += 1
+            seed, step = noise.fresh()
         return self._sample(range(n), seed, step)
 
     def check(self, model: nn.Module) -> Self:
@@ -51,8 +52,6 @@ class Posterior(nn.Module, ABC):
                     f"{tuple(params[name].shape)} in the model"
                 )
         return self
-
-    _draws: int = 0
 
     @abstractmethod
     def _sample(self, samples: range, seed: int, step: int) -> dict[str, Tensor]:
@@ -102,7 +101,8 @@ class Leaf(nn.Module, ABC):
 
     def masked(self, values: Tensor) -> Tensor:
         """The values with those of pruned weights set to zero."""
-        return values if self.keep is None else values * self.keep
+        # where, not a product: what a pruned weight would give may be infinite.
+        return values if self.keep is None else torch.where(self.keep, values, 0.0)
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of one value per weight over the weights that are kept; leading dimensions stay."""

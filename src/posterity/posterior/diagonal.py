@@ -106,6 +106,8 @@ class DiagonalGaussian(Leaf):
         """Build the leaf again; bit for bit, because ρ itself is stored."""
         leaf = cls(tensors["loc"], 1.0, trainable=bool(config["trainable"]), keep=tensors.get("keep"))
         leaf.load_state_dict(dict(tensors))
+        if not bool((leaf.filled_std() >= 0).all()):  # NaN is not, either
+            raise ValueError(f"a saved std is {_lowest(leaf.filled_std()):g}: the file is damaged")
         return leaf
 
     def _draw(self, noise: Tensor) -> Tensor:

@@ -88,16 +88,16 @@ def _leaf_kl(q: Leaf, p: Leaf | Density, weights: Tensor | None, samples: int) -
             f"kl() to a {type(p).__name__} has neither a closed form nor a log-density: give it one with "
             "register_kl(), or derive it from Density"
         )
+    if isinstance(p, Leaf) and not _same_mask(q, p):
+        raise ValueError("an estimated KL needs q and p pruned at the same places: prune both alike")
     if weights is None:
-        # Fresh at every call, as a training loop needs it, yet torch's global state only read.
-        global _calls
-        _calls += 1
+        seed, step = noise.fresh()
         weights = q.draw(
             noise.normal(
                 range(samples),
                 q.shape,
-                seed=torch.initial_seed(),
-                step=_calls,
+                seed=seed,
+                step=step,
                 block="kl",
                 device=q.device,
                 dtype=q.dtype,
@@ -107,7 +107,10 @@ def _leaf_kl(q: Leaf, p: Leaf | Density, weights: Tensor | None, samples: int) -
     return (q.log_prob(weights) - log_p).mean()
 
 
-_calls = 0
+def _same_mask(q: Leaf, p: Leaf) -> bool:
+    if q.keep is None or p.keep is None:
+        return q.keep is p.keep
+    return torch.equal(q.keep, p.keep)
 
 
 def _formula(q_type: type, p_type: type) -> Formula | None:

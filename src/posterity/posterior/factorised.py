@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -115,11 +115,23 @@ class Factorised(Posterior):
                 for key in file.keys():  # noqa: SIM118 (the handle is no mapping)
                     name, _, part = key.rpartition("|")
                     tensors.setdefault(name, {})[part] = file.get_tensor(key)
-        except SafetensorError as error:
+        except (SafetensorError, IsADirectoryError) as error:
             raise ValueError(f"{path} is not a safetensors file, or is cut short: {error}") from error
         if _FORMAT not in metadata:
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")
-        header = json.loads(metadata[_FORMAT])
+        try:
+            return cls._restored(json.loads(metadata[_FORMAT]), tensors, path, model)
+        except (json.JSONDecodeError, KeyError, RuntimeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+    @classmethod
+    def _restored(
+        cls,
+        header: dict[str, Any],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        path: str | os.PathLike[str],
+        model: nn.Module | None,
+    ) -> Factorised:
         if header["version"] > _VERSION:
             raise ValueError(f"{path} was written by a newer Posterity: update to read it")
         families = {family.__name__: family for family in Leaf.__subclasses__()}

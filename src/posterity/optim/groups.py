@@ -55,3 +55,22 @@ def split_groups(groups: list[Group], deterministic: set[str]) -> list[Group]:
 def members(group: Group) -> Iterator[tuple[str, Tensor]]:
     """Names and parameters of a group."""
     return zip(group["param_names"], group["params"], strict=True)
+
+
+def checked_group(group: Group, held: list[Group]) -> Group:
+    """A group with named members that may join those an optimiser holds; otherwise an error says why not."""
+    names = {name for other in held for name in other["param_names"]}
+    group = named_groups([group], numbered=len(names))[0]
+    for name, p in group["params"]:
+        if name in names:
+            raise ValueError(f"two parameters are named {name!r}: give each its own, as the model does")
+        names.add(name)
+        if not p.is_floating_point():
+            raise TypeError(f"{name!r} is {p.dtype}: only real floating-point weights have a posterior")
+    if held:
+        if group["mc_samples"] != held[0]["mc_samples"]:
+            raise ValueError("mc_samples is one number for the whole optimiser: set it outside the groups")
+        group["steps"] = held[0]["steps"]
+    if not group["lr"] >= 0:
+        raise ValueError(f"lr must be 0 or more, not {group['lr']}")
+    return group

@@ -76,3 +76,8 @@ class Accumulator:
 def state_dtype(p: Tensor) -> torch.dtype:
     """The posterior's precision for a parameter: never half."""
     return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+
+
+def zero() -> Tensor:
+    """A count of updates; whole numbers, because single precision would stop counting at 2²⁴."""
+    return torch.zeros((), dtype=torch.int64)

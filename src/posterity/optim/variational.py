@@ -7,7 +7,6 @@ the method's rule (:meth:`VariationalOptimizer.step`). A method adds only pure f
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from posterity import buffers
@@ -25,10 +23,12 @@ from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
-from posterity.optim.groups import Group, Params, members, named_groups, split_groups
+from posterity.optim.gradients import GradientLedger, refuse_bad_gradients
+from posterity.optim.groups import Group, Params, checked_group, members, named_groups, split_groups
+from posterity.optim.handover import states_from
 from posterity.optim.live import Live
-from posterity.optim.statistics import Accumulator, Statistics, state_dtype
-from posterity.optim.watch import UNTOUCHED, LossWatch
+from posterity.optim.statistics import Accumulator, Statistics, state_dtype, zero
+from posterity.optim.watch import LossWatch
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 
 State: TypeAlias = dict[str, Tensor]
@@ -159,7 +159,7 @@ class VariationalOptimizer(Optimizer, ABC):
         try:
             if closure is not None:
                 loss = self._run(closure)
-            self._refuse_bad_gradients()
+            refuse_bad_gradients(self.param_groups, self._sums, type(self).__name__)
         except BaseException:
             if self._module is not None and self._buffers is not None:
                 buffers.restore(self._module, self._buffers)
@@ -183,32 +183,11 @@ class VariationalOptimizer(Optimizer, ABC):
     def load_posterior(self, posterior: Factorised) -> None:
         """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
         self._refuse_inside("load_posterior()")
-        wanted = {name: (p, group) for name, p, group in self._blocks()}
-        for name, leaf in posterior.blocks.items():
-            if name not in wanted:
-                raise ValueError(f"the posterior has a block {name!r} that this optimiser has not")
-            if wanted[name][0].shape != leaf.shape:
-                raise ValueError(
-                    f"{name!r} has shape {tuple(leaf.shape)} in the posterior and "
-                    f"{tuple(wanted[name][0].shape)} in this optimiser"
-                )
-        fresh: dict[Tensor, State] = {}
-        for name, leaf in posterior.blocks.items():
-            p, group = wanted[name]
-            mean = leaf.mean().detach().to(p.device, state_dtype(p), copy=True)
-            std = leaf.std().detach().to(mean, copy=True)
-            if leaf.keep is not None:  # masked wherever it matters; any positive std will do
-                std = torch.where(leaf.keep.to(p.device), std, 1.0)
-            try:
-                fresh[p] = {"step": _zero(), "mean": mean, **self.init(mean, std, group)}
-            except ValueError as error:
-                raise ValueError(f"{name!r}: {error}") from error
-            if leaf.keep is not None:
-                fresh[p]["keep"] = leaf.keep.to(p.device, copy=True)
+        fresh = states_from(posterior, {name: (p, group) for name, p, group in self._blocks()}, self.init)
         for p, state in fresh.items():
             p.copy_(state["mean"])
             if state_dtype(p) == p.dtype:
-                del state["mean"]
+                del state["mean"]  # the parameter itself is the mean
             self.state[p] = state
         self.generation = next(_generations)
         self._reset()
@@ -221,22 +200,9 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
-        held = [name for group in self.param_groups for name in group["param_names"]]
-        group = named_groups([param_group], numbered=len(held))[0]
-        if group.get("deterministic"):
-            group = {"lr": self._deterministic_lr, "betas": (0.9, 0.999), **group}
-        first = self.param_groups[0] if self.param_groups else {}
-        group = {**self.defaults, **{key: first[key] for key in ("steps",) if key in first}, **group}
-        for name, p in group["params"]:
-            if name in held:
-                raise ValueError(f"two parameters are named {name!r}: give each its own, as the model does")
-            held.append(name)
-            if not p.is_floating_point():
-                raise TypeError(f"{name!r} is {p.dtype}: only real floating-point weights have a posterior")
-        if group["mc_samples"] != first.get("mc_samples", group["mc_samples"]):
-            raise ValueError("mc_samples is one number for the whole optimiser: set it outside the groups")
-        if not group["lr"] >= 0:
-            raise ValueError(f"lr must be 0 or more, not {group['lr']}")
+        if param_group.get("deterministic"):
+            param_group = {"lr": self._deterministic_lr, "betas": (0.9, 0.999), **param_group}
+        group = checked_group({**self.defaults, **param_group}, self.param_groups)
         if not group["deterministic"]:
             self.check(group)
         super().add_param_group(group)
@@ -268,6 +234,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """Called by unpickling, copying and ``load_state_dict`` alike: pending samples are dropped."""
         super().__setstate__(state)
         self._sums = Accumulator()
+        self._ledger = GradientLedger()
         self._buffers: dict[str, Tensor] | None = None  # the model's, as they were before the step
         self._entered: int | None = None  # nested entries of the sampling context; None outside of it
         self._peeks: int = 0  # sampling contexts without gradients
@@ -282,7 +249,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def draw(self, samples: range) -> dict[Tensor, tuple[Tensor, Noise]]:
         """Weights ``[len(samples), ...]`` of every stochastic parameter, with their noise."""
         if samples.start == 0 and self._live is None:
-            self._refuse_foreign_gradients()
+            self._ledger.refuse_foreign(self.param_groups)
         return {p: self._draw(name, p, group, samples) for name, p, group in self._blocks()}
 
     def absorb(self, grads: Mapping[Tensor, tuple[Tensor, Noise | None]], samples: int) -> None:
@@ -400,17 +367,8 @@ class VariationalOptimizer(Optimizer, ABC):
         product = None if group["deterministic"] else self._sums.grad_noise(p)
         inner = {key: value for key, value in state.items() if key not in ("step", "mean", "keep")}
         move = self._move if live is None else self._fused_move
-        move(
-            mean,
-            inner,
-            grad,
-            product,
-            batch_size,
-            step,
-            group,
-            state.get("keep"),
-            None if live is None else live.ok,
-        )
+        ok = None if live is None else live.ok
+        move(mean, inner, grad, product, batch_size, step, group, state.get("keep"), ok)
         if "mean" in state:
             p.copy_(mean)
 
@@ -450,7 +408,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 if full != p.dtype:
                     state["mean"] = mean
                 if "step" not in state:
-                    state["step"] = _zero()
+                    state["step"] = zero()
                     state.update(adam_init(mean) if group["deterministic"] else self.init(mean, None, group))
         return state
 
@@ -479,36 +437,6 @@ class VariationalOptimizer(Optimizer, ABC):
             )
         return int(size)
 
-    def _refuse_bad_gradients(self) -> None:
-        """Raise before anything moves: no samples, a gradient from elsewhere, NaN (one synchronisation)."""
-        if self._sums.samples == 0:
-            raise RuntimeError(
-                f"{type(self).__name__}.step() has no gradient at sampled weights: put "
-                "`with optimizer.sampled_params():` around forward and backward, or pass a closure"
-            )
-        named = [(name, p) for group in self.param_groups for name, p in members(group) if p.grad is not None]
-        for name, p in named:
-            if p not in self._sums:
-                raise RuntimeError(
-                    f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
-                )
-        tensors = [*(cast(Tensor, p.grad) for _, p in named), *self._sums.sums()]
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-        if not math.isfinite(get_total_norm(tensors, norm_type=math.inf).item()):
-            bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
-            which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
-            raise FloatingPointError(f"{which} is not finite; {UNTOUCHED}")
-
-    def _refuse_foreign_gradients(self) -> None:
-        """A gradient that appeared since the last step was taken at the means, and would be lost."""
-        for group in self.param_groups:
-            for name, p in members(group):
-                if p.grad is not None and self._known.get(p) != (id(p.grad), p.grad._version):
-                    raise RuntimeError(
-                        f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
-                        "or drop it with zero_grad()"
-                    )
-
     def _refuse_inside(self, call: str) -> None:
         if self._entered is not None:
             raise RuntimeError(f"{call} inside sampled_params() would see sampled weights: leave it first")
@@ -516,9 +444,4 @@ class VariationalOptimizer(Optimizer, ABC):
     def _reset(self) -> None:
         self._sums.clear()
         self._buffers = None
-        self._known = {p: (id(p.grad), p.grad._version) for p in self._params() if p.grad is not None}
-
-
-def _zero() -> Tensor:
-    """A count of steps; whole numbers, because single precision would stop counting at 2²⁴."""
-    return torch.zeros((), dtype=torch.int64)
+        self._ledger.remember(self._params())

@@ -1,0 +1,60 @@
+"""Which gradients a step may use: those taken at sampled weights, all of them finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from posterity.optim.groups import Group, members
+from posterity.optim.statistics import Accumulator
+from posterity.optim.watch import UNTOUCHED
+
+
+class GradientLedger:
+    """Tells gradients that a step has used up from gradients that appeared since."""
+
+    def __init__(self) -> None:
+        self._known: dict[Tensor, tuple[int, int]] = {}
+
+    def remember(self, params: Iterable[Tensor]) -> None:
+        """Take note of the gradients that are there."""
+        self._known = {p: (id(p.grad), p.grad._version) for p in params if p.grad is not None}
+
+    def refuse_foreign(self, groups: list[Group]) -> None:
+        """Raise for a gradient that is new: it was taken at the means, and would be lost."""
+        for group in groups:
+            for name, p in members(group):
+                if p.grad is not None and self._known.get(p) != (id(p.grad), p.grad._version):
+                    raise RuntimeError(
+                        f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
+                        "or drop it with zero_grad()"
+                    )
+
+
+def refuse_bad_gradients(groups: list[Group], sums: Accumulator, optimizer: str) -> None:
+    """Raise, before anything moves, if there is no sample, a gradient from elsewhere, or one not finite.
+
+    On a GPU this waits for the step's statistics, once.
+    """
+    if sums.samples == 0:
+        raise RuntimeError(
+            f"{optimizer}.step() has no gradient at sampled weights: put "
+            "`with optimizer.sampled_params():` around forward and backward, or pass a closure"
+        )
+    named = [(name, p) for group in groups for name, p in members(group) if p.grad is not None]
+    for name, p in named:
+        if p not in sums:
+            raise RuntimeError(
+                f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
+            )
+    tensors = [*(cast(Tensor, p.grad) for _, p in named), *sums.sums()]
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not math.isfinite(get_total_norm(tensors, norm_type=math.inf).item()):
+        bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
+        which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
+        raise FloatingPointError(f"{which} is not finite; {UNTOUCHED}")

@@ -22,6 +22,8 @@ from posterity.predict import Prediction, predict
 from posterity.train_step import compile_step
 from posterity.variational import Variational, variational
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BGD",
     "IVON",

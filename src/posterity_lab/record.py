@@ -7,11 +7,12 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import posterity
 
 
 def environment() -> dict[str, Any]:
@@ -25,7 +26,7 @@ def environment() -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "posterity": version("posterity"),
+        "posterity": posterity.__version__,
         "commit": _commit(),
         "platform": platform.platform(),
         "processor": _processor(),

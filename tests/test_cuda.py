@@ -135,6 +135,32 @@ def test_a_captured_step_sees_state_that_was_loaded_and_posteriors_that_were_tak
         torch.testing.assert_close(results[1][key], value, rtol=2e-3, atol=2e-4, msg=key)
 
 
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_a_captured_step_sees_freezing_autocast_and_foreign_gradients(name: str) -> None:
+    x, y = X.cuda(), Y.cuda()
+    model = net()
+    opt = make(name, model)
+    step = posterity.compile_step(model, loss_fn, opt)
+    for _ in range(3):
+        step(x, y)
+    model[0].requires_grad_(False)
+    frozen, learning = model[0].weight.clone(), model[3].weight.clone()
+    for _ in range(3):
+        step(x, y)
+    assert torch.equal(frozen, model[0].weight)
+    assert not torch.equal(learning, model[3].weight)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for _ in range(3):
+            rough = step(x, y)
+    assert len(step._graphs) == 3
+    torch.testing.assert_close(rough, step(x, y), rtol=0.1, atol=0.1)
+    loss_fn(model, x, y).backward()
+    with pytest.raises(RuntimeError, match="from outside"):
+        step(x, y)
+    opt.zero_grad()
+    step(x, y)
+
+
 def test_a_nan_in_a_captured_step_leaves_the_posterior_alone_and_is_raised() -> None:
     x, y = X.cuda(), Y.cuda()
     model = net()

@@ -176,8 +176,9 @@ class CapturedStep:
         return (
             tuple((x.shape, x.dtype, x.device) for x in batch),
             tuple(module.training for module in self.step.target.modules()),
-            tuple(p.data_ptr() for p in self.step.names),
+            tuple((p.data_ptr(), p.requires_grad) for p in self.step.names),
             self.step.optimizer.generation,
+            (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
             str(fixed),
         )
 
@@ -226,6 +227,7 @@ class _Graph:
 
     def __call__(self, batch: tuple[Tensor, ...]) -> Tensor:
         opt = self.step.optimizer
+        opt._ledger.refuse_foreign(opt.param_groups)
         loss = self.host_loss.clone()  # of an earlier step; reading it waits for nothing
         self.host_loss.zero_()
         opt.watch(loss)
@@ -245,6 +247,7 @@ class _Graph:
     def _body(self) -> Tensor:
         """What is captured: the eager step, with its checks done on the device."""
         opt, target = self.step.optimizer, self.step.target
+        torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
         before = buffers.snapshot(target)
         loss = self.step.gather(before, tuple(self.batch))
         grads = [p.grad for p in self.params if p.grad is not None]

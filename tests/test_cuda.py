@@ -159,6 +159,8 @@ def test_a_captured_step_sees_freezing_autocast_and_foreign_gradients(name: str)
         step(x, y)
     opt.zero_grad()
     step(x, y)
+    assert model[3].weight.grad is not None
+    assert torch.isfinite(model[3].weight.grad).all()
 
 
 def test_a_nan_in_a_captured_step_leaves_the_posterior_alone_and_is_raised() -> None:

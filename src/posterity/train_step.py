@@ -218,7 +218,7 @@ class _Graph:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.loss = self._body()
-            self.used = [p for p in self.params if p.grad is not None]
+            self.grads = [(p, p.grad) for p in self.params if p.grad is not None]
         finally:
             opt._live = None
             opt._reset()
@@ -239,9 +239,11 @@ class _Graph:
         for mine, given in zip(self.batch, batch, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
-        for p in self.used:
+        for p, grad in self.grads:
+            p.grad = grad  # the graph has written it anew
             opt.state[p]["step"] += 1
         opt.advance()
+        opt._reset()
         return self.loss.clone()
 
     def _body(self) -> Tensor:

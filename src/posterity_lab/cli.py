@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,30 +19,50 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from posterity_lab.config import DEFAULTS, Config
 
+if TYPE_CHECKING:
     from torch import Tensor
 
     from posterity import Prediction
 
-_EXPECTED = (ValueError, KeyError, OSError, FloatingPointError, ImportError)
+_EXPECTED = (ValueError, OSError, FloatingPointError, ImportError)
 
 
 class _OneSentence(TyperGroup):
-    """Says what was wrong in one red sentence, and exits with 2."""
+    """Says what was wrong in one red sentence and exits with 2; warns in one yellow sentence."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; POSTERITY_TRACEBACK=1 shows where an error came from."""
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():  # puts back showwarning too
+                warnings.showwarning = _warn
+                return super().invoke(ctx)
         except Exception as error:
             if os.environ.get("POSTERITY_TRACEBACK") or not _expected(error):
                 raise
-            # str() of a KeyError is the repr of its message.
-            message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-            Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+            _say(_sentence(error), "red")
             raise typer.Exit(2) from error
+
+
+def _say(sentence: str, style: str) -> None:
+    Console(stderr=True).print(Text(sentence, style=style), soft_wrap=True)
+
+
+def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
+    """In place of warnings.showwarning, without the path and the line of code that it shows."""
+    _say(" ".join(str(message).split()), "yellow")
+
+
+def _sentence(error: Exception) -> str:
+    """What to tell the user; Python's own errors about files and modules do not say what to do."""
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename is None:
+            return f"the disk cannot be used ({error.strerror}): choose another path"
+        return f"{error.filename} cannot be used ({error.strerror}): choose another path"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"the command line needs {error.name}: pip install 'posterity[lab]'"
+    return str(error)
 
 
 def _expected(error: Exception) -> bool:
@@ -53,7 +75,6 @@ app = typer.Typer(
     cls=_OneSentence,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Learn a posterior over a network's weights, and use it.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: which there are, their checksums, downloads.")
 app.add_typer(data_app, name="data")
@@ -62,7 +83,30 @@ _Run = Annotated[Path, typer.Argument(help="Folder of a run, as train left it.",
 _Device = Annotated[str | None, typer.Option(help="Where to compute, if not where the run was trained.")]
 _Samples = Annotated[int | None, typer.Option(help="Sampled networks; the run's eval_samples if not given.")]
 _Name = Annotated[str | None, typer.Argument(help="Name of a data set; all of them if not given.")]
-_METHOD = "the method's own if not given"
+
+
+def _help(text: str, key: str) -> str:
+    """The text with the key's default, or with the default of every method that has the key."""
+    default = getattr(Config, key)
+    if default is None:
+        own = {method: values[key] for method, values in DEFAULTS.items() if key in values}
+        default = ", ".join(f"{method} {value:g}" for method, value in own.items())
+    return f"{text}; {default} if not given."
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"posterity {installed('posterity')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Learn a posterior over a network's weights, and use it."""
 
 
 @app.command()
@@ -71,37 +115,53 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run.")],
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the keys below.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    method: Annotated[str | None, typer.Option(help="bgd, ivon, bbb, sgd or adam.")] = None,
-    net: Annotated[str | None, typer.Option(help="Such as mlp-400-400 or lenet5.")] = None,
+    method: Annotated[str | None, typer.Option(help=_help("bgd, ivon, bbb, sgd or adam", "method"))] = None,
+    net: Annotated[str | None, typer.Option(help=_help("Such as mlp-400-400 or lenet5", "net"))] = None,
     data: Annotated[
-        str | None, typer.Option(help="Such as mnist or digits; see posterity data list.")
+        str | None, typer.Option(help=_help("Such as mnist or digits, see posterity data list", "data"))
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training images.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images per step.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial weights, data order and weight noise.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    eval_samples: Annotated[int | None, typer.Option(help="Sampled networks in evaluation.")] = None,
-    validation: Annotated[int | None, typer.Option(help="Training images held out for the metrics.")] = None,
-    samples: Annotated[int | None, typer.Option(help=f"Weight samples per step; {_METHOD}.")] = None,
-    lr: Annotated[float | None, typer.Option(help=f"Learning rate; {_METHOD}.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="sgd, ivon: averaging of the gradient.")] = None,
-    beta2: Annotated[float | None, typer.Option(help="ivon: averaging of the Hessian.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help=_help("Passes over the training images", "epochs"))
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help=_help("Images per step", "batch_size"))] = None,
+    seed: Annotated[
+        int | None, typer.Option(help=_help("Of initial weights, data order and weight noise", "seed"))
+    ] = None,
+    device: Annotated[str | None, typer.Option(help=_help("cpu or cuda", "device"))] = None,
+    eval_samples: Annotated[
+        int | None, typer.Option(help=_help("Sampled networks in evaluation", "eval_samples"))
+    ] = None,
+    validation: Annotated[
+        int | None, typer.Option(help=_help("Training images held out for the metrics", "validation"))
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help=_help("Weight samples per step", "samples"))] = None,
+    lr: Annotated[float | None, typer.Option(help=_help("Learning rate", "lr"))] = None,
+    momentum: Annotated[
+        float | None, typer.Option(help=_help("Averaging of the gradient", "momentum"))
+    ] = None,
+    beta2: Annotated[float | None, typer.Option(help=_help("Averaging of the Hessian", "beta2"))] = None,
     std_init: Annotated[
-        float | None, typer.Option(help="bgd, bbb: std of every weight at the start.")
+        float | None, typer.Option(help=_help("Std of every weight at the start", "std_init"))
     ] = None,
-    hess_init: Annotated[float | None, typer.Option(help="ivon: Hessian at the start.")] = None,
-    prior_precision: Annotated[float | None, typer.Option(help="ivon: precision of the prior.")] = None,
-    prior_std: Annotated[float | None, typer.Option(help="bbb: std of the prior.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="ivon: 1 is Bayes, less is sharper.")] = None,
-    kl_factor: Annotated[float | None, typer.Option(help="bbb: scale of the KL; 1 is Bayes.")] = None,
+    hess_init: Annotated[float | None, typer.Option(help=_help("Hessian at the start", "hess_init"))] = None,
+    prior_precision: Annotated[
+        float | None, typer.Option(help=_help("Precision of the prior", "prior_precision"))
+    ] = None,
+    prior_std: Annotated[float | None, typer.Option(help=_help("Std of the prior", "prior_std"))] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help=_help("1 is Bayes, less is sharper", "temperature"))
+    ] = None,
+    kl_factor: Annotated[
+        float | None, typer.Option(help=_help("Scale of the KL, 1 is Bayes", "kl_factor"))
+    ] = None,
 ) -> None:
     """Train a network; every epoch is saved, and a killed run goes on with --resume."""
     from posterity_lab import runs
-    from posterity_lab.config import Config
+    from posterity_lab.run_files import stored
 
     keys = {field.name for field in dataclasses.fields(Config)}
     flags = {key: value for key, value in ctx.params.items() if key in keys}
-    base = runs.stored(out) if resume else None
+    base = stored(out) if resume else None
     last = runs.train(Config.from_sources(config, flags, base), out, resume)[-1]
     typer.echo(
         f"{out}: epoch {last['epoch']}, {last['split']} error {1 - last['accuracy']:.2%}, "
@@ -122,8 +182,10 @@ def evaluate(
     from posterity_lab.data import load
     from posterity_lab.methods import predictions
 
-    config, model, posterior, dataset = runs.load_run(folder, device)
-    config = config if samples is None else dataclasses.replace(config, eval_samples=samples)
+    _check_samples(samples)
+    run = runs.load_run(folder, device)
+    config, model, posterior = _sampled(run.config, samples), run.model, run.posterior
+    dataset = load(config.data, device=config.device)
     outside = None if ood is None else load(ood, device=config.device).test.x
     if outside is not None and outside.shape[1:] != dataset.test.x.shape[1:]:
         shapes = f"{list(outside.shape[1:])} and {list(dataset.test.x.shape[1:])}"
@@ -139,7 +201,8 @@ def evaluate(
         typer.echo(json.dumps(report, indent=2))
         return
     console = Console()
-    console.print(_table(f"{config.method} on {config.data}, {len(drawn.samples)} networks", report["modes"]))
+    networks = _count(len(drawn.samples), "network")
+    console.print(_table(f"{config.method} on {config.data}, {networks}", report["modes"]))
     if outside is not None:
         scores = {key: value for key, value in report["ood"].items() if key != "data"}
         console.print(_table(f"telling {ood} from {config.data}", scores))
@@ -157,12 +220,17 @@ def predict(
     import csv
 
     from posterity_lab import runs
+    from posterity_lab.inputs import read_inputs
     from posterity_lab.methods import predictions
 
-    config, model, posterior, dataset = runs.load_run(folder, device)
-    config = config if samples is None else dataclasses.replace(config, eval_samples=samples)
-    x = _inputs(file, list(dataset.test.x.shape[1:])).to(config.device)
-    prediction = predictions(model, posterior, x, config, progress=True)
+    _check_samples(samples)
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        wrong = f"{out} is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+        raise ValueError(f"{wrong}: choose another --out")
+    run = runs.load_run(folder, device)
+    config = _sampled(run.config, samples)
+    x = read_inputs(file, run.shape).to(config.device)
+    prediction = predictions(run.model, run.posterior, x, config, progress=True)
     columns = {
         "label": prediction.label,
         "confidence": prediction.probs.amax(-1),
@@ -175,7 +243,7 @@ def predict(
         writer = csv.writer(stream)
         writer.writerow(columns)
         writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
-    typer.echo(f"{len(x)} predictions in {target}")
+    typer.echo(f"{_count(len(x), 'prediction')} in {target}")
 
 
 @app.command()
@@ -221,9 +289,17 @@ def fetch_data(name: Annotated[str, typer.Argument(help="Name of a data set.")])
     typer.echo(f"{name} is complete")
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    app()
+def _check_samples(samples: int | None) -> None:
+    if samples is not None and samples < 1:
+        raise ValueError(f"samples must be a whole number of at least 1, not {samples}")
+
+
+def _sampled(config: Config, samples: int | None) -> Config:
+    return config if samples is None else dataclasses.replace(config, eval_samples=samples)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _modes(drawn: Prediction, mean: Prediction, y: Tensor) -> dict[str, dict[str, float]]:
@@ -260,38 +336,3 @@ def _table(title: str, rows: dict[str, dict[str, float]]) -> Table:
     for name, values in rows.items():
         table.add_row(name, *(f"{value:.4f}" for value in values.values()))
     return table
-
-
-def _inputs(file: Path, shape: list[int]) -> Tensor:
-    """Inputs from a file, after refusing what the network was not trained for."""
-    import numpy as np
-    import torch
-    from safetensors.torch import load_file
-
-    readers: dict[str, Callable[[], object]] = {
-        ".pt": lambda: torch.load(file, map_location="cpu", weights_only=True),
-        ".safetensors": lambda: load_file(file),
-        ".npy": lambda: torch.from_numpy(np.load(file, allow_pickle=False)),
-    }
-    if file.suffix not in readers:
-        raise ValueError(f"{file} is none of {', '.join(readers)}: save the inputs as one of these")
-    if not file.exists():
-        raise FileNotFoundError(f"there is no file {file}")
-    try:
-        content = readers[file.suffix]()
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{file} cannot be read as {file.suffix}: {reason}") from error
-    if isinstance(content, dict) and len(content) == 1:
-        (content,) = content.values()
-    if not isinstance(content, torch.Tensor):
-        raise ValueError(f"{file} must hold one tensor of inputs, not {type(content).__name__}")
-    if not content.is_floating_point():
-        raise ValueError(
-            f"{file} holds {content.dtype}: pass floats scaled as in training, pixels from 0 to 1"
-        )
-    if list(content.shape[1:]) != shape or len(content) == 0:
-        raise ValueError(f"{file} holds inputs {list(content.shape)}: the network takes [N, {str(shape)[1:]}")
-    if not bool(torch.isfinite(content).all()):
-        raise ValueError(f"{file} holds inputs that are not finite: remove them first")
-    return content.float()

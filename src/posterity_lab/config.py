@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from posterity_lab.hints import hint
 
 # The hyper-parameters that each method has, with values that suit a small net on MNIST.
 DEFAULTS: dict[str, dict[str, float]] = {
@@ -46,6 +47,8 @@ class _Range:
         return (value > self.lowest if self.open else value >= self.lowest) and value < self.below
 
     def __str__(self) -> str:
+        if self.kind is int and self.below < math.inf:
+            return f"a whole number from {self.lowest:g} to {int(self.below) - 1}"
         if self.below < math.inf:
             return f"a number in [{self.lowest:g}, {self.below:g})"
         what = "a whole number" if self.kind is int else "a finite number"
@@ -55,7 +58,7 @@ class _Range:
 _RANGES = {
     "epochs": _Range(int, 1),
     "batch_size": _Range(int, 1),
-    "seed": _Range(int, 0),
+    "seed": _Range(int, 0, below=2**63),  # what a generator and an int64 tensor both take
     "eval_samples": _Range(int, 1),
     "validation": _Range(int, 0),
     "samples": _Range(int, 1),
@@ -129,7 +132,7 @@ class Config:
             if not isinstance(value := getattr(self, key), str):
                 raise ValueError(f"{key} must be a text, not {value!r}")
         if self.method not in DEFAULTS:
-            raise ValueError(f"there is no method {self.method!r}{_hint(self.method, METHODS)}")
+            raise ValueError(f"there is no method {self.method!r}{hint(self.method, METHODS)}")
         for key in _HYPER:
             if key not in DEFAULTS[self.method]:
                 if getattr(self, key) is not None:
@@ -178,7 +181,7 @@ class Config:
         for key in given:
             if key not in _KEYS:
                 where = "" if file is None or key in flags else f" ({file})"
-                raise ValueError(f"there is no key {key!r}{_hint(key, _KEYS)}{where}")
+                raise ValueError(f"there is no key {key!r}{hint(key, _KEYS)}{where}")
         kept = {} if base is None else dataclasses.asdict(base)
         if base is not None and given.get("method", base.method) != base.method:
             kept = {key: value for key, value in kept.items() if key not in _HYPER}
@@ -193,11 +196,8 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no config file {file}") from None
+        raise FileNotFoundError(f"there is no config file {file}: choose another --config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid TOML: {error}") from error
-
-
-def _hint(word: object, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word).lower(), known := list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else f": choose from {', '.join(known)}"
+    except OSError as error:
+        raise OSError(f"{file} cannot be read ({error.strerror}): choose another --config") from error

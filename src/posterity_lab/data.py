@@ -84,9 +84,7 @@ def load(name: str, root: Path | None = None, device: torch.device | str = "cpu"
     return Dataset(name, train, test, SETS[name].classes)
 
 
-def batches(
-    split: Split, batch_size: int, *, seed: int, epoch: int, drop_last: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(split: Split, batch_size: int, *, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """One shuffled pass over `split`; the order depends on `seed` and `epoch` alone.
 
     >>> [len(y) for x, y in batches(load("digits").test, 150, seed=0, epoch=0)]
@@ -97,8 +95,7 @@ def batches(
     # torch's CPU generator keeps only the low 32 bits of a seed, so both numbers are hashed into them.
     mixed = int.from_bytes(hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=4).digest(), "big")
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(mixed)).to(split.y.device)
-    end = len(split) - len(split) % batch_size if drop_last else len(split)
-    chunks = (order[start : start + batch_size] for start in range(0, end, batch_size))
+    chunks = (order[start : start + batch_size] for start in range(0, len(split), batch_size))
     return ((split.x.index_select(0, chunk), split.y.index_select(0, chunk)) for chunk in chunks)
 
 

@@ -4,7 +4,7 @@ Files are looked for in ``root``, else in the folder that the environment variab
 else in ``~/.cache/posterity``.
 """
 
-import difflib
+import errno
 import hashlib
 import os
 import shutil
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Literal
+from urllib.error import URLError
+
+from posterity_lab.hints import hint
 
 Status = Literal["ok", "missing", "wrong checksum"]
 
@@ -103,7 +106,8 @@ def fetch(name: str, root: Path | None = None) -> list[Path]:
     A file gets its name only when it is whole and its md5 is right, so call again after an interruption.
 
     Raises:
-        DataError: There is no connection or no public download, or what came is not the published file.
+        DataError: There is no connection or no public download, what came is not the published file, or the
+            folder cannot be written.
 
     >>> fetch("digits")  # part of scikit-learn
     []
@@ -128,9 +132,7 @@ def folder_of(root: Path | None) -> Path:
 def files_of(name: str) -> list[File]:
     """The files of a set; `digits` has none."""
     if name not in NAMES:
-        near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else f": the sets are {', '.join(NAMES)}"
-        raise DataError(f"there is no data set {name!r}{hint}")
+        raise DataError(f"there is no data set {name!r}{hint(name, NAMES)}")
     return [file for file in FILES if file.name == name]
 
 
@@ -187,9 +189,20 @@ def _download(url: str, md5: str, files: list[File], folder: Path) -> list[Path]
                 (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(Path(temporary, file.path), folder / file.path)
     except (OSError, HTTPException, tarfile.TarError, KeyError) as error:
+        if isinstance(error, OSError) and _local(error):
+            raise DataError(
+                f"{folder} cannot be written ({error.strerror}): set POSTERITY_DATA to another folder"
+            ) from error
         step = "unpack it in" if archived else f"save it as {files[0].path} in"
         raise DataError(
             f"{url} could not be fetched ({getattr(error, 'reason', error)}): download it where there is "
             f"internet and {step} {folder}, or set POSTERITY_DATA to a folder that has it"
         ) from error
     return [folder / file.path for file in files]
+
+
+def _local(error: OSError) -> bool:
+    """Whether the disk, not the network, is to blame: errors of a connection name no file."""
+    if isinstance(error, URLError):
+        return False
+    return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -172,7 +172,10 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     if not bool(torch.isfinite(loss)):
-        raise FloatingPointError(f"the loss is {loss.item():g}; the weights were not touched")
+        raise FloatingPointError(
+            f"the loss is {loss.item():g}; the weights were not touched: look for bad values in the batch, "
+            "or lower lr"
+        )
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,9 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from posterity_lab.data import Dataset
+from posterity_lab.hints import hint
 
-Recipe: TypeAlias = Callable[[Dataset], nn.Module]
+Recipe: TypeAlias = Callable[[Sequence[int], int], nn.Module]
 
 # What a misspelled name is compared with; an MLP of any depth and width has a name of this form.
 EXAMPLES = ("mlp-400-400", "lenet5")
@@ -114,7 +113,7 @@ def initialise(model: nn.Module, seed: int) -> nn.Module:
 
 
 def recipe(name: str) -> Recipe:
-    """What `build` makes of a name, before there is any data: a misspelled one is refused here already.
+    """What makes the net of a name from shape and classes: a misspelled name is refused before any data.
 
     Example:
         >>> recipe("lenet6")
@@ -127,31 +126,35 @@ def recipe(name: str) -> Recipe:
         return _lenet5
     if kind == "mlp" and sizes and all(size.isdecimal() and int(size) > 0 for size in sizes):
         hidden = [int(size) for size in sizes]
-        return lambda dataset: mlp(dataset.test.x[0].numel(), hidden, dataset.classes)
+        return lambda shape, classes: mlp(math.prod(shape), hidden, classes)
     # The sizes of an MLP would outweigh its misspelled name, so only the names are compared.
-    kinds = {example.split("-")[0]: example for example in EXAMPLES}
-    near = difflib.get_close_matches(kind, kinds, n=1)
-    hint = f", did you mean {kinds[near[0]]!r}?" if near else f": name one like {' or '.join(EXAMPLES)}"
-    raise ValueError(f"there is no net {name!r}{hint}")
+    near = hint(name, EXAMPLES, "name one like", key=lambda each: each.lower().split("-")[0])
+    raise ValueError(f"there is no net {name!r}{near}")
 
 
-def build(name: str, dataset: Dataset) -> nn.Module:
-    """The net of that name for the images and classes of a data set, with torch's default weights.
+def build(name: str, shape: Sequence[int], classes: int) -> nn.Module:
+    """The net of that name, with torch's default weights.
 
     Args:
         name: ``lenet5``, or ``mlp-`` and the widths of the hidden layers: ``mlp-400-400``.
-        dataset: Gives the sizes of input and output.
+        shape: Of one input, such as [1, 28, 28].
+        classes: Outputs (logits).
+
+    Raises:
+        ValueError: There is no such net, it does not take such inputs, or it is too large.
 
     Example:
-        >>> from posterity_lab.data import load
-        >>> build("mlp-20", load("digits"))[1]
+        >>> build("mlp-20", [1, 8, 8], 10)[1]
         Linear(in_features=64, out_features=20, bias=True)
     """
-    return recipe(name)(dataset)
+    make = recipe(name)
+    try:
+        return make(shape, classes)
+    except (RuntimeError, MemoryError, TypeError) as error:  # TypeError: a size that no int64 holds
+        raise ValueError(f"the net {name} does not fit in memory: choose a smaller one") from error
 
 
-def _lenet5(dataset: Dataset) -> nn.Module:
-    shape = dataset.test.x.shape[1:]
+def _lenet5(shape: Sequence[int], classes: int) -> nn.Module:
     if len(shape) != 3 or shape[1] != shape[2]:
         raise ValueError(f"LeNet-5 needs square images [C, H, W], not {list(shape)}: use an mlp")
-    return lenet5(shape[0], shape[1], dataset.classes)
+    return lenet5(shape[0], shape[1], classes)

@@ -1,12 +1,4 @@
-"""A training run and its folder: started, killed, resumed to the same bits, and read back.
-
-| file | what |
-|---|---|
-| ``config.json`` | the `Config`, complete |
-| ``environment.json`` | versions, commit, hardware and time, also of the sessions before a resume |
-| ``metrics.jsonl`` | one object per epoch |
-| ``checkpoint.pt`` | model and optimiser after the last whole epoch |
-| ``posterior.safetensors`` | the posterior, when all epochs are done |
+"""A training run: started, killed, resumed to the same bits, and read back from its folder.
 
 Everything random in a run is a function of its seed and of the counts of epochs and steps, so a checkpoint
 needs no generator's state.
@@ -15,11 +7,10 @@ needs no generator's state.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,13 +25,22 @@ from posterity_lab import data, methods, nets
 from posterity_lab.config import Config
 from posterity_lab.data import Dataset, Split
 from posterity_lab.methods import Method
-from posterity_lab.record import environment
-
-CONFIG = "config.json"
-ENVIRONMENT = "environment.json"
-METRICS = "metrics.jsonl"
-CHECKPOINT = "checkpoint.pt"
-POSTERIOR = "posterior.safetensors"
+from posterity_lab.run_files import (
+    CHECKPOINT,
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    POSTERIOR,
+    append,
+    diverged,
+    read_checkpoint,
+    read_metrics,
+    replace,
+    restore,
+    save,
+    sessions,
+    stored,
+)
 
 
 def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, Any]]:
@@ -49,7 +49,8 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
     Args:
         config: What to do.
         folder: A new or empty folder, or the one of the run to resume.
-        resume: Go on after the run's last whole epoch, to the very result of an uninterrupted one.
+        resume: Go on after the run's last whole epoch, to the very result of an uninterrupted one; a
+            finished run is left as it is.
 
     Raises:
         ValueError: The folder holds a run already, or not this one.
@@ -65,23 +66,45 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
     """
     _refuse(config, folder, resume)
     nets.recipe(config.net)  # a misspelled net is refused before minutes of loading
-    dataset, model = _assemble(config)
+    _check_device(config.device)
+    checkpoint = read_checkpoint(folder, config, config.device)
+    if checkpoint is not None and checkpoint["epoch"] >= config.epochs:
+        return _finished(folder, config)
+    dataset = data.load(config.data, device=config.device)
     training, held_out = _splits(dataset, config.validation)
-    method = methods.build(config, model, len(training))
+    sizes: dict[str, Any] = {
+        "shape": list(dataset.test.x.shape[1:]),
+        "classes": dataset.classes,
+        "num_data": len(training),
+    }
+    model, method = _learner(config, **sizes)
+    if checkpoint is not None:
+        restore(method, checkpoint, folder)
+    done = 0 if checkpoint is None else int(checkpoint["epoch"])
+    history, session = read_metrics(folder, done), sessions(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / CONFIG, json.dumps(dataclasses.asdict(config), indent=2))
-    _replace(folder / ENVIRONMENT, json.dumps(_history(folder), indent=2))
-    done = _restore(folder, method, config)
-    history = _cut_metrics(folder, done)
+    replace(folder / CONFIG, json.dumps(dataclasses.asdict(config), indent=2))
+    replace(folder / ENVIRONMENT, json.dumps(session, indent=2))
+    replace(folder / METRICS, "".join(json.dumps(record) + "\n" for record in history))
     steps = -(-len(training) // config.batch_size)
     with _bar() as bar:
         shown = _shown(history, config)
         task = bar.add_task("", total=config.epochs * steps, completed=done * steps, **shown)
         for epoch in range(done, config.epochs):
             start = time.perf_counter()
-            loss = _epoch(method, training, config, epoch, folder, partial(bar.update, task, advance=1))
-            seconds = round(time.perf_counter() - start, 3)
-            probs = methods.predictions(model, method.posterior(), held_out.x, config).probs
+            try:
+                loss = _epoch(method, training, config, epoch, partial(bar.update, task, advance=1))
+                seconds = round(time.perf_counter() - start, 3)
+                probs = methods.predictions(model, method.posterior(), held_out.x, config).probs
+                if not bool(torch.isfinite(probs).all()):  # the epoch's last step went too far
+                    raise FloatingPointError("the predictions are not finite: lower lr")
+            except FloatingPointError as error:
+                kept = (
+                    f"{folder / CHECKPOINT} is that of epoch {epoch}" if epoch else "no epoch was completed"
+                )
+                message = f"{error} ({kept}; --resume would repeat this: train in another folder)"
+                replace(folder / ENVIRONMENT, json.dumps({**session, "diverged": message}, indent=2))
+                raise FloatingPointError(message) from error
             record: dict[str, Any] = {
                 "epoch": epoch + 1,
                 "step": (epoch + 1) * steps,
@@ -95,61 +118,75 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
             history.append(record)
             bar.update(task, **_shown(history, config))
             # Metrics first: a resumed run can cut a line too many, but not make up one too few.
-            _append(folder / METRICS, record)
-            _save(folder / CHECKPOINT, {"epoch": epoch + 1, "method": method.state_dict()})
+            append(folder / METRICS, record)
+            state = {"epoch": epoch + 1, "method": method.state_dict()}
+            save(folder / CHECKPOINT, {"config": dataclasses.asdict(config), **sizes, **state})
     if (posterior := method.posterior()) is not None:
         posterior.save(folder / POSTERIOR)
     return history
 
 
-def load_run(folder: Path, device: str | None = None) -> tuple[Config, nn.Module, Factorised | None, Dataset]:
-    """Config, model, posterior and data of a run; one that was cut short is read at its checkpoint.
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a run learned, at its last whole epoch.
+
+    Attributes:
+        config: As the run was trained, but for the device.
+        model: The network, on the config's device.
+        posterior: Over the model's weights; None if the method learns weights alone.
+        shape: Of one input.
+    """
+
+    config: Config
+    model: nn.Module
+    posterior: Factorised | None
+    shape: list[int]
+
+
+def load_run(folder: Path, device: str | None = None) -> Run:
+    """A run from its checkpoint, without the data that it was trained on.
 
     Args:
         folder: Where `train` left the run.
-        device: Where to put it all, if not where it was trained.
+        device: Where to put it, if not where it was trained.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     history = train(Config(net="mlp-8", data="digits", epochs=1), Path(folder) / "run")
-        ...     config, model, posterior, dataset = load_run(Path(folder) / "run")
-        >>> config.method, dataset.name, len(posterior.blocks)
-        ('bgd', 'digits', 4)
+        ...     run = load_run(Path(folder) / "run")
+        >>> run.config.method, run.shape, len(run.posterior.blocks)
+        ('bgd', [1, 8, 8], 4)
     """
-    config = stored(folder)
-    config = config if device is None else dataclasses.replace(config, device=device)
-    if not (folder / CHECKPOINT).exists():
+    trained = stored(folder)
+    config = trained if device is None else dataclasses.replace(trained, device=device)
+    _check_device(config.device)
+    checkpoint = read_checkpoint(folder, trained, config.device)
+    if checkpoint is None:
         raise FileNotFoundError(f"the run in {folder} has no whole epoch yet: continue it with --resume")
-    dataset, model = _assemble(config)
-    method = methods.build(config, model, len(dataset.train) - config.validation)
-    _restore(folder, method, config)
-    posterior = method.posterior()
-    if posterior is not None and (folder / POSTERIOR).exists():
-        posterior = Factorised.load(folder / POSTERIOR, model).to(config.device)
-    return config, model, posterior, dataset
+    sizes = {key: checkpoint[key] for key in ("shape", "classes", "num_data")}
+    model, method = _learner(config, **sizes)
+    restore(method, checkpoint, folder)
+    return Run(config, model, method.posterior(), sizes["shape"])
 
 
-def stored(folder: Path) -> Config:
-    """The config of the run in a folder.
-
-    Example:
-        >>> stored(Path("nowhere"))
-        Traceback (most recent call last):
-            ...
-        FileNotFoundError: there is no run in nowhere: train one there first
-    """
-    try:
-        return Config.from_sources(None, json.loads((folder / CONFIG).read_text()))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no run in {folder}: train one there first") from None
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG} cannot be read: {error}") from error
+def _finished(folder: Path, config: Config) -> list[dict[str, Any]]:
+    history = read_metrics(folder, config.epochs)
+    if not (folder / POSTERIOR).exists():  # killed after the last checkpoint, or a method without one
+        posterior = load_run(folder).posterior
+        if posterior is not None:
+            posterior.save(folder / POSTERIOR)
+    return history
 
 
 def _refuse(config: Config, folder: Path, resume: bool) -> None:
     if not resume:
         if (folder / CONFIG).exists():
+            if diverged(folder):
+                lower = " or ".join(key for key in ("lr", "std_init") if key in config.settings)
+                raise ValueError(
+                    f"{folder} holds a run that diverged: train in another folder with a lower {lower}"
+                )
             raise ValueError(
                 f"{folder} holds a run already: continue it with --resume or name another folder"
             )
@@ -165,14 +202,16 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
             )
 
 
-def _assemble(config: Config) -> tuple[Dataset, nn.Module]:
+def _check_device(device: str) -> None:
     try:
-        torch.empty(0, device=config.device)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {config.device!r} cannot be used on this machine: try cpu") from error
-    dataset = data.load(config.data, device=config.device)
-    model = nets.initialise(nets.build(config.net, dataset), config.seed).to(config.device)
-    return dataset, model
+        raise ValueError(f"device {device!r} cannot be used on this machine: try cpu") from error
+
+
+def _learner(config: Config, shape: Sequence[int], classes: int, num_data: int) -> tuple[nn.Module, Method]:
+    model = nets.initialise(nets.build(config.net, shape, classes), config.seed).to(config.device)
+    return model, methods.build(config, model, num_data)
 
 
 def _splits(dataset: Dataset, validation: int) -> tuple[Split, Split]:
@@ -189,74 +228,14 @@ def _splits(dataset: Dataset, validation: int) -> tuple[Split, Split]:
     return dataset.train.subset(order[validation:]), dataset.train.subset(order[:validation])
 
 
-def _epoch(
-    method: Method, training: Split, config: Config, epoch: int, folder: Path, show: Callable[..., None]
-) -> float:
+def _epoch(method: Method, training: Split, config: Config, epoch: int, show: Callable[..., None]) -> float:
     """One pass over the training images; the mean of their losses, each at the time of its step."""
     total, seen = 0.0, 0
     for x, y in data.batches(training, config.batch_size, seed=config.seed, epoch=epoch):
-        try:
-            total += float(method.step(x, y)) * len(y)
-        except FloatingPointError as error:
-            kept = f"{folder / CHECKPOINT} is that of epoch {epoch}" if epoch else "no epoch was completed"
-            raise FloatingPointError(f"{error} ({kept})") from error
+        total += float(method.step(x, y)) * len(y)
         seen += len(y)
         show(epoch=epoch + 1, loss=f"{total / seen:.4f}")
     return total / seen
-
-
-def _restore(folder: Path, method: Method, config: Config) -> int:
-    """Put the checkpoint, if there is one, into the method; the number of whole epochs."""
-    path = folder / CHECKPOINT
-    if not path.exists():
-        return 0
-    try:
-        checkpoint = torch.load(path, map_location=config.device, weights_only=True)
-    except Exception as error:  # what torch raises depends on where the damage is
-        raise ValueError(f"{path} is damaged: train again in another folder") from error
-    method.load_state_dict(checkpoint["method"])
-    return int(checkpoint["epoch"])
-
-
-def _cut_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
-    """The lines of the epochs that the checkpoint has; later ones, and half a line, are dropped."""
-    path = folder / METRICS
-    lines = path.read_text().splitlines(keepends=True)[:done] if path.exists() else []
-    if len(lines) < done:
-        raise ValueError(f"{path} has {len(lines)} of the {done} epochs that {CHECKPOINT} has: put it back")
-    _replace(path, "".join(lines))
-    return [json.loads(line) for line in lines]
-
-
-def _append(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _save(path: Path, checkpoint: dict[str, Any]) -> None:
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    _replace(path, buffer.getvalue())
-
-
-def _replace(path: Path, content: bytes | str) -> None:
-    """Write a file whole or not at all, whenever the process or the machine stops."""
-    unfinished = path.with_name(path.name + ".partial")
-    with unfinished.open("wb") as file:
-        file.write(content if isinstance(content, bytes) else content.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-
-
-def _history(folder: Path) -> dict[str, Any]:
-    """Where this run is made, with the places of the parts before a resume."""
-    path = folder / ENVIRONMENT
-    before = json.loads(path.read_text()) if path.exists() else None
-    earlier = [] if before is None else [*before.pop("earlier"), before]
-    return {**environment(), "earlier": earlier}
 
 
 def _bar() -> Progress:

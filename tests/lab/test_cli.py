@@ -4,6 +4,9 @@ import inspect
 import json
 import subprocess
 import sys
+import tomllib
+import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from posterity_lab import cli, runs
+from posterity import DivergenceWarning
+from posterity_lab import cli, data, runs
 from posterity_lab.config import Config
 
 TINY = ("--net", "mlp-16", "--data", "digits", "--epochs", "2", "--batch-size", "64", "--eval-samples", "3")
@@ -148,8 +152,6 @@ def test_evaluate_tells_other_data_apart(run, point):
 
 
 def test_evaluate_refuses_other_data_of_another_shape(run, monkeypatch):
-    from posterity_lab import data
-
     load = data.load
 
     def wide(name, device="cpu"):
@@ -167,6 +169,7 @@ def test_evaluate_of_one_network_has_one_mode(point):
     report = json.loads(call("evaluate", point, "--json").stdout)
     assert set(report["modes"]) == {"mean"}
     assert report["samples"] == 1
+    assert call("evaluate", point).stdout.splitlines()[0].strip() == "adam on digits, 1 network"
 
 
 @pytest.mark.parametrize("kind", [".pt", ".safetensors", ".npy"])
@@ -183,8 +186,8 @@ def test_predict_writes_a_row_for_every_input(run, tmp_path, kind):
     assert result.exit_code == 0, result.output
     rows = table(tmp_path / f"x{kind}.predictions.csv")
     assert list(rows[0]) == COLUMNS
-    config, model, posterior, _ = runs.load_run(run)
-    wanted = runs.methods.predictions(model, posterior, x, config)
+    read = runs.load_run(run)
+    wanted = runs.methods.predictions(read.model, read.posterior, x, read.config)
     assert [int(row["label"]) for row in rows] == wanted.label.tolist()
     for key in ("entropy", "expected_entropy", "mutual_information"):
         assert [float(row[key]) for row in rows] == pytest.approx(getattr(wanted, key).tolist())
@@ -207,6 +210,8 @@ def test_predict_of_one_network(point, tmp_path):
         ("x.pt", torch.zeros(2, 64), "holds inputs [2, 64]: the network takes [N, 1, 8, 8]"),
         ("x.pt", torch.zeros(0, 1, 8, 8), "holds inputs [0, 1, 8, 8]: the network takes [N, 1, 8, 8]"),
         ("x.pt", torch.full((2, 1, 8, 8), torch.nan), "holds inputs that are not finite"),
+        ("x.pt", torch.full((2, 1, 8, 8), 255.0), "x.pt holds values up to 255: scale pixels to 0 … 1"),
+        ("x.pt", torch.full((2, 1, 8, 8), -1.0), "x.pt holds values down to -1: scale pixels to 0 … 1"),
     ],
 )
 def test_predict_refuses_inputs_that_do_not_fit(run, tmp_path, name, content, message):
@@ -249,3 +254,106 @@ def test_demo_is_handed_its_folder(monkeypatch, tmp_path):
     )
     assert call("demo", "--out", tmp_path, "--quick").exit_code == 0
     assert calls == [(tmp_path, True)]
+
+
+def test_predict_needs_no_data(run, tmp_path, monkeypatch):
+    torch.save(torch.zeros(1, 1, 8, 8), tmp_path / "x.pt")
+    monkeypatch.setattr(data, "load", None)
+    result = call("predict", run, tmp_path / "x.pt")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"1 prediction in {tmp_path / 'x.pt.predictions.csv'}\n"
+
+
+def test_predict_looks_for_the_folder_of_its_csv_first(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "load_run", None)
+    there = tmp_path / "none" / "o.csv"
+    assert (
+        refused("predict", run, tmp_path / "x.pt", "--out", there)
+        == f"there is no folder {there.parent}: choose another --out"
+    )
+    assert (
+        refused("predict", run, tmp_path / "x.pt", "--out", tmp_path)
+        == f"{tmp_path} is a folder: choose another --out"
+    )
+
+
+def test_samples_are_refused_by_their_name(run, tmp_path):
+    message = "samples must be a whole number of at least 1, not 0"
+    assert refused("evaluate", run, "--samples", 0) == message
+    assert refused("predict", run, tmp_path / "x.pt", "--samples", 0) == message
+
+
+def test_paths_that_cannot_be_used_are_one_sentence(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    tiny = ("--net", "mlp-4", "--data", "digits", "--epochs", 1)
+    assert (
+        refused("train", *tiny, "--out", file / "foo")
+        == f"{file / 'foo'} cannot be used (Not a directory): choose another path"
+    )
+    assert refused("train", *tiny, "--out", "/proc/foo").endswith("): choose another path")
+    assert (
+        refused("train", "--config", tmp_path, "--out", tmp_path / "new")
+        == f"{tmp_path} cannot be read (Is a directory): choose another --config"
+    )
+    assert refused("demo", "--out", file) == f"{file} cannot be used (File exists): choose another path"
+    assert refused("evaluate", file) == f"there is no run in {file}: train one there first"
+    assert file.read_text() == "mine"
+
+
+def test_a_missing_module_and_a_full_disk_are_one_sentence():
+    missing = ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+    assert cli._sentence(missing) == "the command line needs sklearn: pip install 'posterity[lab]'"
+    assert "(No space left on device): choose another path" in cli._sentence(
+        OSError(28, "No space left on device")
+    )
+
+
+def test_a_key_error_is_nothing_to_show_as_a_sentence(monkeypatch, run):
+    def broken(folder, device):
+        raise KeyError("shape")
+
+    monkeypatch.setattr(runs, "load_run", broken)
+    assert isinstance(call("evaluate", run).exception, KeyError)
+
+
+def test_a_warning_is_one_sentence_without_its_place(monkeypatch, run):
+    def warns(folder, device):
+        warnings.warn("BGD seems to diverge: lower the learning rate", DivergenceWarning, stacklevel=1)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(runs, "load_run", warns)
+    shown = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        result = call("evaluate", run)
+    assert result.stderr == "BGD seems to diverge: lower the learning rate\nenough\n"
+    assert warnings.showwarning is shown
+
+
+def test_version():
+    assert call("--version").stdout == f"posterity {version('posterity')}\n"
+
+
+def test_help_of_train_shows_the_defaults(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = call("train", "--help").stdout
+    for default in (
+        "; bgd if not given",
+        "; mlp-400-400 if not given",
+        "; mnist if not given",
+        "; 5 if not given",
+        "; 128 if not given",
+        "; bgd 2, ivon 0.5, bbb 0.001, sgd 0.1, adam 0.001 if not given",
+        "; bgd 0.05, bbb 0.02 if not given",
+    ):
+        assert default in shown
+
+
+def test_without_the_extra_the_script_says_what_to_install():
+    script = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert script == {"posterity": "posterity_lab.command:main"}
+    code = "import sys; sys.modules['typer'] = None; from posterity_lab.command import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "the command line needs the extra lab: pip install 'posterity[lab]'\n"

@@ -72,6 +72,8 @@ def test_a_hyper_parameter_of_another_method_is_refused():
         ("epochs", "3", "a whole number of at least 1"),
         ("batch_size", -1, "a whole number of at least 1"),
         ("validation", -1, "a whole number of at least 0"),
+        ("seed", -1, "a whole number from 0 to 9223372036854775807"),
+        ("seed", 2**63, "a whole number from 0 to 9223372036854775807"),
         ("samples", 0, "a whole number of at least 1"),
         ("lr", 0.0, "a finite number greater than 0"),
         ("lr", math.nan, "a finite number greater than 0"),
@@ -94,6 +96,8 @@ def test_a_bad_file_is_refused(tmp_path):
     (tmp_path / "bad.toml").write_text("lr = = 1")
     with pytest.raises(ValueError, match=r"bad\.toml is not valid TOML"):
         Config.from_sources(tmp_path / "bad.toml", {})
+    with pytest.raises(OSError, match=r"cannot be read \(Is a directory\): choose another --config$"):
+        Config.from_sources(tmp_path, {})
 
 
 def test_a_config_cannot_change():

@@ -1,3 +1,4 @@
+import errno
 import gzip
 import hashlib
 import io
@@ -304,7 +305,7 @@ def test_label_beyond_the_classes_is_refused(tmp_path):
 
 @pytest.mark.parametrize("use", [load, verify, fetch])
 @pytest.mark.parametrize(
-    ("name", "hint"), [("CIFAR-10", "did you mean 'cifar10'"), ("qqq", "the sets are digits, ")]
+    ("name", "hint"), [("CIFAR-10", "did you mean 'cifar10'"), ("qqq", "choose from digits, ")]
 )
 def test_unknown_name_gets_a_hint(tmp_path, use, name, hint):
     with pytest.raises(DataError, match=f"no data set '{name}'.*{hint}"):
@@ -421,6 +422,30 @@ def test_fetch_without_a_connection_gives_the_manual_steps(tmp_path, monkeypatch
         fetch("cifar10", tmp_path)
 
 
+def test_fetch_into_a_folder_that_cannot_be_written_blames_the_folder(tmp_path, monkeypatch, served):
+    serve_mnist(served, monkeypatch)
+    (tmp_path / "file").write_text("mine")
+    root = tmp_path / "file" / "data"
+    with pytest.raises(DataError) as raised:
+        fetch("mnist", root)
+    assert (
+        str(raised.value)
+        == f"{root} cannot be written (Not a directory): set POSTERITY_DATA to another folder"
+    )
+    assert served[2] == []
+
+
+def test_fetch_onto_a_full_disk_blames_the_folder(tmp_path, monkeypatch, served):
+    serve_mnist(served, monkeypatch)
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.shutil, "copyfileobj", full)
+    with pytest.raises(DataError, match=r"root cannot be written .*: set POSTERITY_DATA to another folder"):
+        fetch("mnist", tmp_path / "root")
+
+
 def test_published_urls_name_every_file_without_a_form():
     for name, known in files.SETS.items():
         assert bool(known.url) != bool(known.form), name
@@ -461,11 +486,6 @@ def test_batches_leave_the_global_generators_alone(numbered):
     list(batches(numbered, 4, seed=0, epoch=0))
     assert torch.equal(torch.get_rng_state(), before)
     assert (np.random.get_state()[1] == numpy_before).all()  # noqa: NPY002
-
-
-@pytest.mark.parametrize(("size", "sizes"), [(4, [4, 4]), (5, [5, 5]), (11, [])])
-def test_drop_last_drops_only_a_short_batch(numbered, size, sizes):
-    assert [len(y) for _, y in batches(numbered, size, seed=0, epoch=0, drop_last=True)] == sizes
 
 
 def test_empty_split_has_no_batches(numbered):

@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from posterity_lab.data import Dataset, Split
 from posterity_lab.nets import build, initialise, lenet5, mlp, recipe
-
-
-def images(*shape: int, classes: int = 10) -> Dataset:
-    split = Split(torch.zeros(2, *shape), torch.zeros(2, dtype=torch.long))
-    return Dataset("zeros", split, split, classes)
 
 
 def test_mlp_flattens_and_has_relu_between_its_layers():
@@ -89,9 +83,9 @@ def test_initialise_refuses_a_layer_it_does_not_know():
         initialise(nn.Sequential(nn.LayerNorm(3)), seed=0)
 
 
-def test_build_sizes_nets_by_the_data():
-    assert build("mlp-7-6", images(1, 8, 8))(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
-    assert build("lenet5", images(3, 32, 32, classes=100))(torch.zeros(3, 3, 32, 32)).shape == (3, 100)
+def test_build_sizes_nets_by_shape_and_classes():
+    assert build("mlp-7-6", [1, 8, 8], 10)(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+    assert build("lenet5", (3, 32, 32), 100)(torch.zeros(3, 3, 32, 32)).shape == (3, 100)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +96,7 @@ def test_build_sizes_nets_by_the_data():
         ("mlp-0", "there is no net 'mlp-0', did you mean 'mlp-400-400'?"),
         ("mlp-4O0", "there is no net 'mlp-4O0', did you mean 'mlp-400-400'?"),
         ("lenet", "there is no net 'lenet', did you mean 'lenet5'?"),
-        ("transformer", "there is no net 'transformer': name one like mlp-400-400 or lenet5"),
+        ("transformer", "there is no net 'transformer': name one like mlp-400-400, lenet5"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name, message):
@@ -113,4 +107,12 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, message):
 
 def test_lenet5_is_refused_for_what_is_no_square_image():
     with pytest.raises(ValueError, match=r"square images \[C, H, W\], not \[1, 28, 32\]"):
-        build("lenet5", images(1, 28, 32))
+        build("lenet5", [1, 28, 32], 10)
+
+
+@pytest.mark.parametrize("size", ["9" * 13, "9" * 30, "9" * 13 + "-" + "9" * 13])
+def test_a_net_that_no_memory_holds_is_refused(size):
+    with pytest.raises(
+        ValueError, match=f"^the net mlp-{size} does not fit in memory: choose a smaller one$"
+    ):
+        build(f"mlp-{size}", [1, 8, 8], 10)

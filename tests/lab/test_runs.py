@@ -89,13 +89,18 @@ def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
         assert_same(tmp_path / method, tmp_path / f"{method}-whole")
 
 
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file with the time it was written."""
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
 class Stop(Exception):
     pass
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, config: Config, folder: Path, epoch: int) -> None:
     """Train, but stop where the checkpoint of an epoch would be written."""
-    save = runs._save
+    save = runs.save
 
     def stop(path: Path, value: dict) -> None:
         if value["epoch"] == epoch:
@@ -103,7 +108,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, config: Config, folder: Path, epo
         save(path, value)
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(runs, "_save", stop)
+        patch.setattr(runs, "save", stop)
         runs.train(config, folder)
 
 
@@ -140,13 +145,31 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, monkeyp
 def test_resuming_a_finished_run_changes_nothing(tmp_path):
     config = tiny(method="bgd", epochs=1)
     runs.train(config, tmp_path / "run")
-    before = posterior(tmp_path / "run")
+    before = contents(tmp_path / "run")
     history = runs.train(config, tmp_path / "run", resume=True)
     assert [record["epoch"] for record in history] == [1]
-    assert all(torch.equal(value, before[key]) for key, value in posterior(tmp_path / "run").items())
-    assert set(before) == {
+    assert contents(tmp_path / "run") == before
+    assert set(posterior(tmp_path / "run")) == {
         f"{name}|{part}" for name in ("1.weight", "1.bias", "3.weight", "3.bias") for part in ("loc", "raw")
     }
+
+
+def test_a_run_killed_before_its_posterior_was_written_gets_it_without_the_data(tmp_path, monkeypatch):
+    config = tiny(method="bgd", epochs=1)
+    runs.train(config, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    (tmp_path / "run" / "posterior.safetensors").unlink()
+    monkeypatch.setattr(runs.data, "load", None)
+    runs.train(config, tmp_path / "run", resume=True)
+    assert {name: content for name, (content, _) in contents(tmp_path / "run").items()} == {
+        name: content for name, (content, _) in before.items()
+    }
+
+
+def test_a_resumed_run_keeps_where_its_parts_were_made(tmp_path, monkeypatch):
+    config = tiny(method="adam")
+    interrupt(monkeypatch, config, tmp_path / "run", 2)
+    runs.train(config, tmp_path / "run", resume=True)
     sessions = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert sessions["torch"] == torch.__version__
     assert len(sessions["earlier"]) == 1
@@ -185,6 +208,13 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path, mon
     with pytest.raises(FloatingPointError, match=r"the loss is nan.*checkpoint.pt is that of epoch 1"):
         runs.train(tiny(method=method, epochs=3), tmp_path / "bad")
     assert checkpoint(tmp_path / "bad")["epoch"] == 1
+    lower = "lr" if method == "adam" else "lr or std_init"
+    with pytest.raises(ValueError, match=f"that diverged: train in another folder with a lower {lower}$"):
+        runs.train(tiny(method=method, epochs=3), tmp_path / "bad")
+    with pytest.raises(
+        FloatingPointError, match=r"lower .*--resume would repeat this: train in another folder"
+    ):
+        runs.train(tiny(method=method, epochs=3), tmp_path / "bad", resume=True)
     good, bad = (tensors(checkpoint(tmp_path / name)["method"]["model"]) for name in ("good", "bad"))
     assert all(torch.equal(good[key], bad[key]) for key in good if isinstance(good[key], torch.Tensor))
     assert len(lines(tmp_path / "bad")) == 1
@@ -229,10 +259,11 @@ def test_a_run_learns_and_reads_back_as_it_was(tmp_path, method):
     config = tiny(method=method, net="mlp-50", epochs=8)
     last = runs.train(config, tmp_path / "run")[-1]
     assert last["accuracy"] > 0.8
-    read, model, posterior, dataset = runs.load_run(tmp_path / "run")
-    assert read == config
-    probs = methods.predictions(model, posterior, dataset.test.x, config).probs
-    assert float((probs.argmax(-1) == dataset.test.y).float().mean()) == pytest.approx(last["accuracy"])
+    run = runs.load_run(tmp_path / "run")
+    assert run.config == config
+    test = runs.data.load("digits").test
+    probs = methods.predictions(run.model, run.posterior, test.x, config).probs
+    assert float((probs.argmax(-1) == test.y).float().mean()) == pytest.approx(last["accuracy"])
 
 
 def test_a_run_without_an_epoch_cannot_be_read(tmp_path, monkeypatch):
@@ -244,12 +275,87 @@ def test_a_run_without_an_epoch_cannot_be_read(tmp_path, monkeypatch):
 def test_a_run_cut_short_is_read_at_its_checkpoint(tmp_path, monkeypatch):
     interrupt(monkeypatch, tiny(method="bgd"), tmp_path / "cut", 3)
     runs.train(tiny(method="bgd", epochs=2), tmp_path / "short")
-    cut, short = (runs.load_run(tmp_path / name)[2] for name in ("cut", "short"))
+    cut, short = (runs.load_run(tmp_path / name).posterior for name in ("cut", "short"))
     assert torch.equal(cut.std()["1.weight"], short.std()["1.weight"])
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path):
-    runs.train(tiny(method="adam", epochs=1), tmp_path / "run")
-    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"half a file")
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged"):
+def test_a_posterior_of_another_run_is_not_used(tmp_path):
+    runs.train(tiny(method="bgd", epochs=1), tmp_path / "run")
+    runs.train(tiny(method="bgd", epochs=1, seed=1), tmp_path / "other")
+    own = runs.load_run(tmp_path / "run").posterior.std()["1.weight"]
+    (tmp_path / "other" / "posterior.safetensors").replace(tmp_path / "run" / "posterior.safetensors")
+    assert torch.equal(runs.load_run(tmp_path / "run").posterior.std()["1.weight"], own)
+
+
+def damage(value: dict, *path: str) -> dict:
+    """The checkpoint without one of its keys."""
+    key, *rest = path
+    return {k: damage(v, *rest) if rest and k == key else v for k, v in value.items() if rest or k != key}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: b"half a file",
+        lambda folder: [1, 2],
+        lambda folder: damage(checkpoint(folder), "epoch"),
+        lambda folder: damage(checkpoint(folder), "shape"),
+        lambda folder: damage(checkpoint(folder), "method", "model"),
+        lambda folder: damage(checkpoint(folder), "method", "optimizer", "param_groups"),
+        lambda folder: damage(checkpoint(folder), "method", "model", "1.weight"),
+        lambda folder: checkpoint(folder.parent / "sgd"),
+    ],
+)
+def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path, monkeypatch, make):
+    interrupt(monkeypatch, tiny(method="adam", epochs=2), tmp_path / "run", 2)
+    interrupt(monkeypatch, tiny(method="sgd", epochs=2), tmp_path / "sgd", 2)
+    foreign = make(tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint.pt"
+    path.write_bytes(foreign) if isinstance(foreign, bytes) else torch.save(foreign, path)
+    before = contents(tmp_path / "run")
+    message = r"checkpoint\.pt is of another run or damaged: train again in another folder$"
+    with pytest.raises(ValueError, match=message):
         runs.load_run(tmp_path / "run")
+    with pytest.raises(ValueError, match=message):
+        runs.train(tiny(method="adam", epochs=2), tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "config.json",
+            "[1]",
+            r"config\.json cannot be read \(it holds a list, not an object\): train again",
+        ),
+        ("config.json", "{", r"config\.json cannot be read \(.*\): train again in another folder$"),
+        ("environment.json", "{", r"environment\.json is damaged: delete it, or train again"),
+        ("environment.json", "[]", r"environment\.json is damaged: delete it, or train again"),
+        ("environment.json", "{}", r"environment\.json is damaged: delete it, or train again"),
+        ("metrics.jsonl", "", r"metrics\.jsonl has 0 of the 1 epochs .*: put it back, or train again"),
+        ("metrics.jsonl", "garbage\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
+        ("metrics.jsonl", "{}\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_remedy(tmp_path, monkeypatch, name, content, message):
+    config = tiny(method="adam", epochs=2)
+    interrupt(monkeypatch, config, tmp_path / "run", 2)
+    (tmp_path / "run" / name).write_text(content)
+    before = contents(tmp_path / "run")
+    with pytest.raises(ValueError, match=message):
+        runs.train(config, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == before
+
+
+def test_predictions_that_are_not_finite_are_a_divergence(tmp_path):
+    # One step per epoch, so that no second loss tells before the metrics do.
+    config = tiny(method="sgd", lr=1e30, batch_size=2000)
+    with pytest.raises(FloatingPointError, match=r"^the predictions are not finite: lower lr \(no epoch"):
+        runs.train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("method", [*LEARNERS, "adam"])
+def test_the_largest_seed_can_be_used(tmp_path, method):
+    assert runs.train(tiny(method=method, epochs=1, seed=2**63 - 1), tmp_path / "run")

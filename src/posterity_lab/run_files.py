@@ -3,7 +3,7 @@
 | file | what |
 |---|---|
 | ``config.json`` | the `Config`, complete |
-| ``environment.json`` | versions, commit, hardware and time, also of the sessions before a resume |
+| ``environment.json`` | versions, commit, hardware and time, also of the parts before a resume |
 | ``metrics.jsonl`` | one object per epoch |
 | ``checkpoint.pt`` | model and optimiser after the last whole epoch, and all that is needed to build them |
 | ``posterior.safetensors`` | the posterior, when all epochs are done |
@@ -123,30 +123,30 @@ def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
     return records
 
 
-def sessions(folder: Path) -> dict[str, Any]:
+def places(folder: Path) -> dict[str, Any]:
     """Where this run is made, with the places of the parts before a resume.
 
     Example:
-        >>> sessions(Path("nowhere"))["earlier"]
+        >>> places(Path("nowhere"))["earlier"]
         []
     """
-    before = _session(folder)
+    before = _place(folder)
     earlier = [] if before is None else [*before.pop("earlier"), before]
     return {**environment(), "earlier": earlier}
 
 
 def diverged(folder: Path) -> bool:
-    """Whether the last session in the folder ended because the loss was not finite.
+    """Whether the last part of the run in the folder ended because the loss was not finite.
 
     Example:
         >>> diverged(Path("nowhere"))
         False
     """
     try:
-        session = _session(folder)
+        place = _place(folder)
     except ValueError:
         return False
-    return session is not None and "diverged" in session
+    return place is not None and "diverged" in place
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
@@ -174,17 +174,17 @@ def replace(path: Path, content: bytes | str) -> None:
     os.replace(unfinished, path)
 
 
-def _session(folder: Path) -> dict[str, Any] | None:
+def _place(folder: Path) -> dict[str, Any] | None:
     path = folder / ENVIRONMENT
     if not path.exists():
         return None
     try:
-        session = json.loads(path.read_text())
+        place = json.loads(path.read_text())
     except ValueError:
-        session = None
-    if not isinstance(session, dict) or not isinstance(session.get("earlier"), list):
+        place = None
+    if not isinstance(place, dict) or not isinstance(place.get("earlier"), list):
         raise ValueError(f"{path} is damaged: delete it, or {_ELSE}")
-    return session
+    return place
 
 
 def _foreign(path: Path) -> ValueError:

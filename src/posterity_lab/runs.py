@@ -33,12 +33,12 @@ from posterity_lab.run_files import (
     POSTERIOR,
     append,
     diverged,
+    places,
     read_checkpoint,
     read_metrics,
     replace,
     restore,
     save,
-    sessions,
     stored,
 )
 
@@ -81,10 +81,10 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
     if checkpoint is not None:
         restore(method, checkpoint, folder)
     done = 0 if checkpoint is None else int(checkpoint["epoch"])
-    history, session = read_metrics(folder, done), sessions(folder)
+    history, place = read_metrics(folder, done), places(folder)
     folder.mkdir(parents=True, exist_ok=True)
     replace(folder / CONFIG, json.dumps(dataclasses.asdict(config), indent=2))
-    replace(folder / ENVIRONMENT, json.dumps(session, indent=2))
+    replace(folder / ENVIRONMENT, json.dumps(place, indent=2))
     replace(folder / METRICS, "".join(json.dumps(record) + "\n" for record in history))
     steps = -(-len(training) // config.batch_size)
     with _bar() as bar:
@@ -103,7 +103,7 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
                     f"{folder / CHECKPOINT} is that of epoch {epoch}" if epoch else "no epoch was completed"
                 )
                 message = f"{error} ({kept}; --resume would repeat this: train in another folder)"
-                replace(folder / ENVIRONMENT, json.dumps({**session, "diverged": message}, indent=2))
+                replace(folder / ENVIRONMENT, json.dumps({**place, "diverged": message}, indent=2))
                 raise FloatingPointError(message) from error
             record: dict[str, Any] = {
                 "epoch": epoch + 1,

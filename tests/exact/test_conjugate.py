@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from posterity import BGD, IVON, IsotropicGaussian, elbo, variational
+from posterity import BGD, IVON, DiagonalGaussian, IsotropicGaussian, Variational, elbo, variational
 from posterity.optim.statistics import Statistics
 
 N, D = 40, 3
@@ -84,15 +84,22 @@ def test_bgd_adds_up_precision_like_bayes_rule() -> None:
     assert (mean - solution).norm() < (start / precision.min()) ** slowest * solution.norm()
 
 
-def test_bayes_by_backprop_is_at_rest_at_the_best_diagonal_gaussian() -> None:
+def at_the_optimum() -> tuple[Variational, DiagonalGaussian]:
+    """A linear model whose posterior is the best diagonal Gaussian."""
     exact_mean, variance = posterior()
     layer = nn.Linear(D, 1, bias=False).double()
     with torch.no_grad():
         layer.weight.copy_(exact_mean[None])
     model = variational(layer)
     leaf = model.posterior.block("weight")
+    assert isinstance(leaf, DiagonalGaussian)
     with torch.no_grad():
         leaf.raw.copy_(torch.log(torch.expm1(variance.sqrt()))[None])
+    return model, leaf
+
+
+def test_bayes_by_backprop_is_at_rest_at_the_best_diagonal_gaussian() -> None:
+    model, leaf = at_the_optimum()
     # E[NLL] over q, exactly: the NLL at the mean plus half the trace of variance times curvature.
     expected = nll(leaf.mean()) + 0.5 * (leaf.std().square() * (X.T @ X).diagonal() / N).sum()
     loss = elbo(expected, model.kl(IsotropicGaussian(PRIOR_PRECISION**-0.5)), num_data=N)
@@ -112,14 +119,7 @@ def test_bayes_by_backprop_is_at_rest_at_the_best_diagonal_gaussian() -> None:
 
 
 def test_sampled_gradients_of_bayes_by_backprop_are_unbiased() -> None:
-    exact_mean, variance = posterior()
-    layer = nn.Linear(D, 1, bias=False).double()
-    with torch.no_grad():
-        layer.weight.copy_(exact_mean[None])
-    model = variational(layer)
-    leaf = model.posterior.block("weight")
-    with torch.no_grad():
-        leaf.raw.copy_(torch.log(torch.expm1(variance.sqrt()))[None])
+    model, leaf = at_the_optimum()
     n = 4000
     grads = []
     for _ in range(n):

@@ -170,9 +170,9 @@ def test_a_resumed_run_keeps_where_its_parts_were_made(tmp_path, monkeypatch):
     config = tiny(method="adam")
     interrupt(monkeypatch, config, tmp_path / "run", 2)
     runs.train(config, tmp_path / "run", resume=True)
-    sessions = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert sessions["torch"] == torch.__version__
-    assert len(sessions["earlier"]) == 1
+    places = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert places["torch"] == torch.__version__
+    assert len(places["earlier"]) == 1
 
 
 def test_a_folder_with_a_run_is_refused_without_resume(tmp_path):

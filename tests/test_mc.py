@@ -226,6 +226,52 @@ def test_weights_are_run_in_the_models_dtype() -> None:
     assert out.samples.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3)])
+def test_a_linear_layer_takes_any_leading_dimensions(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    weights = {"2.weight": torch.randn(6, 2, 4).double()}
+    results = []
+    for how in ("stack", "loop"):
+        x = torch.linspace(-1, 1, 30).double()[: torch.Size(shape).numel()].view(shape).requires_grad_()
+        model.zero_grad()
+        out = posterity.run(model, weights, x, how=how)
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad, model[0].weight.grad.clone(), model[2].bias.grad.clone()])
+    assert results[0][0].shape == (6, *shape[:-1], 2)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_backward_may_run_outside_autocast() -> None:
+    model = posterity.variational(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model.outputs(torch.randn(5, 3), samples=3)
+    assert out.dtype == torch.bfloat16
+    out.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_deterministic_weights_between_stacked_ones_agree_with_the_loop() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(5, 3).double()
+    for names in (["0.weight"], ["0.weight", "2.bias"], ["2.weight"], ["2.bias"], ["4.weight", "0.bias"]):
+        weights = {
+            name: torch.randn(6, *p.shape).double() for name, p in model.named_parameters() if name in names
+        }
+        a, b = (posterity.run(model, weights, x, how=how) for how in ("stack", "loop"))
+        torch.testing.assert_close(a, b)
+        for how in ("stack", "loop"):
+            model.zero_grad()
+            posterity.run(model, weights, x, how=how).square().mean().backward()
+            grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            if how == "stack":
+                expected = grads
+        for ours, theirs in zip(grads, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_bad_calls_are_refused() -> None:
     x = torch.randn(4, 3)
     with pytest.raises(ValueError, match="the model has no parameter 'wieght'"):

@@ -33,7 +33,12 @@ class StackedRoutes(TorchFunctionMode):
 
 
 def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    return input, weight, bias
+    """Positional arguments, cast as autocast would: it does not look inside an autograd function."""
+    device = input.device.type
+    if not torch.is_autocast_enabled(device) or input.dtype == torch.float64:
+        return input, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -52,10 +57,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        flat = grad.flatten(0, -2)
+        flat = grad.reshape(-1, grad.shape[-1])
         return (
             grad @ weight if ctx.needs_input_grad[0] else None,
-            flat.mT @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None,
+            flat.mT @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None,
             flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None,
         )
 
@@ -64,14 +69,10 @@ class _Linear(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, int]:
         if in_dims[1] is None:  # the weights are not stacked: samples are just more rows
-            out = F.linear(x.movedim(in_dims[0], 0) if in_dims[0] is not None else x, weight)
-            if bias is not None:
-                out = out + (
-                    bias
-                    if in_dims[2] is None
-                    else bias.movedim(in_dims[2], 0).view(info.batch_size, *[1] * (out.dim() - 2), -1)
-                )
-            return out, 0
+            out = F.linear(x[None] if in_dims[0] is None else x.movedim(in_dims[0], 0), weight)
+            if bias is not None and in_dims[2] is not None:
+                bias = bias.movedim(in_dims[2], 0).view(info.batch_size, *[1] * (out.dim() - 2), -1)
+            return out if bias is None else out + bias, 0
         weight = weight.movedim(in_dims[1], 0)
         x = x.movedim(in_dims[0], 0) if in_dims[0] is not None else x.expand(info.batch_size, *x.shape)
         if bias is not None:

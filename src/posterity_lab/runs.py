@@ -95,9 +95,7 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
             try:
                 loss = _epoch(method, training, config, epoch, partial(bar.update, task, advance=1))
                 seconds = round(time.perf_counter() - start, 3)
-                probs = methods.predictions(model, method.posterior(), held_out.x, config).probs
-                if not bool(torch.isfinite(probs).all()):  # the epoch's last step went too far
-                    raise FloatingPointError("the predictions are not finite: lower lr")
+                scores = _scores(model, method, held_out, config)
             except FloatingPointError as error:
                 kept = (
                     f"{folder / CHECKPOINT} is that of epoch {epoch}" if epoch else "no epoch was completed"
@@ -110,10 +108,7 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
                 "step": (epoch + 1) * steps,
                 "train_loss": loss,
                 "seconds": seconds,
-                "split": "validation" if config.validation else "test",
-                "accuracy": metrics.accuracy(probs, held_out.y),
-                "nll": metrics.nll(probs, held_out.y),
-                "ece": metrics.ece(probs, held_out.y),
+                **scores,
             }
             history.append(record)
             bar.update(task, **_shown(history, config))
@@ -212,6 +207,19 @@ def _check_device(device: str) -> None:
 def _learner(config: Config, shape: Sequence[int], classes: int, num_data: int) -> tuple[nn.Module, Method]:
     model = nets.initialise(nets.build(config.net, shape, classes), config.seed).to(config.device)
     return model, methods.build(config, model, num_data)
+
+
+def _scores(model: nn.Module, method: Method, held_out: Split, config: Config) -> dict[str, Any]:
+    """What the network can do now, on images that it did not learn from."""
+    probs = methods.predictions(model, method.posterior(), held_out.x, config).probs
+    if not bool(torch.isfinite(probs).all()):  # the epoch's last step went too far
+        raise FloatingPointError("the predictions are not finite: lower lr")
+    return {
+        "split": "validation" if config.validation else "test",
+        "accuracy": metrics.accuracy(probs, held_out.y),
+        "nll": metrics.nll(probs, held_out.y),
+        "ece": metrics.ece(probs, held_out.y),
+    }
 
 
 def _splits(dataset: Dataset, validation: int) -> tuple[Split, Split]:

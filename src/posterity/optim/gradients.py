@@ -29,7 +29,8 @@ class GradientLedger:
         """Raise for a gradient that is new: it was taken at the means, and would be lost."""
         for group in groups:
             for name, p in members(group):
-                if p.grad is not None and self._known.get(p) != (id(p.grad), p.grad._version):
+                seen = p.grad is None or self._known.get(p) == (id(p.grad), p.grad._version)
+                if not seen and bool(cast(Tensor, p.grad).any()):  # one zeroed in place has lost nothing
                     raise RuntimeError(
                         f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
                         "or drop it with zero_grad()"

@@ -1,0 +1,111 @@
+"""The table of rules that the conformance tests run over, and what they run. A new method is one more row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import posterity
+from posterity import VariationalOptimizer
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    make: Callable[..., VariationalOptimizer]
+    bad: dict[str, Any]  # hyper-parameters that must be refused
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+RULES = [
+    Rule(
+        "BGD",
+        lambda params, **kw: posterity.BGD(
+            params, **{"std_init": 0.1, "mc_samples": 3, "batch_size": 16, **kw}
+        ),
+        {"std_init": -0.1, "lr": -1.0, "mc_samples": 0},
+    ),
+    Rule(
+        "IVON",
+        lambda params, **kw: posterity.IVON(
+            params, **{"num_data": 100, "mc_samples": 3, "betas": (0.9, 0.9), "lr": 0.05, **kw}
+        ),
+        {
+            "num_data": 0,
+            "prior_precision": -1.0,
+            "temperature": 0.0,
+            "betas": (0.9, 1.0),
+            "hess_init": 0.0,
+            "clip_radius": 0.0,
+            "lr": -1.0,
+            "mc_samples": 0,
+        },
+    ),
+]
+rules = pytest.mark.parametrize("rule", RULES, ids=repr)
+
+X = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (16,), generator=torch.Generator().manual_seed(2))
+
+
+class Net(nn.Module):
+    """Small, with BatchNorm and a parameter that no forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 3)
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.norm(self.first(x))))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss_fn(model: nn.Module, x: Tensor = X, y: Tensor = Y) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def by_closure(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
+    opt.step(lambda: loss_fn(model, x), batch_size=16)
+
+
+def by_context(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
+    for _ in range(opt.param_groups[0]["mc_samples"]):
+        with opt.sampled_params():
+            loss_fn(model, x).backward()
+    opt.step(batch_size=16)
+
+
+def by_stack(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
+    posterity.compile_step(model, loss_fn, opt)(x, Y)
+
+
+def by_chunks(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
+    posterity.compile_step(model, loss_fn, opt, chunk=2)(x, Y)
+
+
+def everything(model: nn.Module, opt: VariationalOptimizer) -> dict[str, Tensor]:
+    """Weights, buffers and posterior stds, copied."""
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return found | {f"std {name}": value.clone() for name, value in opt.posterior().std().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+ALL_WAYS = (by_closure, by_context, by_stack, by_chunks)

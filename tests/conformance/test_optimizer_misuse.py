@@ -1,0 +1,273 @@
+"""What every rule must survive, refuse or say: freezing, foreign states and gradients, odd models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import posterity
+from conformance.rules import ALL_WAYS, Rule, X, by_closure, by_context, everything, loss_fn, net, rules, same
+
+
+@rules
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_a_parameter_frozen_midway_stays_and_is_still_sampled_afresh(
+    rule: Rule, way: Callable[..., None]
+) -> None:
+    model = net()
+    opt = rule.make(model)
+    way(model, opt)
+    model.first.requires_grad_(False)
+    before = model.first.weight.clone()
+    way(model, opt)
+    assert torch.equal(before, model.first.weight)
+    draws = []
+    for _ in range(2):
+        with opt.sampled_params():
+            draws.append(model.first.weight.clone())
+            loss_fn(model).backward()
+        opt.step(batch_size=16)
+    assert not torch.equal(*draws)
+    assert not torch.equal(draws[0], before)
+
+
+@rules
+def test_contexts_without_gradients_are_fresh_networks_and_leave_no_trace(rule: Rule) -> None:
+    model, twin = net(), net()
+    opt, other = rule.make(model), rule.make(twin)
+    outputs = []
+    for _ in range(3):
+        with torch.no_grad(), opt.sampled_params():
+            outputs.append(model(X))
+    assert len({out.sum().item() for out in outputs}) == 3
+    assert int(model.norm.num_batches_tracked) == 0
+    by_context(model, opt)
+    by_context(twin, other)
+    assert same(everything(model, opt), everything(twin, other))
+
+
+@rules
+def test_loading_a_posterior_copies_it_and_starts_the_rule_afresh(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    by_closure(model, opt)
+    q = opt.posterior()
+    kept = {name: value.clone() for name, value in q.std().items()}
+    with opt.sampled_params():
+        loss_fn(model).backward()
+    opt.load_posterior(q)
+    assert int(opt.state[model.first.weight]["step"]) == 0
+    with pytest.raises(RuntimeError, match="no gradient at sampled weights"):
+        opt.step(batch_size=16)  # what was pending belonged to the posterior before
+    by_closure(model, opt)
+    assert same(kept, q.std())
+    half = net().bfloat16()
+    opt = rule.make(half)
+    opt.load_posterior(q)
+    assert torch.equal(opt.state[half.first.weight]["mean"], q.mean()["first.weight"])
+
+
+@rules
+def test_a_state_of_other_parameters_is_refused_by_name(rule: Rule) -> None:
+    model = net()
+    state = rule.make(model, deterministic="first.*").state_dict()
+    opt = rule.make(model, deterministic="last.*")
+    with pytest.raises(ValueError, match=r"a group has|where this optimiser has|on one side only"):
+        opt.load_state_dict(state)
+    with pytest.raises(ValueError, match="the state has 2 parameter groups and this optimiser 1"):
+        rule.make(model).load_state_dict(state)
+    other = nn.Sequential(nn.Linear(5, 3))
+    with pytest.raises(ValueError, match=r"the state has '0.weight' where this optimiser has 'weight'"):
+        rule.make(other[0]).load_state_dict(rule.make(other).state_dict())
+    wide = nn.Linear(9, 3)
+    opt = rule.make(wide)
+    opt.step(lambda: wide(torch.ones(16, 9)).square().mean(), batch_size=16)
+    with pytest.raises(ValueError, match=r"'weight' has shape \(3, 9\) in the state, \(3, 5\) here"):
+        rule.make(nn.Linear(5, 3)).load_state_dict(opt.state_dict())
+
+
+@rules
+def test_a_load_hook_has_the_last_word(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    by_closure(model, opt)
+    state = copy.deepcopy(opt.state_dict())
+
+    def double(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        given = copy.deepcopy(given)
+        given["state"][1]["step"] += 40
+        return given
+
+    opt.register_load_state_dict_pre_hook(double)
+    opt.load_state_dict(state)
+    assert 41 in {int(opt.state[p]["step"]) for p in model.parameters() if "step" in opt.state[p]}
+
+
+@rules
+def test_calls_inside_a_context_are_refused(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    q, state = opt.posterior(), opt.state_dict()
+    by_context(model, opt)
+    before = everything(model, opt)
+    for call in (
+        lambda: opt.step(batch_size=16),
+        opt.posterior,
+        lambda: opt.load_posterior(q),
+        lambda: opt.load_state_dict(state),
+    ):
+        with pytest.raises(RuntimeError, match="would see sampled weights"), opt.sampled_params():
+            call()
+    assert same(before, everything(model, opt))
+
+
+@rules
+def test_a_gradient_taken_before_the_first_sample_is_not_lost_silently(rule: Rule) -> None:
+    for way in ALL_WAYS:
+        model = net()
+        opt = rule.make(model)
+        way(model, opt)
+        way(model, opt)  # a gradient left by our own step is fine, whatever was done to it
+        loss_fn(model).backward()
+        with pytest.raises(
+            RuntimeError, match=r"from outside sampled_params\(\): take it inside the context, or drop"
+        ):
+            way(model, opt)
+        opt.zero_grad()
+        way(model, opt)
+
+
+@rules
+def test_names_are_distinct_and_a_refused_group_is_not_added(rule: Rule) -> None:
+    a, b = nn.Linear(5, 3), nn.Linear(5, 3)
+    with pytest.raises(ValueError, match="two parameters are named 'weight'"):
+        rule.make([{"params": list(a.named_parameters())}, {"params": list(b.named_parameters())}])
+    opt = rule.make(a.parameters())
+    opt.add_param_group({"params": list(b.parameters())})
+    assert [group["param_names"] for group in opt.param_groups] == [
+        ["param.0", "param.1"],
+        ["param.2", "param.3"],
+    ]
+    with pytest.raises(ValueError, match="lr must be 0 or more"):
+        opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)], "lr": -1.0})
+    assert len(opt.param_groups) == 2
+
+
+@rules
+@pytest.mark.filterwarnings("ignore:.*cannot be vectorised")
+def test_buffers_that_forward_reads_and_writes_agree_in_all_ways(rule: Rule) -> None:
+    results = []
+    for way in ALL_WAYS:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7)), nn.Linear(7, 3)
+        ).double()
+        opt = rule.make(model)
+        for _ in range(3):
+            way(model, opt, X.double())
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+    for other in results[1:]:
+        for key, value in results[0].items():
+            torch.testing.assert_close(other[key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+@rules
+def test_a_model_halved_after_building_gets_full_precision_means(rule: Rule) -> None:
+    model = nn.Linear(5, 3)
+    opt = rule.make(model)
+    by_closure(model, opt)
+    model.bfloat16()
+    by_closure(model, opt, X.bfloat16())
+    assert opt.state[model.weight]["mean"].dtype == torch.float32
+    assert not torch.equal(opt.state[model.weight]["mean"], model.weight.float())
+
+
+@rules
+def test_odd_parameters_buffers_and_modes(rule: Rule) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+            self.none = nn.Parameter(torch.zeros(0))
+            self.scale = nn.Parameter(torch.ones(()))
+            self.register_buffer("flat", torch.zeros(1).expand(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.layer(x + self.flat) + self.none.sum()
+
+    results = []
+    for way in ALL_WAYS:
+        torch.manual_seed(0)
+        model = Odd()
+        opt = rule.make(model)
+        with torch.inference_mode():
+            opt.posterior()  # state made here must be of use later
+        with torch.no_grad():
+            way(model, opt) if way is not by_context else None
+        way(model, opt) if way is by_context else None
+        results.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        posterity.predict(model, opt.posterior(), X)
+    for other in results[1:]:
+        for key, value in results[0].items():
+            torch.testing.assert_close(other[key], value, msg=key)
+
+
+@rules
+def test_a_refused_scaler_or_closure_does_no_lasting_harm(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    scaler = torch.amp.GradScaler("cpu")
+    with opt.sampled_params():
+        scaler.scale(loss_fn(model)).backward()
+    with pytest.raises(RuntimeError, match="needs no scaler"):
+        scaler.step(opt)
+    opt.zero_grad()
+    with pytest.raises(TypeError, match="the closure must return the loss, not NoneType"):
+        opt.step(lambda: None, batch_size=16)
+    by_closure(model, opt)
+    with pytest.raises(ValueError, match="mc_samples must be a whole number"):
+        rule.make(net(), mc_samples=2.5)
+
+
+def test_ivon_refuses_a_std_that_it_cannot_represent() -> None:
+    for std in (0.0, 1e-30):
+        opt = posterity.IVON(nn.Linear(2, 1), num_data=100)
+        leaf = posterity.DiagonalGaussian(torch.zeros(1, 2), std)
+        with pytest.raises(ValueError, match="'weight': IVON needs a std that is positive"):
+            opt.load_posterior(posterity.Factorised({"weight": leaf}))
+
+
+@rules
+def test_statistics_that_overflow_are_refused(rule: Rule) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    opt = rule.make(model)
+    with opt.sampled_params():
+        (model(torch.ones(1, 1)) * 3e38).sum().backward()
+    with opt.sampled_params():
+        (model(torch.ones(1, 1)) * 3e38).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert model.weight.grad is not None
+    model.weight.grad.zero_()
+    opt._sums._grad_noise[model.weight].fill_(torch.inf)
+    with pytest.raises(FloatingPointError, match=r"E\[gradient · noise\] is not finite"):
+        opt.step(batch_size=16)
+
+
+@rules
+def test_gradients_zeroed_in_place_are_no_gradients_from_outside(rule: Rule) -> None:
+    for way in ALL_WAYS:
+        model, twin = net(), net()
+        opt, other = rule.make(model), rule.make(twin)
+        for i in range(3):
+            if i == 1:
+                opt.zero_grad(set_to_none=False)
+            elif i == 2:
+                model.zero_grad(set_to_none=False)
+            way(model, opt)
+            way(twin, other)
+        assert same(everything(model, opt), everything(twin, other))

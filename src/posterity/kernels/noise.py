@@ -10,21 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from posterity.kernels.philox import eps
+
 if TYPE_CHECKING:
     from posterity.noise import Noise
 
 _BLOCK = 512
-
-
-@triton.jit
-def _eps(seed, step, sample, block, start, BLOCK: tl.constexpr):
-    """Normals of elements start … start + BLOCK: counter (element / 4, sample, step, block), key the seed."""
-    index = start // 4 + tl.arange(0, BLOCK // 4)
-    zero = tl.zeros_like(index)
-    a, b, c, d = tl.philox(seed, index, zero + sample, zero + step, zero + block)
-    e0, e1 = tl.pair_uniform_to_normal(tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(b))
-    e2, e3 = tl.pair_uniform_to_normal(tl.uint_to_uniform_float(c), tl.uint_to_uniform_float(d))
-    return tl.reshape(tl.join(tl.join(e0, e2), tl.join(e1, e3)), [BLOCK])
 
 
 @triton.jit(do_not_specialize=["seed", "first", "block", "size"])
@@ -33,7 +24,7 @@ def _perturb(mean, std, out, step, seed, first, block, size, SCALED: tl.constexp
     row = tl.program_id(1)
     at = start + tl.arange(0, BLOCK)
     inside = at < size
-    value = _eps(seed.to(tl.int64), tl.load(step), first + row, block, start, BLOCK)
+    value = eps(seed.to(tl.int64), tl.load(step), first + row, block, start, BLOCK)
     if SCALED:
         value = tl.load(mean + at, mask=inside) + tl.load(std + at, mask=inside) * value
     tl.store(out + row.to(tl.int64) * size + at, value, mask=inside)
@@ -50,7 +41,7 @@ def _moments(grads, total, product, step, seed, first, block, size, rows, BLOCK:
     for row in range(rows):
         grad = tl.load(grads + row.to(tl.int64) * size + at, mask=inside, other=0.0)
         a += grad
-        b += grad * _eps(seed.to(tl.int64), number, first + row, block, start, BLOCK)
+        b += grad * eps(seed.to(tl.int64), number, first + row, block, start, BLOCK)
     tl.store(total + at, a, mask=inside)
     tl.store(product + at, b, mask=inside)
 

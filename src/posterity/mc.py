@@ -55,7 +55,8 @@ def run(
     outputs: list[Tensor] = []
     for rows in chunks(samples, 1 if how == "loop" else chunk):
         part = {name: value[rows.start : rows.stop] for name, value in weights.items()}
-        output, moved = stacked_pass(model, part, before, args, kwargs, stacked=how == "stack")
+        with StackedRoutes():
+            output, moved = stacked_pass(model, part, before, args, kwargs, stacked=how == "stack")
         outputs.append(output)
         if rows.start == 0:
             buffers.restore(model, moved)
@@ -87,8 +88,7 @@ def stacked_pass(
             with warnings.catch_warnings():
                 # Operations without a batching rule still run, one sample after another.
                 warnings.filterwarnings("ignore", message="There is a performance drop")
-                with StackedRoutes():
-                    outputs = vmap(call, randomness="different")(weights, moved)
+                outputs = vmap(call, randomness="different")(weights, moved)
             return outputs, {name: value[0] for name, value in moved.items()}
         except torch.OutOfMemoryError:
             raise

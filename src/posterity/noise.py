@@ -5,18 +5,22 @@ samples, one stacked pass and a captured graph therefore see the same numbers on
 two integers, and torch's global generators are never touched.
 
 On a GPU the numbers come from Philox inside the kernels that use them, so noise is made twice and never
-stored; on a CPU, where making it is what costs, it is made once and kept.
+stored; on a CPU, where making it is what costs, it is made once, by all threads, and kept.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache
 from itertools import count
 
 import torch
 from torch import Tensor
+
+from posterity.layout import Layout, single
 
 try:
     from posterity import kernels
@@ -25,6 +29,10 @@ except ImportError:  # Triton comes with torch's CUDA builds only
 HAS_KERNELS = kernels is not None
 
 _MASK = (1 << 64) - 1
+# Fewer numbers than this are not worth the threads.
+_WORTH_THREADS = 1 << 16
+# Gradients of fewer numbers than this are put end to end for one launch; larger ones have one each.
+_WORTH_A_LAUNCH = 1 << 20
 
 
 def _mix(z: int) -> int:
@@ -45,20 +53,20 @@ def address(seed: int, step: int, sample: int, block: str) -> int:
 
 
 class Noise:
-    """Standard normals ``[len(samples), *shape]`` of one block, by address.
+    """Standard normals of all blocks of a layout, for some samples, by address.
 
     Args:
         samples: Numbers of the samples.
-        shape: The block's shape.
+        layout: Names and shapes of the blocks.
         seed: Seed of the optimiser or of the call.
         step: Number of the step; inside a captured graph, the one-element int32 tensor that holds it.
-        block: The block's name.
         device: Where the numbers are wanted.
         dtype: Their type.
 
     Example:
-        >>> both = Noise(range(2), (3,), seed=0, step=5, block="fc.weight").values
-        >>> second = Noise(range(1, 2), (3,), seed=0, step=5, block="fc.weight").values
+        >>> layout = Layout(["fc.weight"], [(3,)])
+        >>> both = Noise(range(2), layout, seed=0, step=5).blocks[0]
+        >>> second = Noise(range(1, 2), layout, seed=0, step=5).blocks[0]
         >>> bool((both[1:] == second).all())
         True
     """
@@ -66,47 +74,110 @@ class Noise:
     def __init__(
         self,
         samples: range,
-        shape: Sequence[int],
+        layout: Layout,
         *,
         seed: int,
         step: int | Tensor,
-        block: str,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.samples, self.shape, self.seed, self.step, self.block = samples, tuple(shape), seed, step, block
+        self.samples, self.layout, self.seed, self.step = samples, layout, seed, step
         self.device, self.dtype = torch.device(device), dtype
-        self._fused = self.device.type == "cuda" and HAS_KERNELS
+        on_gpu = self.device.type == "cuda" and HAS_KERNELS
+        self.fused = on_gpu and dtype == torch.float32
+        if isinstance(step, Tensor) and not on_gpu:
+            raise RuntimeError("a captured step needs Triton for its noise, and it is not installed")
+        self._philox = on_gpu
 
     @cached_property
     def values(self) -> Tensor:
-        """The numbers themselves."""
-        if self._fused:
+        """The numbers of all blocks, end to end, each block stacked over the samples."""
+        if self._philox:
             return kernels.normal(self).to(self.dtype)
-        if isinstance(self.step, Tensor):
-            raise RuntimeError("a captured step needs Triton for its noise, and it is not installed")
-        out = torch.empty((len(self.samples), *self.shape), dtype=self.dtype, device=self.device)
-        generator = torch.Generator(out.device)
-        for row, sample in enumerate(self.samples):
-            key = address(self.seed, self.step, sample, self.block)
-            out[row].normal_(generator=generator.manual_seed(key))
+        out = torch.zeros(len(self.samples) * self.layout.size, dtype=self.dtype, device=self.device)
+        rows = [
+            (values, address(self.seed, int(self.step), sample, name))
+            for name, block in zip(
+                self.layout.names, self.layout.stacked(out, len(self.samples)), strict=True
+            )
+            for sample, values in zip(self.samples, block, strict=True)
+        ]
+        if self.device.type == "cpu" and len(out) > _WORTH_THREADS and torch.get_num_threads() > 1:
+            rows.sort(key=lambda row: -row[0].numel())
+            list(_threads(torch.get_num_threads(), os.getpid()).map(_fill, rows))
+        else:
+            for row in rows:
+                _fill(row)
         return out
 
-    def perturb(self, mean: Tensor, std: Tensor) -> Tensor:
-        """``mean + std · eps`` for every sample."""
-        if self._fused and self.dtype == torch.float32:
-            return kernels.perturb(self, mean, std)
-        return torch.addcmul(mean, std, self.values)
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The numbers of every block, ``[len(samples), *shape]``."""
+        return self.layout.stacked(self.values, len(self.samples))
 
-    def moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of g and of g · eps over the samples, of gradients ``[len(samples), *shape]``."""
-        if self._fused and self.dtype == torch.float32:
-            return kernels.moments(self, grads)
-        total, product = torch.zeros_like(grads[0]), torch.zeros_like(grads[0])
-        for grad, eps in zip(grads, self.values, strict=True):
-            total += grad
-            product.addcmul_(grad, eps)
-        return total, product
+    def perturb(self, mean: Tensor, std: Tensor) -> Tensor:
+        """``mean + std · eps`` of flat means and stds, stacked over the samples."""
+        if self.fused:
+            return kernels.perturb(self, mean, std)
+        out = torch.empty_like(self.values)
+        views = (self.layout.views(mean), self.layout.views(std), self.blocks)
+        for m, s, eps, theta in zip(*views, self.layout.stacked(out, len(self.samples)), strict=True):
+            torch.addcmul(m, s, eps, out=theta)
+        return out
+
+    def moments(self, grads: Mapping[int, Tensor], total: Tensor, product: Tensor) -> None:
+        """Add Σ g and Σ g · eps of gradients ``[len(samples), *shape]``, by block, to flat sums."""
+        if self.fused:
+            small = [i for i, grad in grads.items() if grad.numel() < _WORTH_A_LAUNCH]
+            for i, grad in grads.items():
+                if i not in small:
+                    kernels.moments(self, [i], grad.contiguous(), total, product)
+            if small:
+                joined = torch.cat([grads[i].reshape(-1) for i in small])
+                kernels.moments(self, small, joined, total, product)
+            return
+        for i, grad in grads.items():
+            for each, eps in zip(grad, self.blocks[i], strict=True):
+                self.add(i, each, eps, total, product)
+
+    def linear(self, x: Tensor, grad: Tensor, blocks: list[int], total: Tensor, product: Tensor) -> bool:
+        """Add both sums of a linear layer's weight, and bias, from its inputs and its outputs' gradients.
+
+        No gradient of a single sample is kept. Returns False, with nothing added, where this would not pay.
+
+        Args:
+            x: ``[K, B, I]``, or ``[B, I]`` for all samples.
+            grad: ``[K, B, O]``.
+            blocks: Of the weight and, if it has one, the bias.
+            total: Σ g, flat.
+            product: Σ g · eps, flat.
+        """
+        if self.fused:
+            return kernels.linear_moments(self, x, grad, blocks, total, product)
+        if self.device.type != "cpu":
+            return False
+        for k, each in enumerate(grad):
+            parts = [each.mT @ (x if x.dim() == 2 else x[k]), each.sum(0)]
+            for block, part in zip(blocks, parts, strict=False):
+                self.add(block, part, self.blocks[block][k], total, product)
+        return True
+
+    def add(self, block: int, grad: Tensor, eps: Tensor, total: Tensor, product: Tensor) -> None:
+        """Add one sample's gradient of one block, under the given noise, to flat sums."""
+        span = self.layout.span(block)
+        total[span] += grad.reshape(-1)
+        product[span].addcmul_(grad.reshape(-1), eps.reshape(-1))
+
+
+def _fill(row: tuple[Tensor, int]) -> None:
+    values, key = row
+    values.normal_(generator=torch.Generator(values.device).manual_seed(key))
+
+
+@lru_cache(maxsize=1)
+def _threads(count: int, process: int) -> ThreadPoolExecutor:
+    # Drawing is the one operation here that torch runs on one thread alone, and without Python's lock.
+    return ThreadPoolExecutor(count, thread_name_prefix="posterity-noise")
 
 
 _fresh = count()
@@ -127,5 +198,6 @@ def normal(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The numbers of :class:`Noise` at once."""
-    return Noise(samples, shape, seed=seed, step=step, block=block, device=device, dtype=dtype).values
+    """The numbers of one block, ``[len(samples), *shape]``."""
+    layout = single(block, torch.Size(shape))
+    return Noise(samples, layout, seed=seed, step=step, device=device, dtype=dtype).blocks[0]

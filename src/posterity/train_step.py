@@ -13,6 +13,7 @@ from posterity import buffers, noise
 from posterity.mc import chunks, stacked_pass
 from posterity.optim.live import Live
 from posterity.optim.variational import VariationalOptimizer
+from posterity.routes import StackedRoutes
 
 LossFn: TypeAlias = Callable[..., Tensor]
 
@@ -87,13 +88,20 @@ class TrainStep:
     def gather(self, before: Mapping[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
         """Draw, run forward and backward, hand the statistics to the optimiser; the mean loss."""
         losses: list[Tensor] = []
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for rows in chunks(self.optimizer.param_groups[0]["mc_samples"], self.chunk):
-            drawn = self.optimizer.draw(rows)
+        opt = self.optimizer
+        params = [p for group in opt.param_groups for p in group["params"]]
+        for rows in chunks(opt.param_groups[0]["mc_samples"], self.chunk):
+            drawn = opt.draw(rows)
+            theta = {
+                p: weights.requires_grad_(p.requires_grad)
+                for draw in drawn
+                for p, weights in zip(draw.slab.params, draw.weights, strict=True)
+            }
             for p in params:
                 p.grad = None  # of the last step
-            theta = {self.names[p]: value.requires_grad_(p.requires_grad) for p, (value, _) in drawn.items()}
-            loss, moved = stacked_pass(self.target, theta, before, batch, {}, stacked=True)
+            named = {self.names[p]: weights for p, weights in theta.items()}
+            with StackedRoutes(opt.sinks(drawn)):
+                loss, moved = stacked_pass(self.target, named, before, batch, {}, stacked=True)
             if loss.dim() != 1:
                 shape = list(loss.shape[1:])
                 raise ValueError(
@@ -103,16 +111,15 @@ class TrainStep:
                 buffers.restore(self.target, moved)
             losses.append(loss.detach())
             wanted = [p for p in params if p.requires_grad]
-            leaves = [drawn[p][0] if p in drawn else p for p in wanted]
+            leaves = [theta.get(p, p) for p in wanted]
             grads = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
-            self.optimizer.absorb(
-                {
-                    p: (grad, drawn[p][1]) if p in drawn else (grad[None], None)
-                    for p, grad in zip(wanted, grads, strict=True)
-                    if grad is not None
-                },
-                len(rows),
-            )
+            found = {
+                p: grad if p in theta else grad[None]
+                for p, grad in zip(wanted, grads, strict=True)
+                if grad is not None
+            }
+            opt.absorb(found, drawn, len(rows))
+        opt.publish()
         return torch.cat(losses).mean()
 
 
@@ -252,8 +259,8 @@ class _Graph:
         torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
         before = buffers.snapshot(target)
         loss = self.step.gather(before, tuple(self.batch))
-        grads = [p.grad for p in self.params if p.grad is not None]
-        norms = torch._foreach_norm([*grads, *opt._sums.sums()], float("inf"))
+        flats = [flat for sums in opt._sums for flat in (sums.mean_grad(), sums.grad_noise)]
+        norms = torch._foreach_norm(flats, float("inf"))
         ok = torch.isfinite(torch.stack([loss, *norms]).sum())
         self.live.ok = ok
         opt.apply(self.sizes)

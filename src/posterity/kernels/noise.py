@@ -1,8 +1,10 @@
-"""Triton kernels: Philox noise made where it is used, so that no byte of it goes through memory."""
+"""Noise made where it is used, so that no byte of it goes through memory.
+
+One launch serves all blocks of a layout: its table tells every program which chunk of which block it has.
+"""
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,74 +13,80 @@ import triton.language as tl
 from torch import Tensor
 
 from posterity.kernels.philox import eps
+from posterity.layout import CHUNK
 
 if TYPE_CHECKING:
     from posterity.noise import Noise
 
-_BLOCK = 512
 
-
-@triton.jit(do_not_specialize=["seed", "first", "block", "size"])
-def _perturb(mean, std, out, step, seed, first, block, size, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0) * BLOCK
+@triton.jit(do_not_specialize=["seed", "first"])
+def _perturb(mean, std, out, table, step, seed, first, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    entry = table + tl.program_id(0) * 5
+    start, size, begin = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     row = tl.program_id(1)
     at = start + tl.arange(0, BLOCK)
     inside = at < size
-    value = eps(seed.to(tl.int64), tl.load(step), first + row, block, start, BLOCK)
+    block, local = tl.load(entry).to(tl.int32), start.to(tl.int32)
+    value = eps(seed.to(tl.int64), tl.load(step), first + row, block, local, BLOCK)
     if SCALED:
-        value = tl.load(mean + at, mask=inside) + tl.load(std + at, mask=inside) * value
-    tl.store(out + row.to(tl.int64) * size + at, value, mask=inside)
+        value = tl.load(mean + begin + at, mask=inside) + tl.load(std + begin + at, mask=inside) * value
+    tl.store(out + begin * tl.num_programs(1) + row * size + at, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["seed", "first", "block", "size", "rows"])
-def _moments(grads, total, product, step, seed, first, block, size, rows, BLOCK: tl.constexpr):
-    start = tl.program_id(0) * BLOCK
+@triton.jit(do_not_specialize=["seed", "first", "rows"])
+def _moments(grads, total, product, table, step, seed, first, rows, BLOCK: tl.constexpr):
+    entry = table + tl.program_id(0) * 5
+    start, size, begin, past = (
+        tl.load(entry + 1),
+        tl.load(entry + 2),
+        tl.load(entry + 3),
+        tl.load(entry + 4),
+    )
     at = start + tl.arange(0, BLOCK)
     inside = at < size
+    block, local = tl.load(entry).to(tl.int32), start.to(tl.int32)
     number = tl.load(step)
-    a = tl.zeros([BLOCK], tl.float32)
-    b = tl.zeros([BLOCK], tl.float32)
+    a = tl.load(total + begin + at, mask=inside, other=0.0)
+    b = tl.load(product + begin + at, mask=inside, other=0.0)
     for row in range(rows):
-        grad = tl.load(grads + row.to(tl.int64) * size + at, mask=inside, other=0.0)
+        grad = tl.load(grads + past * rows + row * size + at, mask=inside, other=0.0)
         a += grad
-        b += grad * eps(seed.to(tl.int64), number, first + row, block, start, BLOCK)
-    tl.store(total + at, a, mask=inside)
-    tl.store(product + at, b, mask=inside)
+        b += grad * eps(seed.to(tl.int64), number, first + row, block, local, BLOCK)
+    tl.store(total + begin + at, a, mask=inside)
+    tl.store(product + begin + at, b, mask=inside)
 
 
 def normal(noise: Noise) -> Tensor:
-    """The normals ``[K, *shape]`` in float32."""
-    out = torch.empty((len(noise.samples), *noise.shape), device=noise.device)
-    _perturb[_grid(out)](out, out, out, *_address(noise), out[0].numel(), SCALED=False, BLOCK=_BLOCK)
-    return out
+    """The normals of all blocks, stacked, in float32."""
+    out = torch.empty(len(noise.samples) * noise.layout.size, device=noise.device)
+    return _stacked(noise, out, out, out, scaled=False)
 
 
 def perturb(noise: Noise, mean: Tensor, std: Tensor) -> Tensor:
-    """``mean + std · eps``, ``[K, *shape]``."""
-    out = torch.empty((len(noise.samples), *noise.shape), device=noise.device)
-    mean, std = mean.contiguous(), std.contiguous()
-    _perturb[_grid(out)](mean, std, out, *_address(noise), mean.numel(), SCALED=True, BLOCK=_BLOCK)
-    return out
+    """``mean + std · eps`` of all blocks, stacked."""
+    out = torch.empty(len(noise.samples) * noise.layout.size, device=noise.device)
+    return _stacked(noise, mean, std, out, scaled=True)
 
 
-def moments(noise: Noise, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ g and Σ g · eps over the samples."""
-    grads = grads.contiguous()
-    total, product = torch.empty_like(grads[0]), torch.empty_like(grads[0])
-    grid = (triton.cdiv(total.numel(), _BLOCK),)
-    _moments[grid](grads, total, product, *_address(noise), total.numel(), len(grads), BLOCK=_BLOCK)
-    return total, product
+def moments(noise: Noise, blocks: list[int], grads: Tensor, total: Tensor, product: Tensor) -> None:
+    """Add Σ g and Σ g · eps over the samples, of some blocks' gradients end to end."""
+    table = noise.layout.table(blocks, noise.device)
+    if len(table):
+        rows = len(noise.samples)
+        _moments[(len(table),)](grads, total, product, table, *address(noise), rows, BLOCK=CHUNK)
 
 
-def _grid(out: Tensor) -> tuple[int, int]:
-    return triton.cdiv(out[0].numel(), _BLOCK), len(out)
-
-
-def _address(noise: Noise) -> tuple[Tensor, int, int, int]:
-    """Step (on the device, where a graph can read it anew), seed, first sample, block."""
+def address(noise: Noise) -> tuple[Tensor, int, int]:
+    """Step (on the device, where a graph can read it anew), seed, first sample."""
     step = noise.step
     if not isinstance(step, Tensor):
         step = torch.full((), step, dtype=torch.int32, device=noise.device)
-    # Philox counters have 32 bits, signed here.
-    block = zlib.crc32(noise.block.encode())
-    return step, noise.seed & 0x7FFFFFFFFFFFFFFF, noise.samples.start, block - (block >> 31 << 32)
+    return step, noise.seed & 0x7FFFFFFFFFFFFFFF, noise.samples.start
+
+
+def _stacked(noise: Noise, mean: Tensor, std: Tensor, out: Tensor, *, scaled: bool) -> Tensor:
+    table = noise.layout.table(range(len(noise.layout)), noise.device)
+    if len(table):
+        grid = (len(table), len(noise.samples))
+        _perturb[grid](mean, std, out, table, *address(noise), SCALED=scaled, BLOCK=CHUNK)
+    return out

@@ -38,8 +38,9 @@ from torch import Tensor
 
 from posterity.names import NameFilter
 from posterity.optim.groups import Group, Params
+from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
-from posterity.optim.variational import State, VariationalOptimizer
+from posterity.optim.variational import VariationalOptimizer
 
 
 def bgd_mean(mean: Tensor, std: Tensor, grad: Tensor, lr: float) -> Tensor:

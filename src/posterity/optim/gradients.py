@@ -48,13 +48,13 @@ def refuse_bad_gradients(groups: list[Group], sums: Accumulator, optimizer: str)
             "`with optimizer.sampled_params():` around forward and backward, or pass a closure"
         )
     named = [(name, p) for group in groups for name, p in members(group) if p.grad is not None]
+    used = sums.used()
     for name, p in named:
-        if p not in sums:
+        if p not in used:
             raise RuntimeError(
                 f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
             )
-    tensors = [*(cast(Tensor, p.grad) for _, p in named), *sums.sums()]
-    tensors = [tensor for tensor in tensors if tensor.numel()]
+    tensors = [flat for each in sums for flat in (each.mean_grad(), each.grad_noise)]
     if not math.isfinite(get_total_norm(tensors, norm_type=math.inf).item()):
         bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
         which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"

@@ -35,8 +35,9 @@ from torch import Tensor
 
 from posterity.names import NameFilter
 from posterity.optim.groups import Group, Params
+from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
-from posterity.optim.variational import State, VariationalOptimizer
+from posterity.optim.variational import VariationalOptimizer
 
 
 def ivon_std(hess: Tensor, ess: float, decay: float) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from posterity.noise import Noise
+
+if TYPE_CHECKING:
+    from posterity.optim.slab import Slab
 
 
 @dataclass(frozen=True)
@@ -28,49 +32,128 @@ class Statistics:
     step: int | Tensor
 
 
+@final
+@dataclass(eq=False)
+class Sums:
+    """Σ g and Σ g·eps of a slab over the samples of a step, in the precision of the posterior's state.
+
+    Attributes:
+        slab: Whose gradients.
+        grad: Σ g, flat.
+        grad_noise: Σ g·eps, flat.
+        used: Blocks that had a gradient, by number.
+        published: E[g] as it was put into ``p.grad``: flat, and the views that were.
+    """
+
+    slab: Slab
+    grad: Tensor
+    grad_noise: Tensor
+    used: set[int] = field(default_factory=set)
+    published: tuple[Tensor, dict[int, Tensor]] | None = None
+
+    @classmethod
+    def zeros(cls, slab: Slab) -> Sums:
+        """Nothing yet."""
+        both = torch.zeros(2, slab.layout.size, dtype=state_dtype(slab.weights), device=slab.device)
+        return cls(slab, both[0], both[1])
+
+    def add(self, grads: Mapping[int, Tensor], noise: Noise | None) -> None:
+        """Add gradients ``[k, ...]`` by block, taken under the given noise.
+
+        Deterministic parameters have no noise, and one gradient ``[1, ...]`` that is a sum over samples.
+        """
+        self.used.update(grads)
+        grads = {i: grad.to(self.grad.dtype) for i, grad in grads.items()}
+        if noise is not None:
+            noise.moments(grads, self.grad, self.grad_noise)
+        elif grads:
+            sums = self.slab.layout.views(self.grad)
+            torch._foreach_add_([sums[i] for i in grads], [grad[0] for grad in grads.values()])
+
+    def publish(self, samples: int) -> None:
+        """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it."""
+        if not self.used:
+            return
+        flat = (self.grad / samples).to(self.slab.dtype)
+        views = self.slab.layout.views(flat)
+        self.published = flat, {i: views[i] for i in self.used}
+        for i, view in self.published[1].items():
+            self.slab.params[i].grad = view
+
+    def mean_grad(self) -> Tensor:
+        """E[g], flat, as ``p.grad`` has it now."""
+        if self.published is None:
+            raise RuntimeError("there is no gradient to read before it was published")
+        flat, views = self.published
+        for i, view in views.items():
+            grad = self.slab.params[i].grad
+            if grad is not None and grad is not view:  # replaced, not changed in place
+                view.copy_(grad)
+        return flat.to(self.grad.dtype)
+
+
+@final
+class Sink(NamedTuple):
+    """Where a layer's backward pass brings the gradient of a drawn weight, summed up as it is made.
+
+    Attributes:
+        sums: Of the weight's slab.
+        noise: Behind the drawn weights.
+        block: The weight's number in the slab.
+    """
+
+    sums: Sums
+    noise: Noise
+    block: int
+
+    def linear(self, x: Tensor, grad: Tensor, bias: Sink | None) -> bool:
+        """Add the gradients of the weight and the bias of ``x Wᵀ + b``; False if that is left to others.
+
+        Args:
+            x: Inputs ``[K, B, I]``, or ``[B, I]`` for all samples.
+            grad: Gradient of the outputs, ``[K, B, O]``.
+            bias: The bias's own sink, if it has one.
+        """
+        if bias is not None and bias.noise is not self.noise:
+            return False
+        blocks = [self.block] if bias is None else [self.block, bias.block]
+        if not self.noise.linear(x, grad, blocks, self.sums.grad, self.sums.grad_noise):
+            return False
+        self.sums.used.update(blocks)
+        return True
+
+
+@final
 class Accumulator:
-    """Sums of g and g·eps since the last step, in the precision of the posterior's state."""
+    """The sums of all slabs since the last step."""
 
     def __init__(self) -> None:
         self.samples = 0
-        self._grad: dict[Tensor, Tensor] = {}
-        self._grad_noise: dict[Tensor, Tensor] = {}
+        self._sums: dict[Slab, Sums] = {}
+
+    def of(self, slab: Slab) -> Sums:
+        """The sums of one slab, to add to."""
+        if slab not in self._sums:
+            self._sums[slab] = Sums.zeros(slab)
+        return self._sums[slab]
 
     @torch.no_grad()
-    def add(self, p: Tensor, grads: Tensor, noise: Noise | None) -> None:
-        """Add gradients ``[k, ...]`` that were taken under the given noise.
-
-        A deterministic parameter has no noise, and one gradient ``[1, ...]`` that is a sum over samples.
-        """
-        grads = grads.to(state_dtype(p))
-        if noise is None:
-            grad = grads[0].clone()
-        else:
-            grad, product = noise.moments(grads)
-            self._grad_noise[p] = self._grad_noise[p] + product if p in self._grad_noise else product
-        self._grad[p] = self._grad[p] + grad if p in self._grad else grad
-
     def publish(self) -> None:
-        """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it."""
-        for p, grad in self._grad.items():
-            p.grad = (grad / self.samples).to(p.dtype)
+        """Put E[g] into every ``p.grad``."""
+        for sums in self._sums.values():
+            sums.publish(self.samples)
 
-    def grad_noise(self, p: Tensor) -> Tensor:
-        """E[g·eps] of a sampled parameter."""
-        return self._grad_noise[p] / self.samples
+    def __iter__(self) -> Iterator[Sums]:
+        return iter(self._sums.values())
 
-    def sums(self) -> Iterator[Tensor]:
-        """Everything that must be finite."""
-        yield from self._grad_noise.values()
-
-    def __contains__(self, p: Tensor) -> bool:
-        return p in self._grad
+    def used(self) -> set[Tensor]:
+        """Parameters that had a gradient."""
+        return {sums.slab.params[i] for sums in self for i in sums.used}
 
     def clear(self) -> None:
         """Start the next step."""
         self.samples = 0
-        self._grad.clear()
-        self._grad_noise.clear()
+        self._sums.clear()
 
 
 def state_dtype(p: Tensor) -> torch.dtype:

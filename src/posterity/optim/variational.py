@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import count
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,28 @@ from posterity.optim.gradients import GradientLedger, refuse_bad_gradients
 from posterity.optim.groups import Group, Params, checked_group, members, named_groups, split_groups
 from posterity.optim.handover import states_from
 from posterity.optim.live import Live
-from posterity.optim.statistics import Accumulator, Statistics, state_dtype, zero
+from posterity.optim.slab import Slab, State, needs_mean, slabs
+from posterity.optim.statistics import Accumulator, Sink, Statistics, state_dtype, zero
 from posterity.optim.watch import LossWatch
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
-
-State: TypeAlias = dict[str, Tensor]
 
 _generations = count()
 # Numbers of samples that are drawn to look, not to learn: far from those of any step.
 _PEEKS = 1 << 30
+
+
+class Draw(NamedTuple):
+    """Weights drawn for the parameters of a slab.
+
+    Attributes:
+        slab: Whose.
+        noise: Behind them.
+        weights: ``[samples, ...]`` of every parameter, in the parameter's dtype.
+    """
+
+    slab: Slab
+    noise: Noise
+    weights: list[Tensor]
 
 
 class VariationalOptimizer(Optimizer, ABC):
@@ -64,6 +77,7 @@ class VariationalOptimizer(Optimizer, ABC):
     """
 
     needs_batch_size = False
+    _slabs: list[Slab]
     # Makes a GradScaler announce itself, so that step() can refuse it.
     _step_supports_amp_scaling = True
 
@@ -174,8 +188,9 @@ class VariationalOptimizer(Optimizer, ABC):
         """The posterior as it stands, as a copy that training no longer changes."""
         self._refuse_inside("posterior()")
         blocks: dict[str, Leaf] = {}
+        self._ready()
         for name, p, group in self._blocks():
-            state = self._state(p, group)
+            state = self.state[p]
             blocks[name] = DiagonalGaussian(self._mean(p), self.std(state, group), keep=state.get("keep"))
         return Factorised(blocks)
 
@@ -189,7 +204,6 @@ class VariationalOptimizer(Optimizer, ABC):
             if state_dtype(p) == p.dtype:
                 del state["mean"]  # the parameter itself is the mean
             self.state[p] = state
-        self.generation = next(_generations)
         self._reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -206,6 +220,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not group["deterministic"]:
             self.check(group)
         super().add_param_group(group)
+        self._slabs = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
@@ -233,6 +248,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by unpickling, copying and ``load_state_dict`` alike: pending samples are dropped."""
         super().__setstate__(state)
+        self._slabs = []
         self._sums = Accumulator()
         self._ledger = GradientLedger()
         self._buffers: dict[str, Tensor] | None = None  # the model's, as they were before the step
@@ -246,29 +262,87 @@ class VariationalOptimizer(Optimizer, ABC):
     # How the stacked path takes part: the same draws, the same sums.
 
     @torch.no_grad()
-    def draw(self, samples: range) -> dict[Tensor, tuple[Tensor, Noise]]:
-        """Weights ``[len(samples), ...]`` of every stochastic parameter, with their noise."""
+    def draw(self, samples: range) -> list[Draw]:
+        """Weights of every stochastic parameter, with their noise; the parameters' own are kept."""
         if samples.start == 0 and self._live is None:
             self._ledger.refuse_foreign(self.param_groups)
-        return {p: self._draw(name, p, group, samples) for name, p, group in self._blocks()}
+        drawn = []
+        for slab in self._ready():
+            slab.read()
+            group = self.param_groups[slab.number]
+            if group["deterministic"]:
+                continue
+            noise = Noise(
+                samples,
+                slab.layout,
+                seed=group["seed"],
+                step=group["steps"] if self._live is None else self._live.clock,
+                device=slab.device,
+                dtype=slab.mean.dtype,
+            )
+            std = (self.std if self._live is None else self._fused_std)(slab.state, group)
+            weights = slab.layout.stacked(noise.perturb(slab.mean, std), len(samples))
+            if "keep" in slab.state:
+                torch._foreach_mul_(weights, slab.layout.views(slab.state["keep"]))
+            drawn.append(Draw(slab, noise, [value.to(slab.dtype) for value in weights]))
+        return drawn
 
-    def absorb(self, grads: Mapping[Tensor, tuple[Tensor, Noise | None]], samples: int) -> None:
-        """Add gradients ``[samples, ...]`` taken at drawn weights, with their noise, to the statistics.
+    def absorb(self, grads: Mapping[Tensor, Tensor], drawn: list[Draw], samples: int) -> None:
+        """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
-        Deterministic parameters come with no noise and a gradient ``[1, ...]``, a sum over the samples.
+        Those of deterministic parameters are ``[1, ...]``, a sum over the samples.
         """
-        for p, (grad, noise) in grads.items():
-            self._sums.add(p, grad, noise)
+        noises = {draw.slab: draw.noise for draw in drawn}
+        for slab in self._slabs:
+            found = {i: grads[p] for i, p in enumerate(slab.params) if p in grads}
+            if found:
+                self._sums.of(slab).add(found, noises.get(slab))
         self._sums.samples += samples
+
+    def sinks(self, drawn: list[Draw]) -> dict[Tensor, Sink]:
+        """Where a layer's backward pass may bring a drawn weight's gradient by itself."""
+        return {
+            weights: Sink(self._sums.of(draw.slab), draw.noise, block)
+            for draw in drawn
+            for block, weights in enumerate(draw.weights)
+            if weights.requires_grad
+        }
+
+    def publish(self) -> None:
+        """Put the mean gradients of what was absorbed into ``p.grad``."""
         self._sums.publish()
 
     @torch.no_grad()
     def apply(self, sizes: list[int]) -> None:
         """Move every parameter that has a gradient, given the batch size that each group's rule sees."""
-        for number, (group, size) in enumerate(zip(self.param_groups, sizes, strict=True)):
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group, number, size)
+        for sums in self._sums:
+            slab, live = sums.slab, self._live
+            moved = [i for i, p in enumerate(slab.params) if p.grad is not None]
+            steps = [self.state[slab.params[i]]["step"] for i in moved]
+            if not moved:
+                continue
+            torch._foreach_add_(steps, 1)
+            group = self.param_groups[slab.number]
+            if live is None:
+                slab.read()  # a user may have changed weights since the draw
+            else:
+                group = {**group, "lr": live.lr[slab.number]}
+            grad, product = sums.mean_grad(), sums.grad_noise / self._sums.samples
+            alike = len(moved) == len(slab.params) and len({int(step) for step in steps}) == 1
+            for i, span in [(0, slice(None))] if alike else [(i, slab.layout.span(i)) for i in moved]:
+                p = slab.params[i]
+                (self._move if live is None else self._fused_move)(
+                    slab.mean[span],
+                    {key: value[span] for key, value in slab.state.items() if key not in ("mean", "keep")},
+                    grad[span],
+                    None if group["deterministic"] else product[span],
+                    sizes[slab.number],
+                    int(self.state[p]["step"]) if live is None else live.step(p),
+                    group,
+                    slab.state["keep"][span] if "keep" in slab.state else None,
+                    None if live is None else live.ok,
+                )
+            slab.write(moved)
 
     def advance(self) -> None:
         """Count a step: the next one draws other noise."""
@@ -286,34 +360,32 @@ class VariationalOptimizer(Optimizer, ABC):
         if sample == 0:
             self._buffers = entry
         used: list[Tensor] = []
-        means: list[tuple[Tensor, Tensor]] = []
+        drawn: list[Draw] = []
         try:
             drawn = self.draw(range(sample, sample + 1))
             with torch.no_grad():
-                for p, (theta, _) in drawn.items():
-                    means.append((p, p.clone()))
-                    p.copy_(theta[0])
+                for draw in drawn:
+                    torch._foreach_copy_(draw.slab.params, [value[0] for value in draw.weights])
             if sample > 0 and self._module is not None and self._buffers is not None:
                 buffers.restore(self._module, self._buffers)
             for p in params:
                 p.grad = None
             self._entered = 0
             yield
-            with_grad = [p for p in params if p.grad is not None]
-            if any(cast(Tensor, p.grad).is_sparse for p in with_grad):
+            grads = {p: p.grad for p in params if p.grad is not None}
+            if any(grad.is_sparse for grad in grads.values()):
                 raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-            used = with_grad
-            for p in used:
-                self._sums.add(p, cast(Tensor, p.grad)[None], drawn[p][1] if p in drawn else None)
-            self._sums.samples += bool(used)
+            used = list(grads)
+            if used:
+                self.absorb({p: grad[None] for p, grad in grads.items()}, drawn, 1)
         finally:
             if not used:  # an error, or a forward pass alone: as if nothing had happened
                 for p, grad in zip(params, before, strict=True):
                     p.grad = grad
             self._entered = None
             with torch.no_grad():
-                for p, mean in means:
-                    p.copy_(mean)
+                for draw in drawn:
+                    draw.slab.put_back()
             if self._module is not None and entry is not None and not (used and sample == 0):
                 buffers.restore(self._module, entry)
 
@@ -338,40 +410,6 @@ class VariationalOptimizer(Optimizer, ABC):
         self._sums.publish()
         return torch.stack(losses).mean(0)
 
-    def _draw(self, name: str, p: Tensor, group: Group, samples: range) -> tuple[Tensor, Noise]:
-        """θ = mean + std · eps, in the parameter's dtype, with the noise."""
-        state = self._state(p, group)
-        mean = self._mean(p)
-        noise = Noise(
-            samples,
-            p.shape,
-            seed=group["seed"],
-            step=group["steps"] if self._live is None else self._live.clock,
-            block=name,
-            device=p.device,
-            dtype=mean.dtype,
-        )
-        theta = noise.perturb(mean, self.std(state, group))
-        if "keep" in state:
-            theta = theta * state["keep"]
-        return theta.to(p.dtype), noise
-
-    def _update(self, p: Tensor, group: Group, number: int, batch_size: int) -> None:
-        state, live = self._state(p, group), self._live
-        state["step"] += 1
-        step: int | Tensor = int(state["step"])
-        if live is not None:
-            group, step = {**group, "lr": live.lr[number]}, live.step(p)
-        mean = self._mean(p)
-        grad = cast(Tensor, p.grad).to(mean.dtype)
-        product = None if group["deterministic"] else self._sums.grad_noise(p)
-        inner = {key: value for key, value in state.items() if key not in ("step", "mean", "keep")}
-        move = self._move if live is None else self._fused_move
-        ok = None if live is None else live.ok
-        move(mean, inner, grad, product, batch_size, step, group, state.get("keep"), ok)
-        if "mean" in state:
-            p.copy_(mean)
-
     def _move(
         self,
         mean: Tensor,
@@ -394,23 +432,38 @@ class VariationalOptimizer(Optimizer, ABC):
         for old, new in [(mean, new_mean), *((state[key], value) for key, value in new_state.items())]:
             old.copy_(new if ok is None else torch.where(ok, new, old))
 
+    # Sizes are dynamic: one compilation serves all slabs.
+
     @cached_property
     def _fused_move(self) -> Callable[..., None]:
-        # Sizes are dynamic: one compilation serves every tensor of a rank.
         return torch.compile(self._move, dynamic=True)
 
-    def _state(self, p: Tensor, group: Group) -> State:
-        state: State = self.state[p]
-        full = state_dtype(p)
-        if not state or (full != p.dtype and "mean" not in state):
+    @cached_property
+    def _fused_std(self) -> Callable[..., Tensor]:
+        return torch.compile(self.std, dynamic=True)
+
+    def _ready(self) -> list[Slab]:
+        """The slabs, after giving a state to parameters that have none."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state: State = self.state[p]
+                if not state or needs_mean(p, state):
+                    self._begin(p, state, group)
+        if not self._slabs or not all(slab.holds(self.state) for slab in self._slabs):
             with torch.inference_mode(False), torch.no_grad():
-                mean = p.detach().to(full, copy=True)
-                if full != p.dtype:
-                    state["mean"] = mean
-                if "step" not in state:
-                    state["step"] = zero()
-                    state.update(adam_init(mean) if group["deterministic"] else self.init(mean, None, group))
-        return state
+                self._slabs = list(slabs(self.param_groups, self.state))
+            self.generation = next(_generations)
+        return self._slabs
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _begin(self, p: Tensor, state: State, group: Group) -> None:
+        mean = p.detach().to(state_dtype(p), copy=True)
+        if mean.dtype != p.dtype:
+            state["mean"] = mean
+        if "step" not in state:
+            state["step"] = zero()
+            state.update(adam_init(mean) if group["deterministic"] else self.init(mean, None, group))
 
     def _mean(self, p: Tensor) -> Tensor:
         """The parameter itself, or its full-precision mean where it is kept in half precision."""

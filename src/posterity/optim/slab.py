@@ -1,0 +1,94 @@
+"""Parameters that move together, their state end to end in flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from posterity.layout import Layout
+from posterity.optim.groups import Group, members
+from posterity.optim.statistics import state_dtype
+
+State: TypeAlias = dict[str, Tensor]
+
+
+@final
+class Slab:
+    """Parameters of one group, device and dtype: what a rule does, it does to all of them at once.
+
+    The optimiser's ``state[p]`` holds views of the flat buffers, under the same keys; only ``step``, the
+    count of a parameter's updates, stays a number of its own.
+
+    Args:
+        number: Of the group.
+        names: Of the parameters.
+        params: The parameters.
+        states: The optimiser's state, whose tensors are replaced by views.
+    """
+
+    def __init__(
+        self, number: int, names: Sequence[str], params: Sequence[Tensor], states: Mapping[Tensor, State]
+    ) -> None:
+        self.number, self.params = number, list(params)
+        self.layout = Layout(names, [p.shape for p in params])
+        self.device, self.dtype = params[0].device, params[0].dtype
+        # The parameters' values, while samples take their place in the model.
+        self.weights = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
+        self._weights = self.layout.views(self.weights)
+        self.state: State = {}
+        self._views: dict[str, list[Tensor]] = {}
+        for key in states[params[0]]:
+            if key != "step":
+                values = [states[p][key] for p in params]
+                flat = torch.zeros(self.layout.size, dtype=values[0].dtype, device=self.device)
+                self.state[key], self._views[key] = flat, self.layout.views(flat)
+                for p, view, value in zip(params, self._views[key], values, strict=True):
+                    states[p][key] = view.copy_(value)
+
+    def holds(self, states: Mapping[Tensor, State]) -> bool:
+        """Whether the parameters and their states are still those of the slab."""
+        if any(p.device != self.device or p.dtype != self.dtype for p in self.params):
+            return False
+        if any(len(states[p]) != len(self.state) + 1 for p in self.params):
+            return False
+        return all(
+            states[p].get(key) is view
+            for key, views in self._views.items()
+            for p, view in zip(self.params, views, strict=True)
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        """The means: the weights as they were last read, or what is kept of half-precision ones."""
+        return self.state.get("mean", self.weights)
+
+    def read(self) -> None:
+        """Take the parameters' values."""
+        torch._foreach_copy_(self._weights, self.params)
+
+    def put_back(self) -> None:
+        """Give the parameters the values that they had when they were read."""
+        torch._foreach_copy_(self.params, self._weights)
+
+    def write(self, moved: Sequence[int]) -> None:
+        """Give some parameters their means."""
+        means = self._views.get("mean", self._weights)
+        torch._foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
+
+
+def slabs(groups: list[Group], states: Mapping[Tensor, State]) -> Iterator[Slab]:
+    """The slabs of an optimiser whose parameters all have their state."""
+    for number, group in enumerate(groups):
+        alike: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
+        for name, p in members(group):
+            alike.setdefault((p.device, p.dtype, *sorted(states[p])), []).append((name, p))
+        for pairs in alike.values():
+            yield Slab(number, [name for name, _ in pairs], [p for _, p in pairs], states)
+
+
+def needs_mean(p: Tensor, state: State) -> bool:
+    """Whether a parameter in half precision still lacks its full-precision mean."""
+    return state_dtype(p) != p.dtype and "mean" not in state

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "objective": {"posterior"},
     "metrics": set(),
     "compress": {"posterior"},
-    "routes": set(),
+    "routes": {"noise"},
     "mc": {"buffers", "routes"},
     "train_step": {"buffers", "noise", "mc", "optim", "routes"},
     "variational": {"names", "posterior", "mc"},

@@ -63,6 +63,20 @@ def run(
     return torch.cat(outputs)
 
 
+def one_pass(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Output under one set of weights; buffers are read from ``state``, and moved there."""
+    output = functional_call(model, {**weights, **state}, args, kwargs)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"the model must return one tensor, not {type(output).__name__}: wrap it")
+    return output
+
+
 def stacked_pass(
     model: nn.Module,
     weights: Mapping[str, Tensor],
@@ -75,14 +89,11 @@ def stacked_pass(
     """Outputs under the given weights, each sample starting from buffers ``before``, and the first's."""
 
     def call(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensor:
-        output = functional_call(model, {**weights, **state}, args, kwargs)
-        if not isinstance(output, Tensor):
-            raise TypeError(f"the model must return one tensor, not {type(output).__name__}: wrap it")
-        return output
+        return one_pass(model, weights, state, args, kwargs)
 
     rows = range(_count(weights))
     reason = ""
-    if stacked and model not in _unstackable:
+    if stacked and len(rows) > 1 and model not in _unstackable:
         moved = {name: value.expand(len(rows), *value.shape).clone() for name, value in before.items()}
         try:
             with warnings.catch_warnings():

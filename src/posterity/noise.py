@@ -27,6 +27,7 @@ try:
 except ImportError:  # Triton comes with torch's CUDA builds only
     kernels = None  # type: ignore[assignment]
 HAS_KERNELS = kernels is not None
+__all__ = ["HAS_KERNELS", "Noise", "address", "fresh", "kernels", "normal"]
 
 _MASK = (1 << 64) - 1
 # Fewer numbers than this are not worth the threads.
@@ -152,10 +153,11 @@ class Noise:
             total: Σ g, flat.
             product: Σ g · eps, flat.
         """
-        if self.fused:
-            return kernels.linear_moments(self, x, grad, blocks, total, product)
         if self.device.type != "cpu":
-            return False
+            fits = self.fused and kernels.multiplies(x) and x.shape[-1] % 4 == 0
+            if fits:
+                kernels.linear_moments(self, x, grad, blocks, total, product)
+            return fits
         for k, each in enumerate(grad):
             parts = [each.mT @ (x if x.dim() == 2 else x[k]), each.sum(0)]
             for block, part in zip(blocks, parts, strict=False):

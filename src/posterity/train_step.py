@@ -8,9 +8,11 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from posterity import buffers, noise
-from posterity.mc import chunks, stacked_pass
+from posterity.mc import chunks, one_pass, stacked_pass
+from posterity.optim.gradients import refuse_process_group
 from posterity.optim.live import Live
 from posterity.optim.variational import VariationalOptimizer
 from posterity.routes import StackedRoutes
@@ -24,7 +26,12 @@ _LIVE = ("params", "param_names", "lr", "initial_lr", "steps")
 
 
 def compile_step(
-    model: nn.Module, loss_fn: LossFn, optimizer: VariationalOptimizer, *, chunk: int | None = None
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: VariationalOptimizer,
+    *,
+    max_norm: float | None = None,
+    chunk: int | None = None,
 ) -> Callable[..., Tensor]:
     """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
 
@@ -37,7 +44,9 @@ def compile_step(
         model: The module whose parameters the optimiser holds.
         loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch.
         optimizer: A rule such as BGD or IVON; it decides the number of samples.
-        chunk: At most this many samples at once.
+        max_norm: Clip the norm of the mean gradient E[g] to this, as ``torch.nn.utils.clip_grad_norm_`` would
+            between backward and step.
+        chunk: At most this many samples at once, to cap memory.
 
     Example:
         >>> from posterity import BGD
@@ -47,7 +56,7 @@ def compile_step(
         >>> train_step(torch.randn(8, 4), torch.randint(0, 2, (8,))).shape
         torch.Size([])
     """
-    step = TrainStep(model, loss_fn, optimizer, chunk)
+    step = TrainStep(model, loss_fn, optimizer, max_norm, chunk)
     return CapturedStep(step) if can_capture(optimizer) else step
 
 
@@ -56,9 +65,18 @@ class TrainStep:
     """One training step over all weight samples, as a function of a batch."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, optimizer: VariationalOptimizer, chunk: int | None
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        optimizer: VariationalOptimizer,
+        max_norm: float | None,
+        chunk: int | None,
     ) -> None:
-        self.target, self.optimizer, self.chunk = _Loss(model, loss_fn), optimizer, chunk
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be greater than 0, not {max_norm}")
+        refuse_process_group()
+        self.target, self.optimizer = _Loss(model, loss_fn), optimizer
+        self.max_norm, self.chunk = max_norm, chunk
         self.names: dict[Tensor, str] = {p: name for name, p in self.target.named_parameters()}
         for group in optimizer.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
@@ -92,16 +110,21 @@ class TrainStep:
         params = [p for group in opt.param_groups for p in group["params"]]
         for rows in chunks(opt.param_groups[0]["mc_samples"], self.chunk):
             drawn = opt.draw(rows)
+            one = len(rows) == 1
             theta = {
-                p: weights.requires_grad_(p.requires_grad)
+                p: (weights[0] if one else weights).requires_grad_(p.requires_grad)
                 for draw in drawn
                 for p, weights in zip(draw.slab.params, draw.weights, strict=True)
             }
             for p in params:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in theta.items()}
-            with StackedRoutes(opt.sinks(drawn)):
-                loss, moved = stacked_pass(self.target, named, before, batch, {}, stacked=True)
+            if one:  # nothing to stack: the model as it is
+                moved = {name: value.clone() for name, value in before.items()}
+                loss = one_pass(self.target, named, moved, batch, {})[None]
+            else:
+                with StackedRoutes(opt.sinks(drawn)):
+                    loss, moved = stacked_pass(self.target, named, before, batch, {}, stacked=True)
             if loss.dim() != 1:
                 shape = list(loss.shape[1:])
                 raise ValueError(
@@ -114,12 +137,14 @@ class TrainStep:
             leaves = [theta.get(p, p) for p in wanted]
             grads = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
             found = {
-                p: grad if p in theta else grad[None]
+                p: grad if p in theta and not one else grad[None]
                 for p, grad in zip(wanted, grads, strict=True)
                 if grad is not None
             }
             opt.absorb(found, drawn, len(rows))
         opt.publish()
+        if self.max_norm is not None:
+            clip_grad_norm_(params, self.max_norm)
         return torch.cat(losses).mean()
 
 
@@ -208,6 +233,7 @@ class _Graph:
             [torch.tensor(float(group["lr"]), device=device) for group in opt.param_groups],
         )
         self.lr = [float(group["lr"]) for group in opt.param_groups]
+        self.clock = -1  # what the device's clock reads
         self.batch = [x.to(device).clone() for x in batch]
         self.sizes = [opt._batch_size(group, step.batch_size(batch)) for group in opt.param_groups]
         self.host_loss = torch.zeros(()).pin_memory()
@@ -238,7 +264,10 @@ class _Graph:
         loss = self.host_loss.clone()  # of an earlier step; reading it waits for nothing
         self.host_loss.zero_()
         opt.watch(loss)
-        self.live.clock.fill_(opt.param_groups[0]["steps"])
+        steps = opt.param_groups[0]["steps"]
+        if steps != self.clock:  # not the next one: state was loaded, or another graph ran
+            self.live.clock.fill_(steps)
+        self.clock = steps + 1
         for number, group in enumerate(opt.param_groups):
             if group["lr"] != self.lr[number]:
                 self.lr[number] = group["lr"]
@@ -248,7 +277,7 @@ class _Graph:
         self.graph.replay()
         for p, grad in self.grads:
             p.grad = grad  # the graph has written it anew
-            opt.state[p]["step"] += 1
+        torch._foreach_add_([opt.state[p]["step"] for p, _ in self.grads], 1)
         opt.advance()
         opt._reset()
         return self.loss.clone()
@@ -268,6 +297,7 @@ class _Graph:
             for name, buffer in buffers.writable(target).items():
                 buffer.copy_(torch.where(ok, buffer, before[name]))
         self.host_loss.copy_(torch.where(ok, loss, torch.nan), non_blocking=True)
+        self.live.clock.add_(1)
         opt._reset()
         return loss
 

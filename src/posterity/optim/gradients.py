@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.utils import get_total_norm
 
 from posterity.optim.groups import Group, members
@@ -59,3 +59,11 @@ def refuse_bad_gradients(groups: list[Group], sums: Accumulator, optimizer: str)
         bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
         which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
         raise FloatingPointError(f"{which} is not finite; {UNTOUCHED}")
+
+
+def refuse_process_group() -> None:
+    """Raise where several processes train together: each would learn a posterior of its own."""
+    if distributed.is_available() and distributed.is_initialized():
+        raise RuntimeError(
+            "distributed training is not supported yet: train in one process, or destroy the process group"
+        )

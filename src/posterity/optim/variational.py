@@ -23,7 +23,7 @@ from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
-from posterity.optim.gradients import GradientLedger, refuse_bad_gradients
+from posterity.optim.gradients import GradientLedger, refuse_bad_gradients, refuse_process_group
 from posterity.optim.groups import Group, Params, checked_group, members, named_groups, split_groups
 from posterity.optim.handover import states_from
 from posterity.optim.live import Live
@@ -265,6 +265,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def draw(self, samples: range) -> list[Draw]:
         """Weights of every stochastic parameter, with their noise; the parameters' own are kept."""
         if samples.start == 0 and self._live is None:
+            refuse_process_group()
             self._ledger.refuse_foreign(self.param_groups)
         drawn = []
         for slab in self._ready():

@@ -14,7 +14,7 @@ from posterity.layout import Layout
 from posterity.noise import Noise
 
 kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
-stacked = pytest.importorskip("posterity.kernels.linear", reason="needs Triton")
+stacked = pytest.importorskip("posterity.kernels.matmul", reason="needs Triton")
 loss = pytest.importorskip("posterity.kernels.loss", reason="needs Triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,13 +11,17 @@ from typing import final
 import torch
 from torch import Tensor
 
-# Blocks start at multiples of this: a chunk of so many numbers lies in one block.
-CHUNK = 512
+# Blocks start at multiples of this, so that wide loads are aligned.
+_ALIGN = 64
+# A program of a kernel has so many places in each quarter of a block.
+CHUNK = 128
 
 
 @final
 class Layout:
-    """Blocks end to end, each padded to whole chunks.
+    """Blocks end to end, with some padding.
+
+    Noise sees a block as four quarters, each of whole rows where it has rows; the last may be cut short.
 
     Args:
         names: Of the blocks.
@@ -34,8 +38,10 @@ class Layout:
     def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         self.names, self.shapes = list(names), [torch.Size(shape) for shape in shapes]
         self.sizes = [shape.numel() for shape in self.shapes]
-        padded = [-(-size // CHUNK) * CHUNK for size in self.sizes]
+        padded = [-(-size // _ALIGN) * _ALIGN for size in self.sizes]
         *self.starts, self.size = accumulate(padded, initial=0)
+        # A vector has as many rows as numbers.
+        self.quarters = [quarter(shape[0] if shape else 1) * shape[1:].numel() for shape in self.shapes]
         self.hashes = [_signed(zlib.crc32(name.encode())) for name in self.names]
         self._tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
@@ -58,17 +64,17 @@ class Layout:
         ]
 
     def table(self, blocks: Sequence[int], device: torch.device) -> Tensor:
-        """For every chunk of the given blocks: hash of the block's name, position of the chunk in the block,
-        size and start of the block, and how many numbers the given blocks before it have."""
+        """What each program that works on the given blocks has: hash of its block's name, first place in the
+        quarters, size of a quarter, size and start of the block, size of the given blocks before it."""
         key = (device, tuple(blocks))
         if key not in self._tables:
             before = accumulate((self.sizes[i] for i in blocks), initial=0)
             rows = [
-                [self.hashes[i], at, self.sizes[i], self.starts[i], past]
+                [self.hashes[i], at, self.quarters[i], self.sizes[i], self.starts[i], past]
                 for i, past in zip(blocks, before, strict=False)
-                for at in range(0, self.sizes[i], CHUNK)
+                for at in range(0, self.quarters[i], CHUNK)
             ]
-            self._tables[key] = torch.tensor(rows, dtype=torch.int64).view(-1, 5).to(device)
+            self._tables[key] = torch.tensor(rows, dtype=torch.int64).view(-1, 6).to(device)
         return self._tables[key]
 
 
@@ -76,6 +82,11 @@ class Layout:
 def single(name: str, shape: torch.Size) -> Layout:
     """The layout of one block."""
     return Layout([name], [shape])
+
+
+def quarter(rows: int) -> int:
+    """Rows in the first quarter of so many: a multiple of 4, so that wide loads are aligned."""
+    return -(-rows // 16) * 4
 
 
 def _signed(number: int) -> int:

@@ -154,7 +154,7 @@ class Noise:
             product: Σ g · eps, flat.
         """
         if self.device.type != "cpu":
-            fits = self.fused and kernels.multiplies(x) and x.shape[-1] % 4 == 0
+            fits = self.fused and kernels.multiplies(x)
             if fits:
                 kernels.linear_moments(self, x, grad, blocks, total, product)
             return fits

@@ -1,7 +1,7 @@
 """Triton kernels for the GPU; not importable where Triton is not installed."""
 
-from posterity.kernels.linear import linear, linear_input_grad, linear_moments, multiplies
 from posterity.kernels.loss import cross_entropy
+from posterity.kernels.matmul import linear, linear_input_grad, linear_moments, multiplies
 from posterity.kernels.noise import moments, normal, perturb
 
 __all__ = [

@@ -12,48 +12,79 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posterity.kernels.philox import eps
+from posterity.kernels.philox import normals
 from posterity.layout import CHUNK
 
 if TYPE_CHECKING:
     from posterity.noise import Noise
 
 
-@triton.jit(do_not_specialize=["seed", "first"])
-def _perturb(mean, std, out, table, step, seed, first, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    entry = table + tl.program_id(0) * 5
-    start, size, begin = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    row = tl.program_id(1)
-    at = start + tl.arange(0, BLOCK)
-    inside = at < size
-    block, local = tl.load(entry).to(tl.int32), start.to(tl.int32)
-    value = eps(seed.to(tl.int64), tl.load(step), first + row, block, local, BLOCK)
-    if SCALED:
-        value = tl.load(mean + begin + at, mask=inside) + tl.load(std + begin + at, mask=inside) * value
-    tl.store(out + begin * tl.num_programs(1) + row * size + at, value, mask=inside)
+@triton.jit
+def _place(table, COUNT: tl.constexpr):
+    """What a program has: hash, place in the quarters, size of a quarter and of the block, start, past."""
+    entry = table + tl.program_id(0) * 6
+    block, first = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+    quarter, size = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
+    at = first + tl.arange(0, COUNT)
+    # Past the quarter's end the next one begins: those places are another program's.
+    return block, at, at < quarter, quarter, size, tl.load(entry + 4), tl.load(entry + 5)
 
 
 @triton.jit(do_not_specialize=["seed", "first", "rows"])
-def _moments(grads, total, product, table, step, seed, first, rows, BLOCK: tl.constexpr):
-    entry = table + tl.program_id(0) * 5
-    start, size, begin, past = (
-        tl.load(entry + 1),
-        tl.load(entry + 2),
-        tl.load(entry + 3),
-        tl.load(entry + 4),
-    )
-    at = start + tl.arange(0, BLOCK)
-    inside = at < size
-    block, local = tl.load(entry).to(tl.int32), start.to(tl.int32)
-    number = tl.load(step)
-    a = tl.load(total + begin + at, mask=inside, other=0.0)
-    b = tl.load(product + begin + at, mask=inside, other=0.0)
+def _perturb(mean, std, out, table, step, seed, first, rows, SCALED: tl.constexpr, COUNT: tl.constexpr):
+    block, at, mine, quarter, size, start, _ = _place(table, COUNT)
+    a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
+    i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
+    key, number = seed.to(tl.int64), tl.load(step)
+    mean += start
+    std += start
+    out += start * rows
+    if SCALED:
+        m0, s0 = tl.load(mean + a0, mask=i0), tl.load(std + a0, mask=i0)
+        m1, s1 = tl.load(mean + a1, mask=i1), tl.load(std + a1, mask=i1)
+        m2, s2 = tl.load(mean + a2, mask=i2), tl.load(std + a2, mask=i2)
+        m3, s3 = tl.load(mean + a3, mask=i3), tl.load(std + a3, mask=i3)
     for row in range(rows):
-        grad = tl.load(grads + past * rows + row * size + at, mask=inside, other=0.0)
-        a += grad
-        b += grad * eps(seed.to(tl.int64), number, first + row, block, local, BLOCK)
-    tl.store(total + begin + at, a, mask=inside)
-    tl.store(product + begin + at, b, mask=inside)
+        e0, e1, e2, e3 = normals(key, number, first + row, block, at)
+        if SCALED:
+            e0, e1, e2, e3 = m0 + s0 * e0, m1 + s1 * e1, m2 + s2 * e2, m3 + s3 * e3
+        tl.store(out + a0, e0, mask=i0)
+        tl.store(out + a1, e1, mask=i1)
+        tl.store(out + a2, e2, mask=i2)
+        tl.store(out + a3, e3, mask=i3)
+        out += size
+
+
+@triton.jit(do_not_specialize=["seed", "first", "rows"])
+def _moments(grads, total, product, table, step, seed, first, rows, COUNT: tl.constexpr):
+    block, at, mine, quarter, size, start, past = _place(table, COUNT)
+    a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
+    i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
+    key, number = seed.to(tl.int64), tl.load(step)
+    total += start
+    product += start
+    grads += past * rows
+    t0, p0 = tl.load(total + a0, mask=i0), tl.load(product + a0, mask=i0)
+    t1, p1 = tl.load(total + a1, mask=i1), tl.load(product + a1, mask=i1)
+    t2, p2 = tl.load(total + a2, mask=i2), tl.load(product + a2, mask=i2)
+    t3, p3 = tl.load(total + a3, mask=i3), tl.load(product + a3, mask=i3)
+    for row in range(rows):
+        g0, g1 = tl.load(grads + a0, mask=i0), tl.load(grads + a1, mask=i1)
+        g2, g3 = tl.load(grads + a2, mask=i2), tl.load(grads + a3, mask=i3)
+        e0, e1, e2, e3 = normals(key, number, first + row, block, at)
+        t0, p0 = t0 + g0, p0 + g0 * e0
+        t1, p1 = t1 + g1, p1 + g1 * e1
+        t2, p2 = t2 + g2, p2 + g2 * e2
+        t3, p3 = t3 + g3, p3 + g3 * e3
+        grads += size
+    tl.store(total + a0, t0, mask=i0)
+    tl.store(total + a1, t1, mask=i1)
+    tl.store(total + a2, t2, mask=i2)
+    tl.store(total + a3, t3, mask=i3)
+    tl.store(product + a0, p0, mask=i0)
+    tl.store(product + a1, p1, mask=i1)
+    tl.store(product + a2, p2, mask=i2)
+    tl.store(product + a3, p3, mask=i3)
 
 
 def normal(noise: Noise) -> Tensor:
@@ -73,7 +104,7 @@ def moments(noise: Noise, blocks: list[int], grads: Tensor, total: Tensor, produ
     table = noise.layout.table(blocks, noise.device)
     if len(table):
         rows = len(noise.samples)
-        _moments[(len(table),)](grads, total, product, table, *address(noise), rows, BLOCK=CHUNK)
+        _moments[(len(table),)](grads, total, product, table, *address(noise), rows, COUNT=CHUNK)
 
 
 def address(noise: Noise) -> tuple[Tensor, int, int]:
@@ -87,6 +118,6 @@ def address(noise: Noise) -> tuple[Tensor, int, int]:
 def _stacked(noise: Noise, mean: Tensor, std: Tensor, out: Tensor, *, scaled: bool) -> Tensor:
     table = noise.layout.table(range(len(noise.layout)), noise.device)
     if len(table):
-        grid = (len(table), len(noise.samples))
-        _perturb[grid](mean, std, out, table, *address(noise), SCALED=scaled, BLOCK=CHUNK)
+        rows = len(noise.samples)
+        _perturb[(len(table),)](mean, std, out, table, *address(noise), rows, SCALED=scaled, COUNT=CHUNK)
     return out

@@ -1,5 +1,8 @@
 """Standard normals by address, inside a kernel: a Philox counter and a key give four of them.
 
+The four belong to the four quarters of a block, not to neighbours: so a thread that works on the same place
+in every quarter has them where it needs them.
+
 Philox4x32 (Salmon et al. 2011) with seven rounds, the fewest that pass BigCrush; normals by Box–Muller. The
 angle is two random signs and a quarter turn, whose sine and cosine are short polynomials: libm's would cost
 more than all the rest.
@@ -9,31 +12,42 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 ROUNDS: tl.constexpr = tl.constexpr(7)
+
+
+# The interpreter has no fast functions.
+_FAST: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _log2(x):
+    return libdevice.fast_log2f(x) if _FAST else tl.log2(x)
 
 
 @triton.jit
 def _pair(radius_bits, angle_bits):
     """Two independent normals from two words of random bits."""
-    # −2 ln u, with u in (0, 1] of 24 bits or more.
+    # sqrt(−2 ln u), with u in (0, 1) of 24 bits.
     u = (radius_bits.to(tl.uint32, bitcast=True) >> 8).to(tl.int32).to(
         tl.float32
     ) * 5.9604645e-8 + 2.9802322e-8
-    radius = tl.sqrt(-2.0 * tl.log(u))
+    radius = tl.sqrt(-0.69314718 * _log2(u))
     bits = angle_bits.to(tl.uint32, bitcast=True)
     # A quarter turn: 23 bits for t in [−1, 1), the angle being (1 + t) · π/4.
     t = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) * 2.0 - 3.0
     t2 = t * t
-    # sin and cos of t·π/4 as polynomials; the angle itself is 45° further on.
-    s = t * (0.78539816 + t2 * (-0.080745512 + t2 * (0.0024903946 + t2 * -0.0000365762)))
-    c = 1.0 + t2 * (-0.30842513 + t2 * (0.015854344 + t2 * (-0.00032599189 + t2 * 3.5908e-06)))
-    scaled = radius * 0.70710678
-    first = scaled * (c + s)
-    second = scaled * (c - s)
-    first = tl.where((bits & 0x800000) != 0, -first, first)
-    second = tl.where((bits & 0x1000000) != 0, -second, second)
-    return first, second
+    # sin and cos of t · π/4 as polynomials; the angle itself is 45° further on, hence the sum and difference.
+    sine = t * (0.78539816 + t2 * (-0.080745512 + t2 * (0.0024903946 + t2 * -0.0000365762)))
+    cosine = 1.0 + t2 * (-0.30842513 + t2 * (0.015854344 + t2 * (-0.00032599189 + t2 * 3.5908e-06)))
+    return _signed(radius * (cosine + sine), bits << 8), _signed(radius * (cosine - sine), bits << 7)
+
+
+@triton.jit
+def _signed(x, bits):
+    """The number with the sign that the highest bit says."""
+    return (x.to(tl.uint32, bitcast=True) ^ (bits & 0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -44,19 +58,3 @@ def normals(seed, step, sample, block, index):
     e0, e1 = _pair(a, b)
     e2, e3 = _pair(c, d)
     return e0, e1, e2, e3
-
-
-@triton.jit
-def eps(seed, step, sample, block, start, BLOCK: tl.constexpr):
-    """The normals of a block's elements start … start + BLOCK; start is a multiple of 4."""
-    e0, e1, e2, e3 = normals(seed, step, sample, block, start // 4 + tl.arange(0, BLOCK // 4))
-    return tl.reshape(tl.join(tl.join(e0, e2), tl.join(e1, e3)), [BLOCK])
-
-
-@triton.jit
-def eps_tile(seed, step, sample, block, row, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The normals of a tile of a block ``[*, width]``; width, column and COLUMNS are multiples of 4."""
-    rows = row + tl.arange(0, ROWS)
-    quads = column // 4 + tl.arange(0, COLUMNS // 4)
-    e0, e1, e2, e3 = normals(seed, step, sample, block, rows[:, None] * (width // 4) + quads[None, :])
-    return tl.reshape(tl.join(tl.join(e0, e2), tl.join(e1, e3)), [ROWS, COLUMNS])

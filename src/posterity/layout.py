@@ -65,16 +65,16 @@ class Layout:
 
     def table(self, blocks: Sequence[int], device: torch.device) -> Tensor:
         """What each program that works on the given blocks has: hash of its block's name, first place in the
-        quarters, size of a quarter, size and start of the block, size of the given blocks before it."""
+        quarters, size of a quarter, size and start of the block, number and size of those before it."""
         key = (device, tuple(blocks))
         if key not in self._tables:
             before = accumulate((self.sizes[i] for i in blocks), initial=0)
             rows = [
-                [self.hashes[i], at, self.quarters[i], self.sizes[i], self.starts[i], past]
-                for i, past in zip(blocks, before, strict=False)
+                [self.hashes[i], at, self.quarters[i], self.sizes[i], self.starts[i], number, past]
+                for number, (i, past) in enumerate(zip(blocks, before, strict=False))
                 for at in range(0, self.quarters[i], CHUNK)
             ]
-            self._tables[key] = torch.tensor(rows, dtype=torch.int64).view(-1, 6).to(device)
+            self._tables[key] = torch.tensor(rows, dtype=torch.int64).view(-1, 7).to(device)
         return self._tables[key]
 
 

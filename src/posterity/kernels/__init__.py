@@ -2,7 +2,7 @@
 
 from posterity.kernels.loss import cross_entropy
 from posterity.kernels.matmul import linear, linear_input_grad, linear_moments, multiplies
-from posterity.kernels.noise import moments, normal, perturb
+from posterity.kernels.noise import moments, normal, perturb, transfer
 
 __all__ = [
     "cross_entropy",
@@ -13,4 +13,5 @@ __all__ = [
     "multiplies",
     "normal",
     "perturb",
+    "transfer",
 ]

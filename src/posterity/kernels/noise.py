@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from posterity.kernels.philox import normals
-from posterity.layout import CHUNK
+from posterity.layout import CHUNK, Layout
 
 if TYPE_CHECKING:
     from posterity.noise import Noise
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _place(table, COUNT: tl.constexpr):
-    """What a program has: hash, place in the quarters, size of a quarter and of the block, start, past."""
-    entry = table + tl.program_id(0) * 6
+    """What a program has, as the table says."""
+    entry = table + tl.program_id(0) * 7
     block, first = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
     quarter, size = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
     at = first + tl.arange(0, COUNT)
     # Past the quarter's end the next one begins: those places are another program's.
-    return block, at, at < quarter, quarter, size, tl.load(entry + 4), tl.load(entry + 5)
+    return block, at, at < quarter, quarter, size, tl.load(entry + 4), entry + 5
 
 
 @triton.jit(do_not_specialize=["seed", "first", "rows"])
@@ -57,13 +57,13 @@ def _perturb(mean, std, out, table, step, seed, first, rows, SCALED: tl.constexp
 
 @triton.jit(do_not_specialize=["seed", "first", "rows"])
 def _moments(grads, total, product, table, step, seed, first, rows, COUNT: tl.constexpr):
-    block, at, mine, quarter, size, start, past = _place(table, COUNT)
+    block, at, mine, quarter, size, start, rest = _place(table, COUNT)
     a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
     i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
     key, number = seed.to(tl.int64), tl.load(step)
     total += start
     product += start
-    grads += past * rows
+    grads += tl.load(rest + 1) * rows
     t0, p0 = tl.load(total + a0, mask=i0), tl.load(product + a0, mask=i0)
     t1, p1 = tl.load(total + a1, mask=i1), tl.load(product + a1, mask=i1)
     t2, p2 = tl.load(total + a2, mask=i2), tl.load(product + a2, mask=i2)
@@ -85,6 +85,27 @@ def _moments(grads, total, product, table, step, seed, first, rows, COUNT: tl.co
     tl.store(product + a1, p1, mask=i1)
     tl.store(product + a2, p2, mask=i2)
     tl.store(product + a3, p3, mask=i3)
+
+
+@triton.jit
+def _transfer(pointers, flat, table, READ: tl.constexpr, COUNT: tl.constexpr):
+    _, at, mine, quarter, size, start, rest = _place(table, COUNT)
+    apart = tl.load(pointers + tl.load(rest)).to(tl.pointer_type(flat.dtype.element_ty))
+    flat += start
+    for part in tl.static_range(4):
+        here = at + part * quarter
+        inside = mine & (here < size)
+        if READ:
+            tl.store(flat + here, tl.load(apart + here, mask=inside), mask=inside)
+        else:
+            tl.store(apart + here, tl.load(flat + here, mask=inside), mask=inside)
+
+
+def transfer(layout: Layout, pointers: Tensor, flat: Tensor, *, read: bool) -> None:
+    """Copy contiguous tensors, given by their addresses, into a flat buffer, or back."""
+    table = layout.table(range(len(layout)), flat.device)
+    if len(table):
+        _transfer[(len(table),)](pointers, flat, table, READ=read, COUNT=CHUNK)
 
 
 def normal(noise: Noise) -> Tensor:

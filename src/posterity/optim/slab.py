@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posterity.layout import Layout
+from posterity.noise import HAS_KERNELS, kernels
 from posterity.optim.groups import Group, members
 from posterity.optim.statistics import state_dtype
 
@@ -38,6 +39,7 @@ class Slab:
         # The parameters' values, while samples take their place in the model.
         self.weights = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         self._weights = self.layout.views(self.weights)
+        self._places: tuple[list[int], Tensor] = [], self.weights  # where the parameters lie
         self.state: State = {}
         self._views: dict[str, list[Tensor]] = {}
         for key in states[params[0]]:
@@ -67,16 +69,34 @@ class Slab:
 
     def read(self) -> None:
         """Take the parameters' values."""
-        torch._foreach_copy_(self._weights, self.params)
+        if not self._transferred(self.weights, read=True):
+            torch._foreach_copy_(self._weights, self.params)
 
     def put_back(self) -> None:
         """Give the parameters the values that they had when they were read."""
-        torch._foreach_copy_(self.params, self._weights)
+        if not self._transferred(self.weights, read=False):
+            torch._foreach_copy_(self.params, self._weights)
 
     def write(self, moved: Sequence[int]) -> None:
         """Give some parameters their means."""
+        if len(moved) == len(self.params) and "mean" not in self.state:
+            self.put_back()
+            return
         means = self._views.get("mean", self._weights)
         torch._foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
+
+    def _transferred(self, flat: Tensor, *, read: bool) -> bool:
+        """Whether one kernel could copy all parameters: torch's own takes a program for 65,536 numbers."""
+        if not (flat.is_cuda and HAS_KERNELS and all(p.is_contiguous() for p in self.params)):
+            return False
+        places = [p.data_ptr() for p in self.params]
+        if self._places[0] != places:
+            self._places = places, torch.tensor(places, dtype=torch.int64).to(self.device)
+        kernels.transfer(self.layout, self._places[1], flat, read=read)
+        if not read:
+            for p in self.params:
+                torch.autograd.graph.increment_version(p)
+        return True
 
 
 def slabs(groups: list[Group], states: Mapping[Tensor, State]) -> Iterator[Slab]:

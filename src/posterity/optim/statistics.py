@@ -39,23 +39,31 @@ class Sums:
 
     Attributes:
         slab: Whose gradients.
-        grad: Σ g, flat.
-        grad_noise: Σ g·eps, flat.
+        both: Σ g and Σ g·eps, flat.
         used: Blocks that had a gradient, by number.
         published: E[g] as it was put into ``p.grad``: flat, and the views that were.
     """
 
     slab: Slab
-    grad: Tensor
-    grad_noise: Tensor
+    both: Tensor
     used: set[int] = field(default_factory=set)
     published: tuple[Tensor, dict[int, Tensor]] | None = None
 
     @classmethod
     def zeros(cls, slab: Slab) -> Sums:
         """Nothing yet."""
-        both = torch.zeros(2, slab.layout.size, dtype=state_dtype(slab.weights), device=slab.device)
-        return cls(slab, both[0], both[1])
+        dtype = state_dtype(slab.weights)
+        return cls(slab, torch.zeros(2, slab.layout.size, dtype=dtype, device=slab.device))
+
+    @property
+    def grad(self) -> Tensor:
+        """Σ g."""
+        return self.both[0]
+
+    @property
+    def grad_noise(self) -> Tensor:
+        """Σ g·eps."""
+        return self.both[1]
 
     def add(self, grads: Mapping[int, Tensor], noise: Noise | None) -> None:
         """Add gradients ``[k, ...]`` by block, taken under the given noise.

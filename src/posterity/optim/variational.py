@@ -256,7 +256,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self._peeks: int = 0  # sampling contexts without gradients
         self.watch = LossWatch(type(self).__name__)
         self._live: Live | None = None
-        self.generation = next(_generations)  # captured steps hold on to state tensors of one generation
+        self._generation = next(_generations)
         self._reset()
 
     # How the stacked path takes part: the same draws, the same sums.
@@ -328,7 +328,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 slab.read()  # a user may have changed weights since the draw
             else:
                 group = {**group, "lr": live.lr[slab.number]}
-            grad, product = sums.mean_grad(), sums.grad_noise / self._sums.samples
+            grad = sums.mean_grad()
             alike = len(moved) == len(slab.params) and len({int(step) for step in steps}) == 1
             for i, span in [(0, slice(None))] if alike else [(i, slab.layout.span(i)) for i in moved]:
                 p = slab.params[i]
@@ -336,7 +336,8 @@ class VariationalOptimizer(Optimizer, ABC):
                     slab.mean[span],
                     {key: value[span] for key, value in slab.state.items() if key not in ("mean", "keep")},
                     grad[span],
-                    None if group["deterministic"] else product[span],
+                    None if group["deterministic"] else sums.grad_noise[span],
+                    self._sums.samples,
                     sizes[slab.number],
                     int(self.state[p]["step"]) if live is None else live.step(p),
                     group,
@@ -344,6 +345,12 @@ class VariationalOptimizer(Optimizer, ABC):
                     None if live is None else live.ok,
                 )
             slab.write(moved)
+
+    @property
+    def generation(self) -> int:
+        """A number that is new whenever state lies elsewhere than before: captured steps hold on to it."""
+        self._ready()
+        return self._generation
 
     def advance(self) -> None:
         """Count a step: the next one draws other noise."""
@@ -416,7 +423,8 @@ class VariationalOptimizer(Optimizer, ABC):
         mean: Tensor,
         state: State,
         grad: Tensor,
-        product: Tensor | None,
+        products: Tensor | None,
+        samples: int,
         batch_size: int,
         step: int | Tensor,
         group: Group,
@@ -424,10 +432,11 @@ class VariationalOptimizer(Optimizer, ABC):
         ok: Tensor | None,
     ) -> None:
         """The rule, and its result written over mean and state: all in place, so that it fuses."""
-        if product is None:
+        if products is None:
             new_mean, new_state = adam_update(mean, state, grad, step, group)
         else:
-            new_mean, new_state = self.update(mean, state, Statistics(grad, product, batch_size, step), group)
+            stats = Statistics(grad, products / samples, batch_size, step)
+            new_mean, new_state = self.update(mean, state, stats, group)
         if keep is not None:
             new_mean = new_mean * keep
         for old, new in [(mean, new_mean), *((state[key], value) for key, value in new_state.items())]:
@@ -453,7 +462,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not self._slabs or not all(slab.holds(self.state) for slab in self._slabs):
             with torch.inference_mode(False), torch.no_grad():
                 self._slabs = list(slabs(self.param_groups, self.state))
-            self.generation = next(_generations)
+            self._generation = next(_generations)
         return self._slabs
 
     @torch.inference_mode(False)

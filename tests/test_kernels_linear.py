@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from posterity.layout import Layout
-from posterity.noise import Noise
-
 kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
 stacked = pytest.importorskip("posterity.kernels.matmul", reason="needs Triton")
 loss = pytest.importorskip("posterity.kernels.loss", reason="needs Triton")
@@ -62,54 +59,13 @@ def test_linear(shape, tile, shared: bool, biased: bool) -> None:
     check(stacked.linear(x, weight, bias, tile=tile), wanted)
 
 
-@pytest.mark.parametrize(("shape", "tile"), SHAPES)
-def test_linear_input_grad(shape, tile) -> None:
-    batch, outputs, inputs = shape
-    grad, weight = random(K, batch, outputs), random(K, outputs, inputs + 4)[:, :, :inputs]
-    check(stacked.linear_input_grad(grad, weight, tile=tile), grad.double() @ weight.double())
-
-
-@pytest.mark.parametrize(("shape", "tile"), SHAPES)
-@pytest.mark.parametrize(("shared", "biased"), [(True, False), (False, True)], ids=["shared", "biased"])
-def test_linear_moments_add_to_what_there_is(shape, tile, shared: bool, biased: bool) -> None:
-    batch, outputs, inputs = shape
-    x = random(batch, inputs) if shared else random(K, batch, inputs)
-    grad = random(K, batch, outputs)
-    step = torch.tensor([7], dtype=torch.int32, device=DEVICE)
-    shapes = {"before": (3,), "a.weight": (outputs, inputs)} | ({"a.bias": (outputs,)} if biased else {})
-    layout = Layout(list(shapes), list(shapes.values()))
-    noise = Noise(range(2, 2 + K), layout, seed=1 << 40 | 3, step=7, device=DEVICE)
-    normals = layout.stacked(kernels.normal(noise), K)
-    noise.step = step
-    gradients = [torch.zeros(K, 3), grad.double().mT @ x.double(), grad.double().sum(1)]
-    total, product = random(layout.size), random(layout.size)
-    wanted = [layout.views(flat.double().clone()) for flat in (total, product)]
-    for i in range(1, len(layout)):
-        wanted[0][i] += gradients[i].sum(0)
-        wanted[1][i] += (gradients[i] * normals[i].double()).sum(0)
-    stacked.linear_moments(noise, x, grad, list(range(1, len(layout))), total, product, tile=tile)
-    for flat, targets in zip((total, product), wanted, strict=True):
-        for value, target in zip(layout.views(flat), targets, strict=True):
-            check(value, target)
-
-
 # The interpreter cannot multiply bfloat16.
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * (not INTERPRETED))
 def test_half_precision_sums_in_float32(dtype: torch.dtype) -> None:
-    x, weight, grad = (
-        random(9, 36, dtype=dtype),
-        random(K, 18, 36, dtype=dtype),
-        random(K, 9, 18, dtype=dtype),
-    )
+    x, weight = random(9, 36, dtype=dtype), random(K, 18, 36, dtype=dtype)
     out = stacked.linear(x, weight, random(K, 18, dtype=dtype) * 0)
-    back = stacked.linear_input_grad(grad, weight)
-    assert out.dtype == back.dtype == dtype
+    assert out.dtype == dtype
     check(out, x.double() @ weight.double().mT, 4e-3)
-    check(back, grad.double() @ weight.double(), 4e-3)
-    noise = Noise(range(K), Layout(["w"], [(18, 36)]), seed=0, step=0, device=DEVICE)
-    total, product = torch.zeros(2, noise.layout.size, device=DEVICE)
-    stacked.linear_moments(noise, x, grad, [0], total, product)
-    check(noise.layout.views(total)[0], (grad.double().mT @ x.double()).sum(0), 1e-5)
 
 
 @pytest.mark.parametrize(("batch", "classes"), [(1, 2), (7, 10), (130, 10), (200, 33), (5, 3000)])

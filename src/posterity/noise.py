@@ -34,6 +34,8 @@ _MASK = (1 << 64) - 1
 _WORTH_THREADS = 1 << 16
 # Gradients of fewer numbers than this are put end to end for one launch; larger ones have one each.
 _WORTH_A_LAUNCH = 1 << 20
+# Gradients of a layer that are held at once.
+_AT_ONCE = 1 << 25
 
 
 def _mix(z: int) -> int:
@@ -126,49 +128,47 @@ class Noise:
             torch.addcmul(m, s, eps, out=theta)
         return out
 
-    def moments(self, grads: Mapping[int, Tensor], total: Tensor, product: Tensor) -> None:
-        """Add Σ g and Σ g · eps of gradients ``[len(samples), *shape]``, by block, to flat sums."""
+    def moments(
+        self, grads: Mapping[int, Tensor], total: Tensor, product: Tensor, rows: slice = slice(None)
+    ) -> None:
+        """Add Σ g and Σ g · eps of gradients ``[K, *shape]``, by block, to flat sums.
+
+        Args:
+            grads: By the block's number.
+            total: Σ g of all blocks.
+            product: Σ g · eps of all blocks.
+            rows: Which of the samples the gradients are of.
+        """
         if self.fused:
+            first = self.samples[rows].start
             small = [i for i, grad in grads.items() if grad.numel() < _WORTH_A_LAUNCH]
             for i, grad in grads.items():
                 if i not in small:
-                    kernels.moments(self, [i], grad.contiguous(), total, product)
+                    kernels.moments(self, first, [i], grad.contiguous(), total, product)
             if small:
                 joined = torch.cat([grads[i].reshape(-1) for i in small])
-                kernels.moments(self, small, joined, total, product)
+                kernels.moments(self, first, small, joined, total, product)
             return
         for i, grad in grads.items():
-            for each, eps in zip(grad, self.blocks[i], strict=True):
-                self.add(i, each, eps, total, product)
+            span = self.layout.span(i)
+            for each, eps in zip(grad, self.blocks[i][rows], strict=True):
+                total[span] += each.reshape(-1)
+                product[span].addcmul_(each.reshape(-1), eps.reshape(-1))
 
-    def linear(self, x: Tensor, grad: Tensor, blocks: list[int], total: Tensor, product: Tensor) -> bool:
-        """Add both sums of a linear layer's weight, and bias, from its inputs and its outputs' gradients.
+    def parts(self, block: int) -> list[slice]:
+        """Which samples' gradients of a block to make at once and add; none if all may wait for the others.
 
-        No gradient of a single sample is kept. Returns False, with nothing added, where this would not pay.
-
-        Args:
-            x: ``[K, B, I]``, or ``[B, I]`` for all samples.
-            grad: ``[K, B, O]``.
-            blocks: Of the weight and, if it has one, the bias.
-            total: Σ g, flat.
-            product: Σ g · eps, flat.
+        On a CPU one at a time, while it is in the cache. On a GPU small ones wait, to share a launch, and
+        large ones come in parts, to save memory.
         """
-        if self.device.type != "cpu":
-            fits = self.fused and kernels.multiplies(x)
-            if fits:
-                kernels.linear_moments(self, x, grad, blocks, total, product)
-            return fits
-        for k, each in enumerate(grad):
-            parts = [each.mT @ (x if x.dim() == 2 else x[k]), each.sum(0)]
-            for block, part in zip(blocks, parts, strict=False):
-                self.add(block, part, self.blocks[block][k], total, product)
-        return True
-
-    def add(self, block: int, grad: Tensor, eps: Tensor, total: Tensor, product: Tensor) -> None:
-        """Add one sample's gradient of one block, under the given noise, to flat sums."""
-        span = self.layout.span(block)
-        total[span] += grad.reshape(-1)
-        product[span].addcmul_(grad.reshape(-1), eps.reshape(-1))
+        samples, size = len(self.samples), self.layout.sizes[block]
+        if self.device.type == "cpu":
+            together = 1
+        elif samples * size < _WORTH_A_LAUNCH:
+            return []
+        else:
+            together = max(1, _AT_ONCE // size)
+        return [slice(start, min(start + together, samples)) for start in range(0, samples, together)]
 
 
 def _fill(row: tuple[Tensor, int]) -> None:

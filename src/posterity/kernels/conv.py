@@ -378,8 +378,10 @@ def _phase(f: int, grad_size: int, size: int, taps: int, stride: int, padding: i
 def _conv_tile(samples: int, rows: int, outputs: int, dtype: torch.dtype) -> Tile:
     k = 32 if dtype == torch.float32 else 64
     n = 128 if outputs > 64 else max(16, triton.next_power_of_2(outputs))
-    crowded = triton.cdiv(rows, 128) * triton.cdiv(outputs, n) * samples >= 264
-    return Tile(128, n, k, 8 if n == 128 else 4, 3) if crowded else Tile(64, n, k, 4, 3)
+    for m, wide in ((128, 256 if outputs >= 256 else n), (128, n)):
+        if triton.cdiv(rows, m) * triton.cdiv(outputs, wide) * samples >= 264:
+            return Tile(m, wide, k, 8 if wide >= 128 else 4, 3)
+    return Tile(64, n, k, 4, 3)
 
 
 def _weight_grad_tile(outputs: int, columns: int, batch: int, dtype: torch.dtype) -> Tile:

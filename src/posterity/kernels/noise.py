@@ -69,8 +69,8 @@ def _moments(grads, total, product, table, step, seed, first, rows, COUNT: tl.co
     t2, p2 = tl.load(total + a2, mask=i2), tl.load(product + a2, mask=i2)
     t3, p3 = tl.load(total + a3, mask=i3), tl.load(product + a3, mask=i3)
     for row in range(rows):
-        g0, g1 = tl.load(grads + a0, mask=i0), tl.load(grads + a1, mask=i1)
-        g2, g3 = tl.load(grads + a2, mask=i2), tl.load(grads + a3, mask=i3)
+        g0, g1 = tl.load(grads + a0, mask=i0).to(tl.float32), tl.load(grads + a1, mask=i1).to(tl.float32)
+        g2, g3 = tl.load(grads + a2, mask=i2).to(tl.float32), tl.load(grads + a3, mask=i3).to(tl.float32)
         e0, e1, e2, e3 = normals(key, number, first + row, block, at)
         t0, p0 = t0 + g0, p0 + g0 * e0
         t1, p1 = t1 + g1, p1 + g1 * e1
@@ -120,12 +120,15 @@ def perturb(noise: Noise, mean: Tensor, std: Tensor) -> Tensor:
     return _stacked(noise, mean, std, out, scaled=True)
 
 
-def moments(noise: Noise, blocks: list[int], grads: Tensor, total: Tensor, product: Tensor) -> None:
-    """Add Σ g and Σ g · eps over the samples, of some blocks' gradients end to end."""
+def moments(
+    noise: Noise, first: int, blocks: list[int], grads: Tensor, total: Tensor, product: Tensor
+) -> None:
+    """Add Σ g and Σ g · eps over samples from ``first`` on, of some blocks' gradients end to end."""
     table = noise.layout.table(blocks, noise.device)
     if len(table):
-        rows = len(noise.samples)
-        _moments[(len(table),)](grads, total, product, table, *address(noise), rows, COUNT=CHUNK)
+        rows = grads.numel() // sum(noise.layout.sizes[i] for i in blocks)
+        step, seed, _ = address(noise)
+        _moments[(len(table),)](grads, total, product, table, step, seed, first, rows, COUNT=CHUNK)
 
 
 def address(noise: Noise) -> tuple[Tensor, int, int]:

@@ -65,15 +65,15 @@ class Sums:
         """Σ g·eps."""
         return self.both[1]
 
-    def add(self, grads: Mapping[int, Tensor], noise: Noise | None) -> None:
-        """Add gradients ``[k, ...]`` by block, taken under the given noise.
+    def add(self, grads: Mapping[int, Tensor], noise: Noise | None, rows: slice = slice(None)) -> None:
+        """Add gradients ``[k, ...]`` by block, taken under the given noise of some of its samples.
 
         Deterministic parameters have no noise, and one gradient ``[1, ...]`` that is a sum over samples.
         """
         self.used.update(grads)
         grads = {i: grad.to(self.grad.dtype) for i, grad in grads.items()}
         if noise is not None:
-            noise.moments(grads, self.grad, self.grad_noise)
+            noise.moments(grads, self.grad, self.grad_noise, rows)
         elif grads:
             sums = self.slab.layout.views(self.grad)
             torch._foreach_add_([sums[i] for i in grads], [grad[0] for grad in grads.values()])
@@ -114,21 +114,13 @@ class Sink(NamedTuple):
     noise: Noise
     block: int
 
-    def linear(self, x: Tensor, grad: Tensor, bias: Sink | None) -> bool:
-        """Add the gradients of the weight and the bias of ``x Wᵀ + b``; False if that is left to others.
+    def parts(self) -> list[slice]:
+        """Which samples' gradients to make and bring at once; none if they may be left to autograd."""
+        return self.noise.parts(self.block)
 
-        Args:
-            x: Inputs ``[K, B, I]``, or ``[B, I]`` for all samples.
-            grad: Gradient of the outputs, ``[K, B, O]``.
-            bias: The bias's own sink, if it has one.
-        """
-        if bias is not None and bias.noise is not self.noise:
-            return False
-        blocks = [self.block] if bias is None else [self.block, bias.block]
-        if not self.noise.linear(x, grad, blocks, self.sums.grad, self.sums.grad_noise):
-            return False
-        self.sums.used.update(blocks)
-        return True
+    def take(self, grads: Tensor, rows: slice) -> None:
+        """Add the gradients ``[k, *shape]`` of some of the samples."""
+        self.sums.add({self.block: grads}, self.noise, rows)
 
 
 @final

@@ -1,0 +1,87 @@
+"""The kernels that make noise, against each other and against their definition.
+
+They run on a GPU, or anywhere in Triton's interpreter: ``TRITON_INTERPRET=1``.
+"""
+
+import os
+
+import pytest
+import torch
+
+from posterity.layout import Layout
+from posterity.noise import Noise
+
+kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA GPU or TRITON_INTERPRET=1"
+)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# Rows that fill no quarter, a whole number of chunks, a scalar, nothing at all.
+SHAPES = [(7, 3), (600,), (64, 4, 3, 3), (), (5,), (0, 4), (17, 1)]
+LAYOUT = Layout([f"block.{i}" for i in range(len(SHAPES))], SHAPES)
+
+
+def noise(samples: range = range(1, 4), step: int = 3) -> Noise:
+    return Noise(samples, LAYOUT, seed=5, step=step, device=DEVICE)
+
+
+def test_normals_are_a_function_of_their_address() -> None:
+    values = LAYOUT.stacked(kernels.normal(noise()), 3)
+    later = LAYOUT.stacked(kernels.normal(noise(range(2, 4))), 2)
+    for a, b in zip(values, later, strict=True):
+        assert torch.equal(a[1:], b)
+    other = kernels.normal(noise(step=4))
+    assert abs(float((LAYOUT.stacked(other, 3)[2] * values[2]).mean())) < 5 / values[2].numel() ** 0.5
+
+
+def test_normals_are_standard_and_independent() -> None:
+    n = 200_000
+    layout = Layout(["a"], [(n,)])
+    a, b = layout.stacked(kernels.normal(Noise(range(2), layout, seed=0, step=0, device=DEVICE)), 2)[
+        0
+    ].double()
+    for x in (a, b):
+        # Each moment within five of its standard errors.
+        for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
+            assert abs(float((x**power).mean()) - mean) < 5 * (variance / n) ** 0.5
+    quarters = a.view(4, -1)
+    for x, y in [(a, b), *((quarters[i], quarters[j]) for i in range(4) for j in range(i))]:
+        for power in (1, 2):
+            product = (x**power - x.pow(power).mean()) * (y**power - y.pow(power).mean())
+            assert abs(float(product.mean())) < 5 * float(product.std()) / len(x) ** 0.5
+
+
+def test_perturb_and_moments_use_the_same_normals() -> None:
+    made = noise()
+    eps = LAYOUT.stacked(kernels.normal(made), 3)
+    generator = torch.Generator().manual_seed(0)
+    mean, std = torch.rand(2, LAYOUT.size, generator=generator).to(DEVICE)
+    theta = LAYOUT.stacked(kernels.perturb(made, mean, std), 3)
+    for i, (m, s) in enumerate(zip(LAYOUT.views(mean), LAYOUT.views(std), strict=True)):
+        torch.testing.assert_close(theta[i], m + s * eps[i])
+    grads = [torch.randn(2, *shape, generator=generator).to(DEVICE) for shape in SHAPES]
+    total, product = torch.ones(2, LAYOUT.size, device=DEVICE)
+    for blocks in ([0, 2, 4], [1], [3, 5, 6]):
+        joined = torch.cat([grads[i].flatten() for i in blocks])
+        kernels.moments(made, 2, blocks, joined, total, product)  # of the last two samples
+    for i, grad in enumerate(grads):
+        torch.testing.assert_close(LAYOUT.views(total)[i], 1 + grad.sum(0))
+        torch.testing.assert_close(LAYOUT.views(product)[i], 1 + (grad * eps[i][1:]).sum(0))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs addresses on a GPU")
+def test_tensors_are_copied_by_their_addresses() -> None:
+    tensors = [torch.randn(shape, device=DEVICE) for shape in SHAPES]
+    pointers = torch.tensor([each.data_ptr() for each in tensors]).to(DEVICE)
+    flat = torch.zeros(LAYOUT.size, device=DEVICE)
+    kernels.transfer(LAYOUT, pointers, flat, read=True)
+    for view, each in zip(LAYOUT.views(flat), tensors, strict=True):
+        assert torch.equal(view, each)
+    flat.mul_(2)
+    before = [each.clone() for each in tensors]
+    kernels.transfer(LAYOUT, pointers, flat, read=False)
+    for each, old in zip(tensors, before, strict=True):
+        assert torch.equal(each, 2 * old)

@@ -244,3 +244,99 @@ def test_a_saved_posterior_predicts_on_either_device(tmp_path) -> None:
     a = posterity.predict(model, q, X.cuda(), samples=3)
     b = posterity.predict(model, loaded.cuda(), X.cuda(), samples=3)
     assert torch.equal(a.samples, b.samples)
+
+
+class ConvNet(nn.Module):
+    """Convolutions of several kinds, BatchNorm, pooling, a residual, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.down = nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False)
+        self.same = nn.Conv2d(24, 24, 3, padding=2, dilation=2)
+        self.point = nn.Conv2d(16, 24, 1, stride=2)
+        self.grouped = nn.Conv2d(24, 24, 3, padding="same", groups=3)
+        self.head = nn.Linear(24, 5)
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = F.relu(self.same(self.down(x)) + self.point(x))
+        x = F.max_pool2d(self.grouped(x), 2)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.fixture(params=["highest", "high", "bfloat16"])
+def precision(request: pytest.FixtureRequest):
+    """How products are computed, and how far two orders of the same sums may then lie apart."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if request.param == "highest" else "high")
+    torch.backends.cudnn.allow_tf32 = request.param != "highest"
+    with torch.autocast("cuda", torch.bfloat16, enabled=request.param == "bfloat16"):
+        yield {"highest": 1e-5, "high": 5e-3, "bfloat16": 5e-2}[request.param]
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.allow_tf32 = True
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_stacked_layers_agree_with_the_loop(precision: float, layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    model = ConvNet().cuda().to(memory_format=layout)
+    x = torch.randn(16, 3, 12, 12, device="cuda").to(memory_format=layout)
+    y = torch.randint(0, 5, (16,), device="cuda")
+    q = posterity.BGD(model, std_init=0.05).posterior()
+    results = []
+    for how in ("loop", "stack"):
+        weights = {name: value.requires_grad_() for name, value in q.sample(4, seed=0).items()}
+        logits = posterity.run(model, weights, x, how=how).float()
+        loss = sum(F.cross_entropy(each, y) for each in logits)
+        grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        named = {name: g for name, g in zip(weights, grads, strict=True) if g is not None}
+        results.append({"logits": logits, **named})
+    assert results[0].keys() == results[1].keys()
+    assert "unused" not in results[0]
+    for name, value in results[0].items():
+        gap = (results[1][name].float() - value.float()).norm() / value.float().norm()
+        assert gap < precision, name
+
+
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_a_conv_net_captured_equals_the_loop_over_fifty_steps(name: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 3, 12, 12, device="cuda"), torch.randint(0, 5, (32,), device="cuda")
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(1)
+        model = ConvNet().cuda()
+        opt = make(name, model)
+        step = posterity.compile_step(model, loss_fn, opt, max_norm=1.0)
+        for _ in range(50):
+            if captured:
+                step(x, y)
+            else:
+                for _ in range(4):
+                    with opt.sampled_params():
+                        loss_fn(model, x, y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                opt.step(batch_size=32)
+        assert not captured or len(step._graphs) == 1
+        results.append({**model.state_dict(), **{f"std {n}": s for n, s in opt.posterior().std().items()}})
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=5e-3, atol=2e-3, msg=key)
+    assert torch.equal(results[1]["unused"], torch.ones(4, device="cuda"))
+
+
+def test_many_shapes_and_models_in_one_process_stay_fast() -> None:
+    """A new shape costs a capture, and never a compilation: those are for the first model alone."""
+    counts = []
+    for width in (8, 12, 20, 33, 48, 64, 100, 128):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, 5)).cuda()
+        step = posterity.compile_step(model, loss_fn, make("bgd", model))
+        for batch in (32, 17, 5):
+            for _ in range(3):
+                step(X[:batch].cuda(), Y[:batch].cuda())
+        assert len(step._graphs) == 3
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[-1] == counts[1], counts

@@ -251,7 +251,7 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(16)
         self.down = nn.Conv2d(16, 24, 3, stride=2, padding=1, bias=False)
         self.same = nn.Conv2d(24, 24, 3, padding=2, dilation=2)

@@ -25,11 +25,34 @@ def writable(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the buffers, by name."""
-    return {name: buffer.clone() for name, buffer in writable(module).items()}
+    return copied(writable(module))
+
+
+@torch.no_grad()
+def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of some tensors, made in few launches."""
+    copies = {name: torch.empty_like(value) for name, value in values.items()}
+    if copies:
+        torch._foreach_copy_(list(copies.values()), list(values.values()))
+    return copies
 
 
 @torch.no_grad()
 def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give the buffers the given values, in place."""
-    for name, buffer in writable(module).items():
-        buffer.copy_(values[name])
+    own = writable(module)
+    if own:
+        torch._foreach_copy_(list(own.values()), [values[name] for name in own])
+
+
+@torch.no_grad()
+def restore_unless(ok: Tensor, module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give the buffers the given values, in place, if a flag on the device is not set."""
+    own = writable(module)
+    for dtype in {buffer.dtype for buffer in own.values()}:
+        names = [name for name, buffer in own.items() if buffer.dtype == dtype]
+        now = torch.cat([own[name].reshape(-1) for name in names])
+        then = torch.cat([values[name].reshape(-1) for name in names])
+        chosen = torch.where(ok, now, then).split([own[name].numel() for name in names])
+        shaped = [part.view(own[name].shape) for name, part in zip(names, chosen, strict=True)]
+        torch._foreach_copy_([own[name] for name in names], shaped)

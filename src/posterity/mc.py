@@ -94,7 +94,9 @@ def stacked_pass(
     rows = range(_count(weights))
     reason = ""
     if stacked and len(rows) > 1 and model not in _unstackable:
-        moved = {name: value.expand(len(rows), *value.shape).clone() for name, value in before.items()}
+        moved = buffers.copied(
+            {name: value.expand(len(rows), *value.shape) for name, value in before.items()}
+        )
         try:
             with warnings.catch_warnings():
                 # Operations without a batching rule still run, one sample after another.
@@ -105,7 +107,7 @@ def stacked_pass(
             raise
         except Exception as error:
             reason = str(error).partition("\n")[0]
-    states = [{name: value.clone() for name, value in before.items()} for _ in rows]
+    states = [buffers.copied(before) for _ in rows]
     looped = [call({name: value[k] for name, value in weights.items()}, states[k]) for k in rows]
     if reason:  # the loop went well, so it was vectorising that failed, not the model
         _unstackable.add(model)

@@ -119,8 +119,8 @@ class TrainStep:
             for p in params:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in theta.items()}
-            if one:  # nothing to stack: the model as it is
-                moved = {name: value.clone() for name, value in before.items()}
+            if one:  # nothing to stack
+                moved = buffers.copied(before)
                 loss = one_pass(self.target, named, moved, batch, {})[None]
             else:
                 with StackedRoutes(opt.sinks(drawn)):
@@ -293,9 +293,7 @@ class _Graph:
         ok = sum(norms, loss.abs()) < float("inf")
         self.live.ok = ok
         opt.apply(self.sizes)
-        with torch.no_grad():
-            for name, buffer in buffers.writable(target).items():
-                buffer.copy_(torch.where(ok, buffer, before[name]))
+        buffers.restore_unless(ok, target, before)
         self.host_loss.copy_(torch.where(ok, loss, torch.nan), non_blocking=True)
         self.live.clock.add_(1)
         opt._reset()

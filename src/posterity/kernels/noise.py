@@ -44,7 +44,7 @@ def _perturb(mean, std, out, table, step, seed, first, rows, SCALED: tl.constexp
         m1, s1 = tl.load(mean + a1, mask=i1), tl.load(std + a1, mask=i1)
         m2, s2 = tl.load(mean + a2, mask=i2), tl.load(std + a2, mask=i2)
         m3, s3 = tl.load(mean + a3, mask=i3), tl.load(std + a3, mask=i3)
-    for row in range(rows):
+    for row in tl.range(0, rows, loop_unroll_factor=2):
         e0, e1, e2, e3 = normals(key, number, first + row, block, at)
         if SCALED:
             e0, e1, e2, e3 = m0 + s0 * e0, m1 + s1 * e1, m2 + s2 * e2, m3 + s3 * e3
@@ -68,7 +68,7 @@ def _moments(grads, total, product, table, step, seed, first, rows, COUNT: tl.co
     t1, p1 = tl.load(total + a1, mask=i1), tl.load(product + a1, mask=i1)
     t2, p2 = tl.load(total + a2, mask=i2), tl.load(product + a2, mask=i2)
     t3, p3 = tl.load(total + a3, mask=i3), tl.load(product + a3, mask=i3)
-    for row in range(rows):
+    for row in tl.range(0, rows, loop_unroll_factor=2):
         g0, g1 = tl.load(grads + a0, mask=i0).to(tl.float32), tl.load(grads + a1, mask=i1).to(tl.float32)
         g2, g3 = tl.load(grads + a2, mask=i2).to(tl.float32), tl.load(grads + a3, mask=i3).to(tl.float32)
         e0, e1, e2, e3 = normals(key, number, first + row, block, at)

@@ -1,6 +1,7 @@
-"""Pruning by signal-to-noise ratio."""
+"""Pruning by signal-to-noise ratio, and by magnitude."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import posterity
 from posterity import DiagonalGaussian, Factorised, IsotropicGaussian, elbo, prune, snr
+from posterity.compress import magnitude, point_mass, sparsity
 
 
 def posterior() -> Factorised:
@@ -79,3 +81,92 @@ def test_zeros_survive_saving_and_training_by_gradient(tmp_path: Path) -> None:
 def test_a_fraction_out_of_range_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError, match="fraction must lie between 0 and 1"):
         prune(posterior(), fraction)
+
+
+def named() -> Factorised:
+    g = torch.Generator().manual_seed(1)
+    shapes = {"0.weight": (8, 5), "0.bias": (8,), "2.weight": (3, 8), "2.bias": (3,)}
+    scale = {"0.weight": 1.0, "0.bias": 1.0, "2.weight": 10.0, "2.bias": 30.0}
+    return Factorised(
+        {
+            name: DiagonalGaussian(scale[name] * torch.randn(shape, generator=g), 0.3)
+            for name, shape in shapes.items()
+        }
+    )
+
+
+def test_a_threshold_removes_what_is_below_it() -> None:
+    q = posterior()
+    pruned = prune(q, threshold=1.5)
+    for name, ratio in snr(q).items():
+        assert torch.equal(pruned.block(name).keep, ratio >= 1.5)
+        assert not pruned.std()[name][ratio < 1.5].any()
+    assert sparsity(pruned)["a"] == pytest.approx(float((snr(q)["a"] < 1.5).float().mean()))
+    assert sparsity(q) == {"a": 0.0, "b": 0.0}
+
+
+def test_per_layer_each_layer_loses_its_share() -> None:
+    q = named()
+    everywhere, by_layer = prune(q, 0.5), prune(q, 0.5, scope="layer")
+    assert sparsity(everywhere)["0.weight"] > sparsity(everywhere)["2.weight"]
+    for layer, size in (("0", 48), ("2", 27)):
+        names = [f"{layer}.weight", f"{layer}.bias"]
+        kept = torch.cat([by_layer.block(name).keep.flatten() for name in names])
+        ratios = torch.cat([snr(q)[name].flatten() for name in names])
+        assert int((~kept).sum()) == round(0.5 * size)
+        assert ratios[kept].min() >= ratios[~kept].max()  # one cut for weight and bias
+
+
+def test_spared_tensors_stay_whole_and_are_not_counted() -> None:
+    pruned = prune(named(), 0.5, spare="*.bias")
+    assert sparsity(pruned)["0.bias"] == sparsity(pruned)["2.bias"] == 0.0
+    assert sum(int((~leaf.keep).sum()) for leaf in pruned.blocks.values()) == 32  # half of 64 weights
+    assert torch.equal(pruned.std()["2.bias"], named().std()["2.bias"])
+
+
+def test_a_plain_net_is_pruned_by_magnitude() -> None:
+    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    sizes = torch.cat([p.detach().abs().flatten() for p in net.parameters()])
+    limit = sizes.sort().values[round(0.6 * len(sizes)) - 1]
+    for pruned in (prune(point_mass(net), 0.6), prune(point_mass(net), 0.6, score=magnitude)):
+        for name, p in net.named_parameters():
+            assert torch.equal(pruned.block(name).keep, p.abs() > limit)
+            assert torch.equal(pruned.sample(2)[name][1], p.detach() * (p.abs() > limit))
+    by_value = prune(point_mass(net), threshold=0.2, score=magnitude)
+    assert torch.equal(by_value.block("0.weight").keep, net[0].weight.abs() >= 0.2)
+
+
+def test_magnitude_and_ratio_disagree_where_stds_differ() -> None:
+    q = Factorised({"w": DiagonalGaussian(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 5.0]))})
+    assert prune(q, 0.5).mean()["w"].tolist() == [1.0, 0.0]
+    assert prune(q, 0.5, score=magnitude).mean()["w"].tolist() == [0.0, 2.0]
+
+
+def test_what_is_gone_goes_first_even_among_zeros() -> None:
+    mean = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    keep = torch.tensor([True, True, False, True])
+    q = Factorised({"w": DiagonalGaussian(mean, 0.1, keep=keep)})
+    assert torch.equal(prune(q, 0.25).block("w").keep, keep)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either a fraction of the weights or a threshold"),
+        ({"fraction": 0.5, "threshold": 1.0}, "either a fraction of the weights or a threshold"),
+        ({"threshold": float("nan")}, "threshold must be a number"),
+        ({"fraction": 0.5, "scope": "row"}, "scope must be 'global' or 'layer', not 'row'"),
+        ({"fraction": 0.5, "spare": "*"}, "spares every tensor"),
+        ({"fraction": 0.5, "spare": "*.gamma"}, "no parameter is named like"),
+        ({"fraction": 0.5, "score": lambda q: {"a": torch.ones(3)}}, r"each weight of 'a', \(10, 10\)"),
+    ],
+)
+def test_bad_calls_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prune(posterior(), **options)
+
+
+def test_weights_that_are_nan_are_refused() -> None:
+    q = Factorised({"w": DiagonalGaussian(torch.tensor([1.0, float("nan")]), 0.1)})
+    with pytest.raises(ValueError, match="score of a weight of 'w' is nan"):
+        prune(q, 0.5)

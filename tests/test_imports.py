@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "metrics": set(),
     "compress": {"posterior"},
     "routes": {"noise"},
+    "diagnostics": {"optim", "posterior"},
     "mc": {"buffers", "routes"},
     "train_step": {"buffers", "noise", "mc", "optim", "routes"},
     "variational": {"names", "posterior", "mc"},

@@ -99,6 +99,8 @@ def test_a_variational_model_predicts_as_the_module_in_it() -> None:
 def test_one_logit_is_no_class_probability() -> None:
     with pytest.raises(ValueError, match=r"two classes or more, not \[3, 4, 1\]"):
         _ = Prediction(torch.zeros(3, 4, 1)).entropy
+    with pytest.raises(ValueError, match=r"two classes or more, not \[3, 4, 1\]"):
+        _ = Prediction(torch.zeros(3, 4, 1)).vote
 
 
 def test_the_mode_comes_back_after_an_error() -> None:

@@ -1,11 +1,23 @@
-"""Shrinking a model by what its posterior is sure of."""
+"""Shrinking a model by what its posterior is sure of.
+
+Every way of pruning is a score per weight and a cut: ``snr`` for a posterior (Zeno et al. 2018, section 3.4;
+Blundell et al. 2015), ``magnitude`` for the weights of a plain net, which ``point_mass`` makes a posterior.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
 
-from posterity.posterior import Factorised
+import torch
+from torch import Tensor, nn
+
+from posterity.names import NameFilter, select
+from posterity.posterior import DiagonalGaussian, Factorised
+
+Score: TypeAlias = Callable[[Factorised], Mapping[str, Tensor]]
+Scope: TypeAlias = Literal["global", "layer"]
 
 
 def snr(posterior: Factorised) -> dict[str, Tensor]:
@@ -17,40 +29,141 @@ def snr(posterior: Factorised) -> dict[str, Tensor]:
         tensor([2., 6.])
     """
     ratios = {}
-    for name, leaf in posterior.blocks.items():
-        mean, std = leaf.mean().detach().abs(), leaf.std().detach()
+    for name, mean in magnitude(posterior).items():
+        std = posterior.block(name).std().detach()
         # A weight known exactly has infinite ratio, unless it is known to be zero.
         ratios[name] = torch.where(std > 0, mean / std, torch.where(mean > 0, torch.inf, 0.0).to(mean))
     return ratios
 
 
-def prune(posterior: Factorised, fraction: float) -> Factorised:
-    """A posterior in which the given fraction of all weights, those of lowest SNR, is exactly zero.
+def magnitude(posterior: Factorised) -> dict[str, Tensor]:
+    """|mean| of every weight: the usual score where nothing is known of its uncertainty.
+
+    Example:
+        >>> magnitude(point_mass(nn.Linear(3, 2)))["weight"].shape
+        torch.Size([2, 3])
+    """
+    return {name: leaf.mean().detach().abs() for name, leaf in posterior.blocks.items()}
+
+
+def point_mass(model: nn.Module) -> Factorised:
+    """The weights of a plain net (trained by SGD, Adam, …) as a posterior that is sure of them: std 0.
+
+    Whatever takes a posterior then takes that net: ``prune``, ``predict``, saving.
+
+    Example:
+        >>> small = prune(point_mass(nn.Linear(10, 10)), 0.5)
+        >>> int((small.mean()["weight"] == 0).sum() + (small.mean()["bias"] == 0).sum())
+        55
+    """
+    return Factorised({name: DiagonalGaussian(p.detach(), 0.0) for name, p in model.named_parameters()})
+
+
+def sparsity(posterior: Factorised) -> dict[str, float]:
+    """Share of every tensor's weights that is pruned.
+
+    Example:
+        >>> from posterity import DiagonalGaussian
+        >>> q = Factorised({"w": DiagonalGaussian(torch.tensor([1.0, -3.0, 0.1, 2.0]), 0.5)})
+        >>> sparsity(prune(q, threshold=3.0))
+        {'w': 0.5}
+    """
+    return {
+        name: 0.0 if leaf.keep is None else 1.0 - float(leaf.keep.double().mean())
+        for name, leaf in posterior.blocks.items()
+    }
+
+
+def prune(
+    posterior: Factorised,
+    fraction: float | None = None,
+    *,
+    threshold: float | None = None,
+    scope: Scope = "global",
+    score: Score = snr,
+    spare: NameFilter = (),
+) -> Factorised:
+    """A posterior in which the weights of lowest score, by default of lowest SNR, are exactly zero.
 
     Mean and std both become zero: a pruned weight that kept its std would ruin sampled predictions. It stays
     zero when sampled, saved, trained by gradient, or taken up by ``optimizer.load_posterior``.
 
+    Of weights with equal scores the smallest go first, so that a net without stds, whose ratios are all
+    infinite, is pruned by magnitude.
+
     Args:
         posterior: What to prune; it is left as it is.
-        fraction: Share of all its weights to remove, from 0 to 1.
+        fraction: Share of the weights to remove, from 0 to 1; what is pruned already counts.
+        threshold: Instead of a fraction: remove every weight whose score is below this.
+        scope: Whether a fraction is of all weights together (``"global"``) or of those of each layer, weight
+            and bias together (``"layer"``). A threshold is the same for all.
+        score: What the worth of a weight is: ``snr``, ``magnitude``, or any function of the posterior that
+            gives one number per weight.
+        spare: Filter of names that are left whole and not counted, such as ``"*bias"``.
 
     Example:
         >>> from posterity import DiagonalGaussian
         >>> q = Factorised({"w": DiagonalGaussian(torch.tensor([1.0, -3.0, 0.1, 2.0]), 0.5)})
         >>> prune(q, 0.5).mean()["w"]
         tensor([ 0., -3.,  0.,  2.])
+        >>> prune(q, threshold=1.0).mean()["w"]
+        tensor([ 1., -3.,  0.,  2.])
     """
-    if not 0.0 <= fraction <= 1.0:
+    if (fraction is None) == (threshold is None):
+        raise ValueError("prune() takes either a fraction of the weights or a threshold of their score")
+    if fraction is not None and not 0.0 <= fraction <= 1.0:
         raise ValueError(f"fraction must lie between 0 and 1, not {fraction}")
-    ratios = snr(posterior)
-    device = next(iter(ratios.values())).device
-    flat = torch.cat([ratio.flatten().to(device) for ratio in ratios.values()])
-    keep = torch.ones(len(flat), dtype=torch.bool, device=device)
-    keep[flat.argsort(stable=True)[: round(fraction * len(flat))]] = False
-    parts = torch.split(keep, [ratio.numel() for ratio in ratios.values()])
+    if threshold is not None and math.isnan(threshold):
+        raise ValueError("threshold must be a number, not nan")
+    if scope not in ("global", "layer"):
+        raise ValueError(f"scope must be 'global' or 'layer', not {scope!r}")
+    spared = select(posterior.blocks, spare)
+    names = [name for name in posterior.blocks if name not in spared]
+    if not names:
+        raise ValueError("spare= spares every tensor, so there is nothing to prune: let it match fewer names")
+    scores = _scores(posterior, score)
+    keep = {name: torch.ones_like(scores[name], dtype=torch.bool) for name in spared}
+    if threshold is not None:
+        keep |= {name: scores[name] >= threshold for name in names}
+    if fraction is not None:
+        sizes = magnitude(posterior)
+        for members in _together(names, scope):
+            keep |= _strongest([(name, scores[name], sizes[name]) for name in members], fraction)
     return Factorised(
-        {
-            name: leaf.pruned(part.view(leaf.shape).to(leaf.device))
-            for (name, leaf), part in zip(posterior.blocks.items(), parts, strict=True)
-        }
+        {name: leaf.pruned(keep[name].to(leaf.device)) for name, leaf in posterior.blocks.items()}
     )
+
+
+def _scores(posterior: Factorised, score: Score) -> dict[str, Tensor]:
+    """The score of every weight, refused unless there is one; pruned weights rank below all others."""
+    given, scores = score(posterior), {}
+    for name, leaf in posterior.blocks.items():
+        if name not in given or given[name].shape != leaf.shape:
+            raise ValueError(f"score= must give one number for each weight of {name!r}, {tuple(leaf.shape)}")
+        if bool(given[name].isnan().any()):
+            raise ValueError(f"the score of a weight of {name!r} is nan: look for nan in the posterior")
+        scores[name] = given[name] if leaf.keep is None else given[name].where(leaf.keep, -torch.inf)
+    return scores
+
+
+def _together(names: list[str], scope: Scope) -> list[list[str]]:
+    """The tensors that a fraction is taken of."""
+    if scope == "global":
+        return [names]
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(layers.values())
+
+
+def _strongest(blocks: list[tuple[str, Tensor, Tensor]], fraction: float) -> dict[str, Tensor]:
+    """Masks without the given fraction, lowest score first and, where scores are equal, smallest first."""
+    device = blocks[0][1].device
+    score = torch.cat([each.flatten().to(device) for _, each, _ in blocks])
+    size = torch.cat([each.flatten().to(device) for _, _, each in blocks])
+    order = size.argsort(stable=True)
+    order = order[score[order].argsort(stable=True)]
+    keep = torch.ones(len(score), dtype=torch.bool, device=device)
+    keep[order[: round(fraction * len(score))]] = False
+    parts = torch.split(keep, [each.numel() for _, each, _ in blocks])
+    return {name: part.view(each.shape) for (name, each, _), part in zip(blocks, parts, strict=True)}

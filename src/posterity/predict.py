@@ -39,12 +39,7 @@ class Prediction:
     @property
     def sample_probs(self) -> Tensor:
         """Class probabilities of every sampled network, ``[S, B, C]``."""
-        if self.samples.dim() < 3 or self.samples.shape[-1] < 2:
-            raise ValueError(
-                f"class probabilities need logits [S, B, C] of two classes or more, not "
-                f"{list(self.samples.shape)}; for regression see .mean and .variance"
-            )
-        return self.samples.softmax(-1)
+        return self._logits.softmax(-1)
 
     @property
     def probs(self) -> Tensor:
@@ -64,9 +59,9 @@ class Prediction:
 
     @property
     def vote(self) -> Tensor:
-        """Share of the sampled networks that choose each class, ``[B, C]``."""
-        classes = self.samples.shape[-1]
-        return nn.functional.one_hot(self.samples.argmax(-1), classes).to(self.samples.dtype).mean(0)
+        """Share of the sampled networks that choose each class, ``[B, C]``; ``label`` is the majority's."""
+        logits = self._logits
+        return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype).mean(0)
 
     @property
     def entropy(self) -> Tensor:
@@ -92,6 +87,15 @@ class Prediction:
     def variance(self) -> Tensor:
         """Regression: epistemic variance, that of the output over weight samples."""
         return self.samples.var(0, correction=0)
+
+    @property
+    def _logits(self) -> Tensor:
+        if self.samples.dim() < 3 or self.samples.shape[-1] < 2:
+            raise ValueError(
+                f"class probabilities need logits [S, B, C] of two classes or more, not "
+                f"{list(self.samples.shape)}; for regression see .mean and .variance"
+            )
+        return self.samples
 
 
 def predict(

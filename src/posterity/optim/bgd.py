@@ -119,6 +119,11 @@ class BGD(VariationalOptimizer):
         """The std of every weight."""
         return state["std"]
 
+    def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
+        """What multiplies each weight's gradient of the mean loss in eq. (12): η σ² times the batch size."""
+        lr: float = group["lr"]
+        return lr * batch_size * state["std"] * state["std"]
+
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
         """Eqs. (12) and (13)."""
         std = state["std"]

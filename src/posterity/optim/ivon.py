@@ -140,6 +140,12 @@ class IVON(VariationalOptimizer):
         """σ = 1 / sqrt(λ (h + δ))."""
         return ivon_std(state["hess"], *_scales(group))
 
+    def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
+        """What multiplies each weight's averaged gradient of the mean loss: α / (h + δ)."""
+        decay = _scales(group)[1]
+        step: float = group["lr"] * (group["hess_init"] + decay)
+        return step / (state["hess"] + decay)
+
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
         """Hessian, averaged gradient, then the preconditioned step with both."""
         beta1, beta2 = group["betas"]

@@ -1,0 +1,220 @@
+"""Looking at a posterior while it learns: does it move, is its noise of any use, how fast can each weight go?
+
+All of it is a handful of reductions per tensor, cheap enough for every epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from posterity.optim import VariationalOptimizer
+from posterity.optim.groups import Group, members
+from posterity.posterior import Factorised
+
+# Below this the noise in the weights is less than what rounding them to bfloat16 would change.
+COLLAPSED = 2.0**-9
+# A posterior has blown up where its noise is this many times that of the start and this many times its means
+# (by gradient it may widen to the prior and outweigh its means a few times while it still predicts well),
+NOISY = 10.0
+# or where it is so much larger altogether. Biases that start at zero may well grow a hundredfold.
+RUN_AWAY = 1000.0
+
+
+class PosteriorWarning(UserWarning):
+    """A posterior that has not moved, whose noise does nothing, or whose noise is all there is.
+
+    Example:
+        >>> warnings.filterwarnings("error", category=PosteriorWarning)  # stop a sweep's run at once
+    """
+
+
+@dataclass(frozen=True)
+class Health:
+    """What became of one tensor's posterior since the start; of the weights that are not pruned.
+
+    Attributes:
+        finite: Whether all means and stds are.
+        mean_moved: Whether any mean differs from where it started.
+        std_moved: The same of the stds.
+        noise: ‖std‖ / ‖mean‖, by how much sampling changes the tensor; infinite where all means are zero.
+        growth: ‖std‖ over that of the start.
+        scale: The size of a sampled tensor, √(‖mean‖² + ‖std‖²), over that of the start.
+    """
+
+    finite: bool
+    mean_moved: bool
+    std_moved: bool
+    noise: float
+    growth: float
+    scale: float
+
+    @property
+    def complaint(self) -> str | None:
+        """What is wrong and what to do, to be said of a tensor; None where nothing is."""
+        if not self.finite:
+            return "is not finite: lower lr or the initial std"
+        if not self.mean_moved and not self.std_moved:
+            return "never moved: does the loss depend on it, and is lr above 0?"
+        if not self.std_moved:
+            return "has learned no std, only means: look at what should move its std"
+        if self.scale > RUN_AWAY or min(self.growth, self.noise) > NOISY:
+            return "has blown up: lower lr, the initial std, or the weight of the KL where there is one"
+        if self.noise < COLLAPSED:
+            return "has collapsed, sampling hardly changes it: raise the initial std or the temperature"
+        return None
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values of each tensor lie in each bin.
+
+    Attributes:
+        edges: Borders of the bins, equally far apart on a logarithmic scale, ``[bins + 1]``.
+        counts: By the tensor's name, ``[bins]``.
+    """
+
+    edges: Tensor
+    counts: dict[str, Tensor]
+
+
+@runtime_checkable
+class _Rated(Protocol):
+    """A rule that says how fast each weight moves."""
+
+    def rate(self, state: dict[str, Tensor], group: Group, batch_size: int) -> Tensor:
+        """What multiplies each weight's gradient of the mean loss."""
+        ...
+
+
+@torch.no_grad()
+def check(posterior: Factorised, start: Factorised) -> dict[str, Health]:
+    """How each tensor's posterior fares; a :class:`PosteriorWarning` says, once a call, what is wrong.
+
+    Args:
+        posterior: As it is, after some steps of learning.
+        start: As it was before the first.
+
+    Returns:
+        By the tensor's name; tensors with no weight left are left out.
+
+    Example:
+        >>> from posterity import BGD
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = BGD(model, std_init=0.05)
+        >>> start = opt.posterior()
+        >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        >>> loss = opt.step(lambda: torch.nn.functional.cross_entropy(model(x), y), batch_size=len(x))
+        >>> check(opt.posterior(), start)["weight"].std_moved
+        True
+    """
+    measured = {name: _measure(posterior, start, name) for name in posterior.blocks}
+    health = {}
+    for name, values in measured.items():
+        alive, finite, mean_moved, std_moved, mean, std, old_mean, old_std = values.tolist()
+        if alive:
+            health[name] = Health(
+                finite=bool(finite),
+                mean_moved=bool(mean_moved),
+                std_moved=bool(std_moved),
+                noise=_over(std, mean),
+                growth=_over(std, old_std),
+                scale=_over(math.hypot(mean, std), math.hypot(old_mean, old_std)),
+            )
+    said: dict[str, list[str]] = {}
+    for name, each in health.items():
+        if each.complaint is not None:
+            said.setdefault(each.complaint, []).append(name)
+    if said:
+        message = "; that of ".join(f"{_listed(names)} {complaint}" for complaint, names in said.items())
+        warnings.warn(f"the posterior of {message}", PosteriorWarning, stacklevel=3)
+    return health
+
+
+def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> dict[str, Tensor]:
+    """The effective learning rate of every weight: what its gradient of the mean loss is multiplied by.
+
+    For BGD lr · std² · batch_size, for IVON lr · (hess_init + δ) / (hess + δ). Pruned weights have 0.
+
+    Args:
+        optimizer: One whose rule has a rate per weight.
+        batch_size: Examples behind each step, where the rule sums their gradients. 1 gives BGD's rate as the
+            paper has it, for the gradient of the sum.
+
+    Example:
+        >>> from posterity import BGD
+        >>> learning_rates(BGD(torch.nn.Linear(2, 1), std_init=0.1, lr=2.0))["bias"]
+        tensor([0.0200])
+    """
+    if not isinstance(optimizer, _Rated):
+        raise TypeError(f"{type(optimizer).__name__} has no rate per weight: give its rule a method rate()")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    blocks = optimizer.posterior().blocks  # every block has its state after this
+    rates = {}
+    for group in optimizer.param_groups:
+        for name, p in members(group):
+            if name in blocks:
+                rates[name] = blocks[name].masked(optimizer.rate(optimizer.state[p], group, batch_size))
+    return rates
+
+
+def histogram(values: Mapping[str, Tensor], bins: int = 60) -> Histogram:
+    """How the values of each tensor spread: ``posterior.std()``, ``snr(posterior)``, ``learning_rates(opt)``.
+
+    The bins are the same for all, on a logarithmic scale from the smallest to the largest, a factor of ten at
+    least. What is zero (pruned), infinite or not a number is not counted.
+
+    Example:
+        >>> histogram({"fc.weight": torch.tensor([0.01, 0.1, 0.1, 0.0])}, bins=2).counts
+        {'fc.weight': tensor([1, 2])}
+    """
+    if bins < 1:
+        raise ValueError(f"a histogram needs at least one bin, not {bins}")
+    logs = {}
+    for name, value in values.items():
+        flat = value.detach().flatten()
+        logs[name] = flat[(flat > 0) & (flat < torch.inf)].log10()
+    ends = [end for each in logs.values() if len(each) for end in (float(each.min()), float(each.max()))]
+    if not ends:
+        raise ValueError("a histogram needs at least one value above 0: are all weights pruned, or certain?")
+    middle, width = (min(ends) + max(ends)) / 2, max(max(ends) - min(ends), 1.0)
+    borders = middle + width * torch.linspace(-0.5, 0.5, bins + 1, dtype=torch.float64)
+    counts = {
+        name: torch.bincount(torch.bucketize(each, borders[1:-1].to(each), right=True), minlength=bins)
+        for name, each in logs.items()
+    }
+    return Histogram(10.0**borders, counts)
+
+
+def _measure(posterior: Factorised, start: Factorised, name: str) -> Tensor:
+    """Whether weights are left, what Health asks of them, and the norms of mean and std, now and then."""
+    leaf, old = posterior.block(name), start.block(name)
+    if leaf.shape != old.shape:
+        raise ValueError(f"{name!r} has shape {tuple(leaf.shape)}, and {tuple(old.shape)} at the start")
+    mean, std = leaf.mean(), leaf.std()
+    old_mean, old_std = (leaf.masked(each.to(mean)) for each in (old.mean(), old.std()))
+    values = [
+        torch.ones_like(mean, dtype=torch.bool).any() if leaf.keep is None else leaf.keep.any(),
+        torch.isfinite(mean).all() & torch.isfinite(std).all(),
+        (mean != old_mean).any(),
+        (std != old_std).any(),
+        # In double precision, in which the squares of weights that ran away do not overflow.
+        *(torch.linalg.vector_norm(each, dtype=torch.float64) for each in (mean, std, old_mean, old_std)),
+    ]
+    return torch.stack([value.to(torch.float64) for value in values])
+
+
+def _listed(names: list[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(repr(name) for name in names[:limit]) + more
+
+
+def _over(value: float, base: float) -> float:
+    return value / base if base else math.inf

@@ -1,0 +1,117 @@
+"""Test errors of a posterior: by every way of inference, and after pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from posterity import Factorised, metrics, predict, prune
+from posterity.compress import sparsity
+from posterity.predict import MODES, Mode
+
+
+def mode_errors(
+    model: nn.Module, posterior: Factorised, x: Tensor, y: Tensor, *, samples: int = 10, seed: int = 0
+) -> dict[Mode, float]:
+    """Test error by averaged probabilities, at the mean, of single networks (their mean), and by vote.
+
+    The networks are drawn once, and the same for all modes.
+
+    Args:
+        model: The net.
+        posterior: Of its weights.
+        x: Test inputs.
+        y: Their classes.
+        samples: Networks to draw.
+        seed: Chooses them.
+
+    Example:
+        >>> import torch
+        >>> from posterity.compress import point_mass
+        >>> net = nn.Linear(2, 2)
+        >>> errors = mode_errors(net, point_mass(net), torch.eye(2), net(torch.eye(2)).argmax(-1))
+        >>> errors == dict.fromkeys(MODES, 0.0)
+        True
+    """
+    mean = predict(model, posterior, x, mode="mean")
+    drawn = predict(model, posterior, x, samples=samples, mode="single", seed=seed)
+    predictions = {mode: mean if mode == "mean" else replace(drawn, mode=mode) for mode in MODES}
+    return {mode: 1.0 - metrics.accuracy(each.probs, y) for mode, each in predictions.items()}
+
+
+@dataclass(frozen=True)
+class PruningCurve:
+    """Test error against the share of weights removed.
+
+    Attributes:
+        fractions: Shares asked for.
+        weights: How many weights were left at each.
+        errors: Test error at each.
+        unpruned: Test error with all weights.
+    """
+
+    fractions: tuple[float, ...]
+    weights: tuple[int, ...]
+    errors: tuple[float, ...]
+    unpruned: float
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Error after pruning over the error before, as tables 2 and 3 of Zeno et al. 2018 have it."""
+        if self.unpruned == 0.0:
+            raise ValueError(
+                "the net makes no error before pruning, so there is no ratio: see .errors instead"
+            )
+        return tuple(error / self.unpruned for error in self.errors)
+
+
+def pruning_curve(
+    model: nn.Module,
+    posterior: Factorised,
+    x: Tensor,
+    y: Tensor,
+    fractions: Sequence[float],
+    *,
+    samples: int = 10,
+    mode: Mode = "average",
+    seed: int = 0,
+    pruner: Callable[[Factorised, float], Factorised] = prune,
+) -> PruningCurve:
+    """Test error after removing each fraction of the weights, without training again.
+
+    Args:
+        model: The net.
+        posterior: Of its weights; ``point_mass(model)`` for one trained by SGD or Adam, with mode "mean".
+        x: Test inputs.
+        y: Their classes.
+        fractions: Shares to remove, each from the whole net, from 0 to less than 1.
+        samples: Networks to draw.
+        mode: How their outputs are combined.
+        seed: Chooses them.
+        pruner: How to prune, such as ``partial(prune, scope="layer", spare="*bias")``.
+
+    Example:
+        >>> import torch
+        >>> from posterity.compress import point_mass
+        >>> net = nn.Linear(4, 2)
+        >>> data = torch.randn(6, 4), torch.randint(0, 2, (6,))
+        >>> pruning_curve(net, point_mass(net), *data, [0.0, 0.5], mode="mean").weights
+        (10, 5)
+    """
+    for fraction in fractions:
+        if not 0.0 <= fraction < 1.0:
+            raise ValueError(f"fractions to remove must be at least 0 and less than 1, not {fraction}")
+    sizes = {name: leaf.shape.numel() for name, leaf in posterior.blocks.items()}
+
+    def error(q: Factorised) -> float:
+        return 1.0 - metrics.accuracy(predict(model, q, x, samples=samples, mode=mode, seed=seed).probs, y)
+
+    weights, errors = [], []
+    for fraction in fractions:
+        small = pruner(posterior, fraction)
+        gone = sparsity(small)
+        weights.append(sum(round((1.0 - gone[name]) * size) for name, size in sizes.items()))
+        errors.append(error(small))
+    return PruningCurve(tuple(fractions), tuple(weights), tuple(errors), error(posterior))

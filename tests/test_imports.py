@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "optim": {"buffers", "layout", "names", "noise", "posterior"},
     "objective": {"posterior"},
     "metrics": set(),
+    "continual": set(),
     "compress": {"posterior"},
     "routes": {"noise"},
     "diagnostics": {"optim", "posterior"},

@@ -23,7 +23,7 @@ from posterity_lab import methods, nets
 from posterity_lab.config import Config
 from posterity_lab.data import Dataset, Split, batches, load
 from posterity_lab.methods import Method
-from posterity_lab.streams import permuted
+from posterity_lab.streams import permuted, stream
 
 Results: TypeAlias = dict[str, Any]
 
@@ -70,17 +70,18 @@ def stream_run(sizes: Sizes, method: str, value: float, seed: int, validation: b
     A run that diverges stops learning; what the net can do then is what counts.
     """
     dataset = standardised(held_out(sizes) if validation else digits(sizes))
-    stream = permuted(dataset, sizes.tasks, sizes.epochs, sizes.batch_size, seed)
+    tasks = permuted(dataset, sizes.tasks, seed)
+    shown = stream(tasks, epochs=sizes.epochs, batch_size=sizes.batch_size, seed=seed)
     learner = _learner(sizes, method, seed, {GRIDS[method][0]: value, **FIXED[method]})
     curve: list[list[float]] = []
     diverged, seconds = False, 0.0
-    for number, (x, y) in enumerate(stream, start=1):
+    for number, (x, y) in enumerate(shown, start=1):
         start = time.perf_counter()
         diverged = diverged or not _step(learner, x, y)
         seconds += time.perf_counter() - start
-        if number in stream.ends:
-            curve.append([_accuracy(learner, test) for test in stream.tests])
-    return {"accuracy": curve, "diverged": diverged, "ms_per_step": 1000 * seconds / len(stream)}
+        if number in shown.ends:
+            curve.append([_accuracy(learner, test) for test in shown.tests])
+    return {"accuracy": curve, "diverged": diverged, "ms_per_step": 1000 * seconds / len(shown)}
 
 
 def plain_run(sizes: Sizes, seed: int, out: Path) -> Results:

@@ -1,0 +1,117 @@
+"""Training steps that keep a GPU busy: captured as CUDA graphs, with losses watched from afar."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+
+@final
+class Watch:
+    """Refuses losses that are not finite: at once, or on a GPU when their number has reached the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros((), device=device)
+        self._host = torch.zeros((), pin_memory=device.type == "cuda")
+
+    def see(self, loss: Tensor) -> Tensor:
+        """1 if the loss is not finite, and the step must not be taken; 0 otherwise."""
+        bad = (~torch.isfinite(loss.detach())).float()
+        self.count += bad
+        self._host.copy_(self.count, non_blocking=True)
+        if not loss.is_cuda:
+            self.refuse()
+        return bad
+
+    def refuse(self) -> None:
+        """Raise if such a loss is known of; reading it waits for nothing."""
+        if self._host > 0:
+            self.count.zero_()
+            self._host.zero_()
+            raise FloatingPointError(
+                "the loss is not finite; the weights were not touched: look for bad values in the batch, "
+                "or lower lr"
+            )
+
+
+@final
+class Captured:
+    """A step that on a GPU becomes a CUDA graph when a shape of batch is seen for the second time.
+
+    Args:
+        model: Whose modes the step depends on.
+        learn: The step; it must do all its work on the device and change tensors in place.
+        tensors: All that a step changes.
+    """
+
+    def __init__(
+        self, model: nn.Module, learn: Callable[..., Tensor], tensors: Callable[[], list[Tensor]]
+    ) -> None:
+        self._model, self._learn, self._tensors = model, learn, tensors
+        self._seen: set[Any] = set()
+        self._graphs: dict[Any, _Graph] = {}
+        self._eager = False
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Learn from a batch; its loss."""
+        if self._eager or not batch[0].is_cuda:
+            return self._learn(*batch)
+        key = (
+            tuple((x.shape, x.dtype) for x in batch),
+            tuple(module.training for module in self._model.modules()),
+        )
+        if key not in self._seen:  # a shape that never comes again is not worth a graph
+            self._seen.add(key)
+            return self._learn(*batch)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = _Graph(self._learn, self._tensors(), batch)
+            except Exception as error:
+                self._eager = True
+                reason = str(error).partition("\n")[0]
+                warnings.warn(
+                    f"this step cannot be captured ({reason}); it runs without a graph", stacklevel=3
+                )
+                return self._learn(*batch)
+        return self._graphs[key](*batch)
+
+    def forget(self) -> None:
+        """Drop the graphs: what they change has moved."""
+        self._graphs.clear()
+        self._seen.clear()
+
+
+@final
+class _Graph:
+    """A captured step for one shape of batch."""
+
+    def __init__(
+        self, learn: Callable[..., Tensor], tensors: list[Tensor], batch: tuple[Tensor, ...]
+    ) -> None:
+        self._batch = [x.clone() for x in batch]
+        before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    learn(*self._batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._loss = learn(*self._batch)
+        finally:
+            torch.cuda.synchronize()
+            with torch.no_grad():
+                for tensor, value in before:
+                    tensor.copy_(value)
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        for mine, given in zip(self._batch, batch, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._loss.clone()

@@ -1,22 +1,346 @@
-"""Every benchmark runs, on a CPU, in seconds; its times are not looked at."""
+"""Every benchmark runs, in seconds; its times are not looked at."""
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import posterity
+from posterity_lab import bench
+from posterity_lab.bench import Column, Ratio, Record, measure, parser
+from posterity_lab.cli import app
+
+QUICK = ["--rounds", "2", "--round-seconds", "1e-4"]
+# Options that make a benchmark small, and the columns that it has on a CPU.
+LOOP, ADAM, NOISE = "loop over samples", "Adam", "drawing the noise alone"
+FLOORS = {"floor from bytes", "floor from FLOPs"}
+SMOKE = {
+    "train_step": (["--widths", "8", "--samples", "2"], {LOOP, "compile_step", ADAM, NOISE}),
+    "conv_step": (["--nets", "lenet5", "--samples", "2", "--batch", "4"], {LOOP, "compile_step", ADAM}),
+    "ivon_step": (["--net", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, "ivon-opt"}),
+    "predict": (["--nets", "mlp", "--images", "3", "--samples", "2"], {"loop over networks", "predict"}),
+    "memory": (["--widths", "8", "--samples", "2"], set()),
+    "growth": (
+        ["--width", "8", "--samples", "1", "3", "--widths", "8", "9", "--copy-mib", "1", "--matmul", "9"],
+        {"compile_step", *FLOORS},
+    ),
+}
+CUDA = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+)
 
 
-def test_train_step_writes_its_record(tmp_path: Path) -> None:
-    out = tmp_path / "record.json"
-    options = ["--widths", "8", "--samples", "2", "--steps", "2", "--rounds", "2", "--out", str(out)]
-    command = [sys.executable, "-W", "error", str(FOLDER / "train_step.py"), *options]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "2x8, K = 2: loop over samples" in shown
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts can be imported as modules."""
+    monkeypatch.syspath_prepend(bench.FOLDER)
+
+
+def test_every_script_is_in_the_table_of_smoke_runs() -> None:
+    assert set(bench.names()) == {*SMOKE, "headline"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The record of a benchmark on a device; it runs once."""
+
+    @cache
+    def path(name: str, device: str) -> Path:
+        out = tmp_path_factory.mktemp(name) / "record.json"
+        bench.run(name, ["--device", device, "--out", str(out), *QUICK, *SMOKE[name][0]])
+        return out
+
+    return path
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("name", SMOKE)
+def test_a_benchmark_writes_its_record(name: str, device: str, made: Callable[[str, str], Path]) -> None:
+    if name == "ivon_step":
+        pytest.importorskip("ivon", reason="needs the extra bench")
+    before = list(sys.path), list(sys.argv)
+    record = json.loads(made(name, device).read_text())
+    assert (sys.path, sys.argv) == before
+    assert (record["benchmark"], record["complete"], record["config"]["device"]) == (name, True, device)
+    assert record["environment"]["command"][:3] == [f"{name}.py", "--device", device]
+    row = record["rows"][-1]
+    if device == "cpu":
+        assert set(row["columns"]) == SMOKE[name][1]
+    for column in row["columns"].values():
+        assert 0 <= column["lowest"] <= column["value"] <= column["highest"]
+        assert column["value"] > 0
+        assert column["setting"]
+    for ratio in row["ratios"]:
+        of, to = (row["columns"][ratio[key]]["value"] for key in ("of", "to"))
+        assert ratio["value"] == of / to
+    assert row["parameters"] > 0
+
+
+def test_memory_says_that_a_cpu_has_no_counter(made: Callable[[str, str], Path]) -> None:
+    record = json.loads(made("memory", "cpu").read_text())
+    assert record["notes"] == ["the memory of a step is not measured on a CPU: choose --device cuda"]
+
+
+def test_growth_counts_bytes_and_flops_and_draws_its_plot_again(made: Callable[[str, str], Path]) -> None:
+    out = made("growth", "cpu")
+    machine, *points = json.loads(out.read_text())["rows"]
+    assert [(row["axis"], row["samples"], row["width"]) for row in points] == [
+        ("samples", 1, 8),
+        ("samples", 3, 8),
+        ("parameters", 10, 8),
+        ("parameters", 10, 9),
+    ]
+    rates, row = machine["rates"], points[1]
+    weights = 784 * 8 + 8 + 8 * 8 + 8 + 8 * 10 + 10
+    traffic = 4 * weights * (3 * 3 + 4) / (rates["GB_per_s"] * 1e6)
+    assert row["columns"]["floor from bytes"]["value"] == pytest.approx(traffic)
+    flops = 6 * 128 * weights * 3 / (rates["TFLOP_per_s"] * 1e9)
+    assert row["columns"]["floor from FLOPs"]["value"] == pytest.approx(flops)
+    out.with_suffix(".png").unlink()
+    bench.run("growth", ["--plot-only", str(out)])
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_a_missing_peer_is_left_out_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ivon", None)
+    out = tmp_path / "ivon.json"
+    bench.run("ivon_step", ["--out", str(out), *QUICK, *SMOKE["ivon_step"][0]])
     record = json.loads(out.read_text())
-    assert set(record["rows"]["8"]) == {"loop over samples", "compile_step", "one Adam step"}
-    assert all(
-        column["lowest"] <= column["ms"] <= column["highest"] for column in record["rows"]["8"].values()
+    assert set(record["rows"][0]["columns"]) == SMOKE["ivon_step"][1] - {"ivon-opt"}
+    assert record["notes"] == [
+        "the column ivon-opt is left out: pip install 'posterity[bench]' brings the package"
+    ]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_loop_and_the_stored_step_are_bgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    import memory
+    import peers
+
+    from posterity.optim.bgd import bgd_mean, bgd_std
+
+    eps = torch.randn(2, 3, 2, 4, generator=torch.Generator().manual_seed(1)).double()
+    x, y = torch.randn(5, 4).double(), torch.tensor([0, 1, 1, 0, 1])
+    start = torch.randn(2, 4).double()
+
+    def net() -> nn.Module:
+        model = nn.Linear(4, 2, bias=False).double()
+        with torch.no_grad():
+            model.weight.copy_(start)
+        return model
+
+    expected, std = start, torch.full_like(start, 0.02)
+    for noise in eps:  # of one step: two show what becomes of the std
+        theta = [(expected + std * each).requires_grad_() for each in noise]
+        grads = [
+            5 * torch.autograd.grad(nn.functional.cross_entropy(x @ each.T, y), each)[0] for each in theta
+        ]
+        product = sum(grad * each for grad, each in zip(grads, noise, strict=True)) / 3
+        expected, std = bgd_mean(expected, std, sum(grads) / 3, 1e-6), bgd_std(std, product)
+    loss_fn = peers.Loss("fp32", "cpu")
+    looped, stored = net(), net()
+    steps = [peers.bgd_loop(looped, loss_fn, x, y, 3), memory.stored_step(stored, loss_fn, x, y, 3)]
+    singly, together = iter(eps.flatten(0, 1)), iter(eps)
+    monkeypatch.setattr(torch, "randn_like", lambda p: next(singly))
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: next(together))
+    for step in steps * 2:
+        step()
+    for model in (looped, stored):
+        torch.testing.assert_close(model.weight.detach() - start, expected - start, rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_column_has_the_precision_and_layout_that_it_names() -> None:
+    import peers
+
+    def allowed() -> tuple[str, bool]:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+    before, seen = allowed(), {}
+    for precision in peers.PRECISIONS:
+        with peers.arithmetic(precision):
+            seen[precision] = allowed()
+    assert allowed() == before
+    assert seen == {"fp32": ("highest", False), "tf32": ("high", True), "bf16": ("high", True)}
+    for layout, form in (("nchw", torch.contiguous_format), ("channels-last", torch.channels_last)):
+        model = peers.maker("lenet5", [3, 32, 32], "cpu", layout)()
+        x, y = peers.batch([4, 3, 32, 32], "cpu", layout)
+        assert x.is_contiguous(memory_format=form)
+        assert model[0].weight.is_contiguous(memory_format=form)
+    outputs: list[torch.dtype] = []
+    model.register_forward_hook(lambda module, inputs, output: outputs.append(output.dtype))
+    for precision in ("fp32", "bf16"):
+        peers.Loss(precision, "cpu")(model, x, y)
+    assert outputs == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_targets_are_for_tf32_on_a_gpu_and_on_a_cpu_ours_is_never_to_be_slower() -> None:
+    from train_step import target
+
+    assert [target("cuda", "tf32", width) for width in (400, 1200, 2000, 8)] == [100, 50, 30, None]
+    assert target("cuda", "fp32", 400) is None
+    assert [target("cpu", "fp32", width) for width in (200, 8)] == [1.3, 1.0]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_ours_leaves_batchnorm_without_a_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    import peers
+
+    made: list[posterity.BGD] = []
+    real = posterity.BGD
+    monkeypatch.setattr(posterity, "BGD", lambda *args, **more: made.append(real(*args, **more)) or made[-1])
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
+    loss = peers.bgd_ours(model, peers.Loss("bf16", "cpu"), *peers.batch([6, 3, 8, 8], "cpu"), samples=2)()
+    assert torch.isfinite(loss)
+    assert sorted(made[0].posterior().blocks) == ["0.bias", "0.weight", "3.bias", "3.weight"]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_loop_over_networks_draws_from_the_posterior() -> None:
+    import predict
+
+    model = nn.Linear(3, 10)
+    posterior = posterity.BGD(model, std_init=0.5).posterior()
+    x, means = torch.ones(4, 3), posterior.mean()
+    mean = (means["weight"] @ x[0] + means["bias"]).clone()
+    outputs = predict.looped(model, posterior, x, samples=400, size=3, bf16=False)
+    assert outputs.shape == (400, 4, 10)
+    std = 0.5 * 2  # of three weights and a bias
+    assert bool(((outputs[:, 0].mean(0) - mean).abs() < 5 * std / 20).all())
+    assert bool(((outputs[:, 0].std(0) - std).abs() < 5 * std / 28).all())
+
+
+def test_columns_take_turns_and_long_rows_end_after_two_rounds() -> None:
+    log: list[str] = []
+    columns = {
+        "a": Column(lambda: log.append("a"), "fp32", steps=1),
+        "b": Column(lambda: log.append("b"), "bf16", steps=2, warm_up=lambda: log.append("warm")),
+    }
+    times = measure(columns, "cpu", rounds=3, round_seconds=1.0, row_seconds=100.0)
+    assert "".join(log) == "aaa" + "warm" * 3 + "abb" * 3
+    assert [times["b"][key] for key in ("rounds", "steps", "setting")] == [3, 2, "bf16"]
+    assert measure(columns, "cpu", rounds=9, round_seconds=1.0, row_seconds=0.0)["a"]["rounds"] == 2
+
+
+def test_a_round_has_as_many_steps_as_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def tick() -> None:
+        clock[0] += 0.25
+
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+    found = measure({"a": Column(tick, "fp32")}, "cpu", rounds=2, round_seconds=2.0, row_seconds=100.0)["a"]
+    assert (found["steps"], found["value"]) == (8, 250.0)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "met"),
+    [({}, None), ({"at_least": 2.0}, True), ({"at_least": 2.1}, False), ({"at_most": 1.9}, False)],
+)
+def test_a_ratio_meets_its_target_or_not(bounds: dict[str, float], met: bool | None) -> None:
+    found = Ratio("a", "b", **bounds).of_columns({"a": {"value": 4.0}, "b": {"value": 2.0}})
+    assert (found["value"], found["met"]) == (2.0, met)
+
+
+def cell(milliseconds: float) -> dict[str, Any]:
+    keys = ("value", "lowest", "highest")
+    return {**dict.fromkeys(keys, milliseconds), "rounds": 2, "steps": 1, "setting": "fp32"}
+
+
+def test_the_record_is_there_after_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r.json"
+    record = Record("some", parser("?").parse_args(["--out", str(out)]), "ms per step", "ours")
+    assert not out.exists()
+    ratios = [Ratio("peer", "ours", at_least=2.5), Ratio("ours", "not measured")]
+    record.add("a case", "fp32", {"peer": cell(4.0), "ours": cell(2.0)}, ratios)
+    found = json.loads(out.read_text())
+    assert (found["complete"], len(found["rows"]), len(found["rows"][0]["ratios"])) == (False, 1, 1)
+    record.close()
+    assert json.loads(out.read_text())["complete"]
+    plain, *_, target, _, _ = capsys.readouterr().out.splitlines()
+    assert plain == "a case, fp32 [ms per step]: peer 4; ours 2; peer / ours 2 (≥ 2.5: missed)"
+    assert [part.strip() for part in target.split("│")[3:6]] == ["peer / ours", "2.00", "(≥ 2.5: missed)"]
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "train_step", "--out", str(tmp_path / "no" / "r.json")])
+    assert result.exit_code == 2
+    assert "r.json: choose a file in a folder that exists" in result.stderr.replace("\n", "")
+
+
+def test_the_command_lists_names_passes_options_on_and_refuses_unknown_names() -> None:
+    runner = CliRunner()
+    for arguments in ([], ["--help"]):
+        assert "conv_step, growth" in runner.invoke(app, ["bench", *arguments]).stdout
+    assert "--plot-only RECORD" in runner.invoke(app, ["bench", "growth", "--help"]).stdout
+    wrong = runner.invoke(app, ["bench", "train"])
+    assert (wrong.exit_code, wrong.stderr.strip()) == (
+        2,
+        "there is no benchmark 'train', did you mean 'train_step'?",
     )
-    assert record["environment"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train_step", "--samples", "0"], "must be a whole number of at least 1, not 0"),
+        (["train_step", "--precision", "tf32"], "a CPU has no tf32: choose fp32"),
+        (["conv_step", "--settings", "fp32 nhwc"], "is no precision (fp32, tf32, bf16) and layout (nchw"),
+        (["conv_step", "--nets", "vgg12"], "there is no net 'vgg12', did you mean 'vgg11'?"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_outside_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match="run them in a checkout of the source"):
+        bench.run("train_step", [])
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_readme_has_the_table_that_the_records_give() -> None:
+    import headline
+
+    readme = headline.README.read_text()
+    assert headline.written(readme, headline.table()) == readme, "run: posterity bench headline --write"
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_headline_takes_the_fastest_setting_and_complete_records_alone(tmp_path: Path) -> None:
+    import headline
+
+    def row(setting: str, ours: float, met: bool | None) -> dict[str, Any]:
+        ratio = {"of": "peer", "to": "ours", "value": 8.0 / ours, "met": met}
+        columns = {"peer": cell(8.0), "ours": cell(ours)}
+        return {"case": "a net", "setting": setting, "columns": columns, "ratios": [ratio]}
+
+    record = {
+        "unit": "ms per step",
+        "ours": "ours",
+        "statistic": "median",
+        "complete": True,
+        "config": {"device": "cuda"},
+        "rows": [row("fp32", 4.0, False), row("tf32", 2.0, True), row("bf16", 1.0, None)],
+        "environment": {"gpu": "NVIDIA H200", "torch": "2.11", "commit": "0123456789-dirty"},
+    }
+    (tmp_path / "one.json").write_text(json.dumps(record))
+    (tmp_path / "two.json").write_text(json.dumps({**record, "complete": False}))
+    head, _, line, _, source = headline.table(tmp_path).splitlines()
+    assert head.startswith("| what | where |")
+    assert line == "| a net | H200, tf32 | peer 8 ms | ours 2 ms | 4 |"
+    link = "[one.json](benchmarks/results/one.json)"
+    assert source == f"- {link}: median of 2 rounds, torch 2.11, commit 0123456 with changes"
+    with pytest.raises(ValueError, match="the README has no place for the table"):
+        headline.written("# Title\n", "table")

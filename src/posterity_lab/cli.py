@@ -1,4 +1,4 @@
-"""The command line: ``posterity train``, ``evaluate``, ``predict``, ``data`` and ``demo``.
+"""The command line: ``posterity train``, ``evaluate``, ``predict``, ``data``, ``demo`` and ``bench``.
 
 Whatever needs torch is imported inside the commands, so that ``--help`` answers at once.
 """
@@ -255,6 +255,22 @@ def demo(
     from posterity_lab.demo import run
 
     run(out, quick)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def bench(
+    ctx: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="A benchmark; its options follow.")] = None,
+) -> None:
+    """Measure speed side by side with peers; NAME --help shows a benchmark's options, no NAME all names."""
+    from posterity_lab import bench as benchmarks
+
+    if name is None or name == "--help":
+        typer.echo("posterity bench NAME [OPTIONS], with NAME one of " + ", ".join(benchmarks.names()))
+        return
+    benchmarks.run(name, ctx.args)
 
 
 @data_app.command("list")

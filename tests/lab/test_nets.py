@@ -1,10 +1,13 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from posterity_lab.nets import build, initialise, lenet5, mlp, recipe
+from posterity_lab.nets import build, initialise, lenet5, mlp, recipe, resnet18, vgg11
+
+NAMES = "mlp-400-400, lenet5, vgg11, resnet18"
 
 
 def test_mlp_flattens_and_has_relu_between_its_layers():
@@ -40,6 +43,48 @@ def test_lenet5_runs_at_other_sizes(size):
 def test_lenet5_refuses_small_images(size):
     with pytest.raises(ValueError, match=f"at least 12x12 pixels, not {size}x{size}: use an mlp"):
         lenet5(1, size, 10)
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_vgg11_has_the_published_convolutions_and_one_linear_layer(batch_norm):
+    net = vgg11(3, 32, 10, batch_norm)
+    shapes = [tuple(p.shape) for p in net.parameters() if p.dim() > 1]
+    widths = [3, 64, 128, 256, 256, 512, 512, 512, 512]
+    assert shapes == [(b, a, 3, 3) for a, b in pairwise(widths)] + [(10, 512)]
+    weights = sum(math.prod(shape) for shape in shapes)
+    assert weights == 9_222_848
+    assert any(isinstance(layer, nn.BatchNorm2d) for layer in net) == batch_norm
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert vgg11(1, 64, 5)(torch.zeros(2, 1, 64, 64)).shape == (2, 5)
+
+
+def test_vgg11_refuses_small_images():
+    with pytest.raises(ValueError, match="at least 32x32 pixels, not 28x28: use lenet5"):
+        vgg11(1, 28, 10)
+
+
+def test_resnet18_has_the_published_size_and_halves_the_image_three_times():
+    net = resnet18(3, 10)
+    assert sum(p.numel() for p in net.parameters()) == 11_173_962
+    before_pooling = net[:-3](torch.zeros(2, 3, 32, 32))
+    assert before_pooling.shape == (2, 512, 4, 4)
+    assert bool((before_pooling >= 0).all())
+
+
+def test_a_residual_block_adds_its_input():
+    block = resnet18(3, 10)[3].eval()
+    for layer in block.body:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.zeros_(layer.weight)
+    x = torch.randn(2, 64, 4, 4)
+    torch.testing.assert_close(block(x), x.relu())
+
+
+@pytest.mark.parametrize("name", ["vgg11-bn", "resnet18"])
+def test_initialise_reaches_every_layer_of_nested_nets(name):
+    nets = [initialise(build(name, [3, 32, 32], 10), seed=2) for _ in range(2)]
+    for (key, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(p, q), key
 
 
 @pytest.mark.parametrize(
@@ -86,6 +131,8 @@ def test_initialise_refuses_a_layer_it_does_not_know():
 def test_build_sizes_nets_by_shape_and_classes():
     assert build("mlp-7-6", [1, 8, 8], 10)(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
     assert build("lenet5", (3, 32, 32), 100)(torch.zeros(3, 3, 32, 32)).shape == (3, 100)
+    assert build("resnet18", (1, 28, 20), 3)(torch.zeros(3, 1, 28, 20)).shape == (3, 3)
+    assert build("vgg11", (1, 32, 32), 3)[0].weight.shape == (64, 1, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +143,9 @@ def test_build_sizes_nets_by_shape_and_classes():
         ("mlp-0", "there is no net 'mlp-0', did you mean 'mlp-400-400'?"),
         ("mlp-4O0", "there is no net 'mlp-4O0', did you mean 'mlp-400-400'?"),
         ("lenet", "there is no net 'lenet', did you mean 'lenet5'?"),
-        ("transformer", "there is no net 'transformer': name one like mlp-400-400, lenet5"),
+        ("transformer", f"there is no net 'transformer': name one like {NAMES}"),
+        ("resnet", "there is no net 'resnet', did you mean 'resnet18'?"),
+        ("vgg11-bm", "there is no net 'vgg11-bm', did you mean 'vgg11'?"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name, message):
@@ -105,9 +154,15 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, message):
     assert str(error.value) == message
 
 
-def test_lenet5_is_refused_for_what_is_no_square_image():
+@pytest.mark.parametrize("name", ["lenet5", "vgg11", "vgg11-bn"])
+def test_a_net_for_square_images_refuses_others(name):
     with pytest.raises(ValueError, match=r"square images \[C, H, W\], not \[1, 28, 32\]"):
-        build("lenet5", [1, 28, 32], 10)
+        build(name, [1, 28, 32], 10)
+
+
+def test_resnet18_refuses_what_is_no_image():
+    with pytest.raises(ValueError, match=r"ResNet-18 needs images \[C, H, W\], not \[784\]: use an mlp"):
+        build("resnet18", [784], 10)
 
 
 @pytest.mark.parametrize("size", ["9" * 13, "9" * 30, "9" * 13 + "-" + "9" * 13])

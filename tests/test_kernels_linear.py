@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+pytest.importorskip("triton", reason="needs Triton")
 kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
 stacked = pytest.importorskip("posterity.kernels.matmul", reason="needs Triton")
 loss = pytest.importorskip("posterity.kernels.loss", reason="needs Triton")

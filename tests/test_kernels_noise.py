@@ -11,6 +11,7 @@ import torch
 from posterity.layout import Layout
 from posterity.noise import Noise
 
+pytest.importorskip("triton", reason="needs Triton")
 kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,7 +1,7 @@
 """Posterity learns a posterior over a network's weights, and hands it on."""
 
-from posterity import metrics
-from posterity.compress import prune, snr
+from posterity import continual, diagnostics, metrics
+from posterity.compress import magnitude, point_mass, prune, snr, sparsity
 from posterity.mc import run
 from posterity.names import names_of
 from posterity.objective import blundell, elbo, warmup
@@ -41,15 +41,20 @@ __all__ = [
     "VariationalOptimizer",
     "blundell",
     "compile_step",
+    "continual",
+    "diagnostics",
     "elbo",
     "kl",
+    "magnitude",
     "metrics",
     "names_of",
+    "point_mass",
     "predict",
     "prune",
     "register_kl",
     "run",
     "snr",
+    "sparsity",
     "variational",
     "warmup",
 ]

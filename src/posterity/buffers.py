@@ -53,6 +53,6 @@ def restore_unless(ok: Tensor, module: nn.Module, values: Mapping[str, Tensor]) 
         names = [name for name, buffer in own.items() if buffer.dtype == dtype]
         now = torch.cat([own[name].reshape(-1) for name in names])
         then = torch.cat([values[name].reshape(-1) for name in names])
-        chosen = torch.where(ok, now, then).split([own[name].numel() for name in names])
+        chosen = torch.split(torch.where(ok, now, then), [own[name].numel() for name in names])
         shaped = [part.view(own[name].shape) for name, part in zip(names, chosen, strict=True)]
         torch._foreach_copy_([own[name] for name in names], shaped)

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "objective": {"posterior"},
     "metrics": set(),
     "continual": set(),
-    "compress": {"posterior"},
+    "compress": {"names", "posterior"},
     "routes": {"noise"},
     "diagnostics": {"optim", "posterior"},
     "mc": {"buffers", "routes"},

@@ -173,7 +173,8 @@ class Noise:
 
 def _fill(row: tuple[Tensor, int]) -> None:
     values, key = row
-    values.normal_(generator=torch.Generator(values.device).manual_seed(key))
+    with torch.inference_mode(values.is_inference()):  # a mode belongs to a thread
+        values.normal_(generator=torch.Generator(values.device).manual_seed(key))
 
 
 @lru_cache(maxsize=1)

@@ -120,6 +120,70 @@ def _cross_entropy(
     return functorch._add_batch_dim(loss, 0, functorch.maybe_get_level(input))
 
 
+def _batch_norm(
+    sinks: Mapping[Tensor, Sink],
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    x = _channels_last(input)
+    rows = input.numel() // input.shape[1] if input.dim() > 1 else 0
+    if x is None or rows < 2:
+        return NotImplemented
+    if not training:
+        if running_mean is None or running_var is None:
+            return NotImplemented
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        scale = torch.rsqrt(running_var + eps) if weight is None else weight * torch.rsqrt(running_var + eps)
+        shift = -running_mean * scale if bias is None else bias - running_mean * scale
+        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+    if any(each is not None and not functorch.is_batchedtensor(each) for each in (running_mean, running_var)):
+        return NotImplemented
+    affine = [None if each is None else _front(each) for each in (weight, bias)]
+    flat = x.reshape(len(x), -1, x.shape[-1])
+    out, mean, var, _ = _BatchNorm.apply(flat, *affine, eps)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for running, now in ((running_mean, mean), (running_var, var * (rows / (rows - 1)))):
+            if running is not None:
+                _front(running).lerp_(now.to(running.dtype), momentum)
+    out = out.view(x.shape).movedim(-1, 2)
+    return functorch._add_batch_dim(out, 0, functorch.maybe_get_level(input))
+
+
+def _max_pool2d(
+    sinks: Mapping[Tensor, Sink],
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    x = _channels_last(input)
+    kernel = _pair(kernel_size)
+    sizes = _pair(stride or kernel), _pair(padding), _pair(dilation)
+    if x is None or x.dim() != 5 or return_indices or not kernels.pools(kernel, *sizes, ceil_mode):
+        return NotImplemented
+    out = _MaxPool2d.apply(x.flatten(0, 1), kernel)  # type: ignore[no-untyped-call]
+    out = out.view(*x.shape[:2], *out.shape[1:]).movedim(-1, 2)
+    return functorch._add_batch_dim(out, 0, functorch.maybe_get_level(input))
+
+
+def _channels_last(input: Tensor) -> Tensor | None:
+    """Stacked activations ``[K, B, …, C]`` if kernels can work on them where they lie, else None."""
+    if kernels is None or not input.is_cuda or not functorch.is_batchedtensor(input):
+        return None
+    x = _front(input).movedim(2, -1) if input.dim() > 1 else _front(input)
+    halves = (torch.bfloat16, torch.float16)
+    return x if x.is_contiguous() and x.dtype in (torch.float32, *halves) else None
+
+
 def _stacked(bias: Tensor | None, weight: Tensor) -> Tensor | None:
     """A layer's bias ``[K, O]``, if it has one."""
     if bias is None or functorch.is_batchedtensor(bias):
@@ -135,6 +199,14 @@ def _pair(size: Any) -> tuple[int, int]:
 _ROUTES: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
     F.linear: (_linear, ("input", "weight", "bias")),
     F.conv2d: (_conv2d, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
+    F.batch_norm: (
+        _batch_norm,
+        ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    ),
+    F.max_pool2d: (
+        _max_pool2d,
+        ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
+    ),
     F.cross_entropy: (_cross_entropy, ("input", "target", "weight", "size_average", "ignore_index")),
 }
 
@@ -212,7 +284,7 @@ class _Linear(_Layer):
         return (
             back,
             _Layer.into_weight(ctx, weight, lambda rows: torch.bmm(grad[rows].mT, a[rows])),
-            grad.sum(1).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            _column_sums(grad).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
             None,
             None,
         )
@@ -228,13 +300,9 @@ class _Conv2d(_Layer):
         if x.dim() == 5 or taps > _FEW_TAPS:
             return kernels.conv2d(x, kernels.channels_last(weight), bias, *sizes)
         # A picture has few channels: each output's inputs side by side, and it is a linear layer.
-        stride, padding, dilation = sizes
-        rows = F.unfold(x.movedim(-1, 1), weight.shape[3:], dilation, padding, stride)
-        fill = -taps % 16  # loads are wide for multiples of 16
-        rows = F.pad(rows, (0, 0, 0, fill)).mT.reshape(-1, taps + fill)
-        out = kernels.linear(rows, F.pad(weight.flatten(2), (0, fill)), bias)
-        high = (x.shape[1] + 2 * padding[0] - dilation[0] * (weight.shape[3] - 1) - 1) // stride[0] + 1
-        return out.view(len(weight), len(x), high, -1, weight.shape[1])
+        rows = _windows(x, weight.shape[3:], *sizes)
+        out = kernels.linear(rows.flatten(0, 2), F.pad(weight.flatten(2), (0, rows.shape[-1] - taps)), bias)
+        return out.view(len(weight), *rows.shape[:3], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -254,11 +322,75 @@ class _Conv2d(_Layer):
         return (
             back,
             _Layer.into_weight(ctx, weight, into),
-            grad.sum((1, 2, 3)).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            _column_sums(grad.flatten(1, 3)).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
             None,
             None,
             None,
         )
+
+
+class _BatchNorm(_Stacked):
+    """Training: ``x [K, M, C]``, weight and bias ``[K, C]``, ``[C]`` or None → the same, mean, variance."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        out, mean, rstd, var = kernels.batch_norm(x, weight, bias, eps)
+        return out, mean, var, rstd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, _ = inputs
+        ctx.save_for_backward(x, weight, output[1], output[3])
+        ctx.bias_dim = None if bias is None else bias.dim()
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        back, *into = kernels.batch_norm_grad(x, grad.contiguous(), weight, mean, rstd)
+        shared = (weight is None or weight.dim() == 1, ctx.bias_dim == 1)
+        wanted = ctx.needs_input_grad[1:3]
+        sums = [(each.sum(0) if one else each) for each, one in zip(into, shared, strict=True)]
+        return back, *(each if want else None for each, want in zip(sums, wanted, strict=True)), None
+
+
+class _MaxPool2d(_Stacked):
+    """``x [N, H, W, C]`` → ``[N, P, Q, C]``, by windows that do not overlap."""
+
+    @staticmethod
+    def forward(x: Tensor, kernel: tuple[int, int]) -> Any:
+        return kernels.max_pool2d(x, kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.kernel = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return kernels.max_pool2d_grad(x, grad.contiguous(), ctx.kernel), None
+
+
+def _column_sums(grad: Tensor) -> Tensor:
+    """Sums over the rows of ``[K, M, C]``."""
+    return grad.sum(1) if kernels is None or not grad.is_cuda else kernels.column_sums(grad.contiguous())
+
+
+def _windows(x: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """What each output of a convolution sees of ``x [B, H, W, C]``: ``[B, P, Q, C·R·S]`` and zeros."""
+    x = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    batch, *image, channels = x.shape
+    axes = [
+        (size - d * (t - 1) - 1) // s + 1 for size, t, s, d in zip(image, taps, stride, dilation, strict=True)
+    ]
+    b, h, w, c = x.stride()
+    steps = (b, h * stride[0], w * stride[1], c, h * dilation[0], w * dilation[1])
+    seen = x.as_strided((batch, *axes, channels, *taps), steps)
+    width = seen[0, 0, 0].numel()
+    out = x.new_zeros(batch, *axes, -(-width // 16) * 16)  # loads are wide for multiples of 16
+    out[..., :width].view(seen.shape).copy_(seen)
+    return out
 
 
 class _CrossEntropy(_Stacked):

@@ -4,17 +4,25 @@ from posterity.kernels.conv import channels_last, conv2d, conv2d_input_grad, con
 from posterity.kernels.loss import cross_entropy
 from posterity.kernels.matmul import linear, multiplies
 from posterity.kernels.noise import moments, normal, perturb, transfer
+from posterity.kernels.norm import batch_norm, batch_norm_grad, column_sums
+from posterity.kernels.pool import max_pool2d, max_pool2d_grad, pools
 
 __all__ = [
+    "batch_norm",
+    "batch_norm_grad",
     "channels_last",
+    "column_sums",
     "conv2d",
     "conv2d_input_grad",
     "conv2d_weight_grad",
     "cross_entropy",
     "linear",
+    "max_pool2d",
+    "max_pool2d_grad",
     "moments",
     "multiplies",
     "normal",
     "perturb",
+    "pools",
     "transfer",
 ]

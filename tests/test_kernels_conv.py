@@ -80,7 +80,7 @@ def case(layer: Layer, dtype: torch.dtype = torch.float32) -> Case:
     out = torch.stack(outs).permute(0, 1, 3, 4, 2)
     grad = torch.randn(out.shape).to(DEVICE, dtype)
     input_grad, weight_grad = torch.autograd.grad(out, [xs, ws], grad.double())
-    return Case(x, conv.channels_last(weight), bias, grad, out, input_grad, conv.channels_last(weight_grad))
+    return Case(x, weight, bias, grad, out, input_grad, weight_grad)
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
@@ -141,4 +141,4 @@ def test_large_layers(layer: Layer, dtype: torch.dtype) -> None:
 
 def test_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="groups must be 1"):
-        conv.conv2d(torch.ones(1, 1, 1, 4), torch.ones(1, 4, 1, 1, 2))
+        conv.conv2d(torch.ones(1, 1, 1, 4), torch.ones(1, 4, 2, 1, 1))

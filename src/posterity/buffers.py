@@ -32,17 +32,21 @@ def snapshot(module: nn.Module) -> dict[str, Tensor]:
 def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of some tensors, made in few launches."""
     copies = {name: torch.empty_like(value) for name, value in values.items()}
-    if copies:
-        torch._foreach_copy_(list(copies.values()), list(values.values()))
+    _copy(copies, values)
     return copies
 
 
 @torch.no_grad()
 def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give the buffers the given values, in place."""
-    own = writable(module)
-    if own:
-        torch._foreach_copy_(list(own.values()), [values[name] for name in own])
+    _copy(writable(module), values)
+
+
+def _copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    # One launch serves tensors of one type only.
+    for dtype in {each.dtype for each in into.values()}:
+        names = [name for name, each in into.items() if each.dtype == dtype]
+        torch._foreach_copy_([into[name] for name in names], [values[name] for name in names])
 
 
 @torch.no_grad()

@@ -179,9 +179,12 @@ def _channels_last(input: Tensor) -> Tensor | None:
     """Stacked activations ``[K, B, …, C]`` if kernels can work on them where they lie, else None."""
     if kernels is None or not input.is_cuda or not functorch.is_batchedtensor(input):
         return None
-    x = _front(input).movedim(2, -1) if input.dim() > 1 else _front(input)
-    halves = (torch.bfloat16, torch.float16)
-    return x if x.is_contiguous() and x.dtype in (torch.float32, *halves) else None
+    x = _front(input)
+    if x.dim() < 3 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    if x.is_contiguous() and x.dim() > 3:  # channels first: vmap's own way is fast
+        return None
+    return x.movedim(2, -1).contiguous()
 
 
 def _stacked(bias: Tensor | None, weight: Tensor) -> Tensor | None:
@@ -298,7 +301,7 @@ class _Conv2d(_Layer):
         x, weight, bias = _cast(dtype, x, weight, bias)
         taps = weight[0, 0].numel()
         if x.dim() == 5 or taps > _FEW_TAPS:
-            return kernels.conv2d(x, kernels.channels_last(weight), bias, *sizes)
+            return kernels.conv2d(x, weight, bias, *sizes)
         # A picture has few channels: each output's inputs side by side, and it is a linear layer.
         rows = _windows(x, weight.shape[3:], *sizes)
         out = kernels.linear(rows.flatten(0, 2), F.pad(weight.flatten(2), (0, rows.shape[-1] - taps)), bias)
@@ -311,13 +314,12 @@ class _Conv2d(_Layer):
         (sizes,) = ctx.sizes
         back = None
         if ctx.needs_input_grad[0]:
-            back = kernels.conv2d_input_grad(grad, kernels.channels_last(w), x.shape[-3:-1], *sizes)
+            back = kernels.conv2d_input_grad(grad, w, x.shape[-3:-1], *sizes)
             back = (back if x.dim() == 5 else back.sum(0)).to(x.dtype)
 
-        def into(rows: slice) -> Tensor:
+        def into(rows: slice) -> Any:
             own = a[rows] if a.dim() == 5 else a
-            made = kernels.conv2d_weight_grad(own, grad[rows], weight.shape[3:], *sizes)
-            return made.movedim(-1, 2)
+            return kernels.conv2d_weight_grad(own, grad[rows], weight.shape[3:], *sizes)
 
         return (
             back,

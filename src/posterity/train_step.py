@@ -119,19 +119,19 @@ class TrainStep:
             for p in params:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in theta.items()}
-            if one:  # nothing to stack
-                moved = buffers.copied(before)
-                loss = one_pass(self.target, named, moved, batch, {})[None]
+            if one:  # nothing to stack; the first sample moves the model's own buffers
+                state = buffers.copied(before) if rows.start else {}
+                loss = one_pass(self.target, named, state, batch, {})[None]
             else:
                 with StackedRoutes(opt.sinks(drawn)):
                     loss, moved = stacked_pass(self.target, named, before, batch, {}, stacked=True)
+                if rows.start == 0:
+                    buffers.restore(self.target, moved)
             if loss.dim() != 1:
                 shape = list(loss.shape[1:])
                 raise ValueError(
                     f"loss_fn must return the mean loss of a batch, one number, not shape {shape}"
                 )
-            if rows.start == 0:
-                buffers.restore(self.target, moved)
             losses.append(loss.detach())
             wanted = [p for p in params if p.requires_grad]
             leaves = [theta.get(p, p) for p in wanted]

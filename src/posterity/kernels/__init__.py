@@ -1,6 +1,6 @@
 """Triton kernels for the GPU; not importable where Triton is not installed."""
 
-from posterity.kernels.conv import channels_last, conv2d, conv2d_input_grad, conv2d_weight_grad
+from posterity.kernels.conv import conv2d, conv2d_input_grad, conv2d_weight_grad
 from posterity.kernels.loss import cross_entropy
 from posterity.kernels.matmul import linear, multiplies
 from posterity.kernels.noise import moments, normal, perturb, transfer
@@ -10,7 +10,6 @@ from posterity.kernels.pool import max_pool2d, max_pool2d_grad, pools
 __all__ = [
     "batch_norm",
     "batch_norm_grad",
-    "channels_last",
     "column_sums",
     "conv2d",
     "conv2d_input_grad",

@@ -205,15 +205,53 @@ def _swap(x, out, rows, groups, columns, BLOCK: tl.constexpr):
     tl.store(out + ((n * groups + group) * rows)[None, :] + m[:, None], tile, mask=inside)
 
 
+@triton.jit
+def _permute(x, out, channels, TAPS: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of the channels from ``[channels, TAPS]`` to ``[TAPS, channels]``, if LAST, or back."""
+    base = tl.program_id(1).to(tl.int64) * channels * TAPS
+    first = tl.program_id(0) * 64
+    place = tl.arange(0, BLOCK)
+    # In the order of what is written; what is read stays in the cache.
+    if LAST:
+        channel, tap = first + place % 64, place // 64
+    else:
+        channel, tap = first + place // TAPS, place % TAPS
+    inside = (channel < channels) & (channel < first + 64) & (tap < TAPS)
+    by_channel, by_tap = channel * TAPS + tap, tap * channels + channel
+    if LAST:
+        tl.store(out + base + by_tap, tl.load(x + base + by_channel, mask=inside), mask=inside)
+    else:
+        tl.store(out + base + by_channel, tl.load(x + base + by_tap, mask=inside), mask=inside)
+
+
 def channels_last(weight: Tensor) -> Tensor:
     """Weights ``[K, O, C, R, S]`` as these kernels read them, ``[K, O, R, S, C]``."""
-    return weight.permute(0, 1, 3, 4, 2).contiguous()
+    samples, outputs, channels, *taps = weight.shape
+    return _permuted(weight, True, samples * outputs, channels, taps).view(samples, outputs, *taps, channels)
+
+
+def channels_first(weight: Tensor) -> Tensor:
+    """The way back."""
+    samples, outputs, *taps, channels = weight.shape
+    return _permuted(weight, False, samples * outputs, channels, taps).view(samples, outputs, channels, *taps)
+
+
+def _permuted(x: Tensor, last: bool, rows: int, channels: int, taps: Sequence[int]) -> Tensor:
+    count = taps[0] * taps[1]
+    if count == 1 or not rows:
+        return x.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = triton.next_power_of_2(64 * count)
+    _permute[triton.cdiv(channels, 64), rows](
+        x.contiguous(), out, channels, TAPS=count, LAST=last, BLOCK=block
+    )
+    return out
 
 
 def turned(weight: Tensor) -> Tensor:
-    """Weights ``[K, O, R, S, C]`` from the other side, ``[K, C, R, S, O]``."""
-    samples, outputs, *taps, channels = weight.shape
-    return _swapped(weight.reshape(samples, outputs, -1, channels)).view(samples, channels, *taps, outputs)
+    """Weights ``[K, O, C, R, S]`` from the other side, ``[K, C, R, S, O]``."""
+    samples, outputs, *rest = weight.shape
+    return _swapped(weight.reshape(samples, outputs, 1, -1)).view(samples, *rest, outputs)
 
 
 def batch_last(x: Tensor) -> Tensor:
@@ -237,7 +275,7 @@ def conv2d(
 
     Args:
         x: ``[K, B, H, W, C]``, or ``[B, H, W, C]`` for all samples.
-        weight: ``[K, O, R, S, C]``.
+        weight: ``[K, O, C, R, S]``.
         bias: ``[K, O]`` or None.
         stride: as in ``F.conv2d``, for both axes.
         padding: likewise.
@@ -248,7 +286,7 @@ def conv2d(
     Returns:
         ``[K, B, P, Q, O]``.
     """
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight = x.contiguous(), channels_last(weight)
     axes = []
     for size, taps, s, p, d in zip(x.shape[-3:-1], weight.shape[2:4], stride, padding, dilation, strict=True):
         count = (size + 2 * p - d * (taps - 1) - 1) // s + 1
@@ -295,7 +333,7 @@ def conv2d_weight_grad(
     splits: int | None = None,
     copy: bool | None = None,
 ) -> Tensor:
-    """The gradient of :func:`conv2d` in the weights, ``[K, O, R, S, C]``.
+    """The gradient of :func:`conv2d` in the weights, ``[K, O, C, R, S]``.
 
     Args:
         x: as given to :func:`conv2d`.
@@ -335,7 +373,7 @@ def conv2d_weight_grad(
         PRECISION=_precision(tf32), BM=tile.m, BN=tile.n, BK=tile.k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return out[0] if splits == 1 else out.sum(0).to(x.dtype)
+    return channels_first(out[0] if splits == 1 else out.sum(0).to(x.dtype))
 
 
 def _swapped(x: Tensor) -> Tensor:

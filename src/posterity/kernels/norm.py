@@ -21,6 +21,10 @@ from torch import Tensor
 _SPLITS = tl.constexpr(64)
 
 
+# So few are summed at once: a second launch would cost more.
+_FEW_ROWS = 256
+
+
 class Tile(NamedTuple):
     """How many numbers a program holds at once, over how many channels, with what, and how many programs.
 
@@ -290,6 +294,8 @@ def column_sums(x: Tensor, *, tile: Tile | None = None) -> Tensor:
     """
     x = x.contiguous()
     samples, rows, channels = x.shape
+    if tile is None and rows <= _FEW_ROWS:
+        tile = Tile(columns=32, warps=4, programs=1)
     plan = _plan(x, tile)
     parts = x.new_empty((samples, plan.grid[0], channels), dtype=torch.float32)
     _sums[plan.grid](x, None, None, None, parts, rows, channels, plan.share, **plan.options)

@@ -64,13 +64,29 @@ def test_perturb_and_moments_use_the_same_normals() -> None:
     for i, (m, s) in enumerate(zip(LAYOUT.views(mean), LAYOUT.views(std), strict=True)):
         torch.testing.assert_close(theta[i], m + s * eps[i])
     grads = [torch.randn(2, *shape, generator=generator).to(DEVICE) for shape in SHAPES]
-    total, product = torch.ones(2, LAYOUT.size, device=DEVICE)
+    sums, poison = torch.ones(2, LAYOUT.size, device=DEVICE), torch.zeros((), device=DEVICE)
+    made.weight = 0.5
+    fresh = {0: False, 1: True, 3: False}
     for blocks in ([0, 2, 4], [1], [3, 5, 6]):
         joined = torch.cat([grads[i].flatten() for i in blocks])
-        kernels.moments(made, 2, blocks, joined, total, product)  # of the last two samples
+        # Of the last two samples.
+        kernels.moments(made, 2, blocks, joined, sums, poison, fresh=fresh[blocks[0]])
+    assert float(poison) == 0.0
     for i, grad in enumerate(grads):
-        torch.testing.assert_close(LAYOUT.views(total)[i], 1 + grad.sum(0))
-        torch.testing.assert_close(LAYOUT.views(product)[i], 1 + (grad * eps[i][1:]).sum(0))
+        before = 0.0 if i == 1 else 1.0
+        torch.testing.assert_close(LAYOUT.views(sums[0])[i], before + 0.5 * grad.sum(0))
+        torch.testing.assert_close(LAYOUT.views(sums[1])[i], before + 0.5 * (grad * eps[i][1:]).sum(0))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 599])
+def test_a_gradient_that_is_not_finite_poisons(value: float, place: int) -> None:
+    grads = torch.ones(3, 600, device=DEVICE)
+    grads[1, place] = value
+    sums, poison = torch.ones(2, LAYOUT.size, device=DEVICE), torch.zeros((), device=DEVICE)
+    kernels.moments(noise(), 1, [1], grads, sums, poison, fresh=True)
+    assert torch.isnan(poison)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs addresses on a GPU")

@@ -63,6 +63,7 @@ class Noise:
         layout: Names and shapes of the blocks.
         seed: Seed of the optimiser or of the call.
         step: Number of the step; inside a captured graph, the one-element int32 tensor that holds it.
+        weight: Of each sample in the sums that :meth:`moments` takes.
         device: Where the numbers are wanted.
         dtype: Their type.
 
@@ -81,10 +82,12 @@ class Noise:
         *,
         seed: int,
         step: int | Tensor,
+        weight: float = 1.0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.samples, self.layout, self.seed, self.step = samples, layout, seed, step
+        self.weight = weight
         self.device, self.dtype = torch.device(device), dtype
         on_gpu = self.device.type == "cuda" and HAS_KERNELS
         self.fused = on_gpu and dtype == torch.float32
@@ -129,31 +132,38 @@ class Noise:
         return out
 
     def moments(
-        self, grads: Mapping[int, Tensor], total: Tensor, product: Tensor, rows: slice = slice(None)
+        self,
+        grads: Mapping[int, Tensor],
+        sums: Tensor,
+        poison: Tensor,
+        rows: slice = slice(None),
+        *,
+        fresh: bool = False,
     ) -> None:
-        """Add Σ g and Σ g · eps of gradients ``[K, *shape]``, by block, to flat sums.
+        """Add weighted Σ g and Σ g · eps of gradients ``[K, *shape]``, by block.
 
         Args:
             grads: By the block's number.
-            total: Σ g of all blocks.
-            product: Σ g · eps of all blocks.
+            sums: Both sums of all blocks, ``[2, size]``.
+            poison: One number; on a GPU it becomes NaN if a sum is not finite.
             rows: Which of the samples the gradients are of.
+            fresh: Whether the sums hold nothing of these blocks yet.
         """
         if self.fused:
             first = self.samples[rows].start
             small = [i for i, grad in grads.items() if grad.numel() < _WORTH_A_LAUNCH]
             for i, grad in grads.items():
                 if i not in small:
-                    kernels.moments(self, first, [i], grad.contiguous(), total, product)
+                    kernels.moments(self, first, [i], grad.contiguous(), sums, poison, fresh=fresh)
             if small:
                 joined = torch.cat([grads[i].reshape(-1) for i in small])
-                kernels.moments(self, first, small, joined, total, product)
+                kernels.moments(self, first, small, joined, sums, poison, fresh=fresh)
             return
         for i, grad in grads.items():
-            span = self.layout.span(i)
+            total, product = sums[:, self.layout.span(i)]
             for each, eps in zip(grad, self.blocks[i][rows], strict=True):
-                total[span] += each.reshape(-1)
-                product[span].addcmul_(each.reshape(-1), eps.reshape(-1))
+                total.add_(each.reshape(-1), alpha=self.weight)
+                product.addcmul_(each.reshape(-1), eps.reshape(-1), value=self.weight)
 
     def parts(self, block: int) -> list[slice]:
         """Which samples' gradients of a block to make at once and add; none if all may wait for the others.

@@ -108,8 +108,9 @@ class TrainStep:
         losses: list[Tensor] = []
         opt = self.optimizer
         params = [p for group in opt.param_groups for p in group["params"]]
-        for rows in chunks(opt.param_groups[0]["mc_samples"], self.chunk):
-            drawn = opt.draw(rows)
+        samples = opt.param_groups[0]["mc_samples"]
+        for rows in chunks(samples, self.chunk):
+            drawn = opt.draw(rows, 1 / samples)
             one = len(rows) == 1
             theta = {
                 p: (weights[0] if one else weights).requires_grad_(p.requires_grad)
@@ -135,17 +136,17 @@ class TrainStep:
             losses.append(loss.detach())
             wanted = [p for p in params if p.requires_grad]
             leaves = [theta.get(p, p) for p in wanted]
-            grads = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+            grads = torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
             found = {
                 p: grad if p in theta and not one else grad[None]
                 for p, grad in zip(wanted, grads, strict=True)
                 if grad is not None
             }
-            opt.absorb(found, drawn, len(rows))
+            opt.absorb(found, drawn, len(rows), 1 / samples)
         opt.publish()
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)
-        return torch.cat(losses).mean()
+        return (torch.cat(losses) if len(losses) > 1 else losses[0]).mean()
 
 
 @final
@@ -288,9 +289,8 @@ class _Graph:
         torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
         before = buffers.snapshot(target)
         loss = self.step.gather(before, tuple(self.batch))
-        # Sums that are finite have a finite norm, and NaN is less than nothing.
-        norms = [torch.linalg.vector_norm(sums.both, float("inf")) for sums in opt._sums]
-        ok = sum(norms, loss.abs()) < float("inf")
+        # What is poisoned is NaN, and less than nothing.
+        ok = sum((sums.poison for sums in opt._sums), loss.abs()) < float("inf")
         self.live.ok = ok
         opt.apply(self.sizes)
         buffers.restore_unless(ok, target, before)

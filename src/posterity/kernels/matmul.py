@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 # The first that gives enough programs is taken, or else the last.
-_TILES = (Tile(64, 128, 32), Tile(64, 32, 64))
+_TILES = (Tile(64, 128, 32), Tile(64, 64, 32, stages=4), Tile(64, 32, 64))
 
 
 # The batch is often ragged, so that its size must not compile anew. Widths and strides are a layer's own, and

@@ -55,36 +55,50 @@ def _perturb(mean, std, out, table, step, seed, first, rows, SCALED: tl.constexp
         out += size
 
 
+@triton.jit
+def _sum_up(into, at, mine, value, FRESH: tl.constexpr):
+    """Add to what is there, unless nothing is; the result is 0, or NaN where a sum is not finite."""
+    if not FRESH:
+        value += tl.load(into + at, mask=mine, other=0.0)
+    tl.store(into + at, value, mask=mine)
+    return value * 0.0
+
+
 @triton.jit(do_not_specialize=["seed", "first", "rows"])
-def _moments(grads, total, product, table, step, seed, first, rows, COUNT: tl.constexpr):
+def _moments(
+    grads, total, product, poison, table, step, seed, first, rows, weight,
+    FRESH: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     block, at, mine, quarter, size, start, rest = _place(table, COUNT)
     a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
     i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
     key, number = seed.to(tl.int64), tl.load(step)
-    total += start
-    product += start
     grads += tl.load(rest + 1) * rows
-    t0, p0 = tl.load(total + a0, mask=i0), tl.load(product + a0, mask=i0)
-    t1, p1 = tl.load(total + a1, mask=i1), tl.load(product + a1, mask=i1)
-    t2, p2 = tl.load(total + a2, mask=i2), tl.load(product + a2, mask=i2)
-    t3, p3 = tl.load(total + a3, mask=i3), tl.load(product + a3, mask=i3)
+    t0 = tl.zeros([COUNT], tl.float32)
+    t1, t2, t3, p0, p1, p2, p3 = t0, t0, t0, t0, t0, t0, t0
     for row in tl.range(0, rows, loop_unroll_factor=2):
-        g0, g1 = tl.load(grads + a0, mask=i0).to(tl.float32), tl.load(grads + a1, mask=i1).to(tl.float32)
-        g2, g3 = tl.load(grads + a2, mask=i2).to(tl.float32), tl.load(grads + a3, mask=i3).to(tl.float32)
+        g0 = tl.load(grads + a0, mask=i0, other=0.0).to(tl.float32)
+        g1 = tl.load(grads + a1, mask=i1, other=0.0).to(tl.float32)
+        g2 = tl.load(grads + a2, mask=i2, other=0.0).to(tl.float32)
+        g3 = tl.load(grads + a3, mask=i3, other=0.0).to(tl.float32)
         e0, e1, e2, e3 = normals(key, number, first + row, block, at)
         t0, p0 = t0 + g0, p0 + g0 * e0
         t1, p1 = t1 + g1, p1 + g1 * e1
         t2, p2 = t2 + g2, p2 + g2 * e2
         t3, p3 = t3 + g3, p3 + g3 * e3
         grads += size
-    tl.store(total + a0, t0, mask=i0)
-    tl.store(total + a1, t1, mask=i1)
-    tl.store(total + a2, t2, mask=i2)
-    tl.store(total + a3, t3, mask=i3)
-    tl.store(product + a0, p0, mask=i0)
-    tl.store(product + a1, p1, mask=i1)
-    tl.store(product + a2, p2, mask=i2)
-    tl.store(product + a3, p3, mask=i3)
+    total += start
+    product += start
+    bad = _sum_up(total, a0, i0, weight * t0, FRESH)
+    bad += _sum_up(total, a1, i1, weight * t1, FRESH)
+    bad += _sum_up(total, a2, i2, weight * t2, FRESH)
+    bad += _sum_up(total, a3, i3, weight * t3, FRESH)
+    bad += _sum_up(product, a0, i0, weight * p0, FRESH)
+    bad += _sum_up(product, a1, i1, weight * p1, FRESH)
+    bad += _sum_up(product, a2, i2, weight * p2, FRESH)
+    bad += _sum_up(product, a3, i3, weight * p3, FRESH)
+    if tl.max((bad != 0.0).to(tl.int32), 0) > 0:
+        tl.store(poison, float("nan"))
 
 
 @triton.jit
@@ -121,14 +135,34 @@ def perturb(noise: Noise, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def moments(
-    noise: Noise, first: int, blocks: list[int], grads: Tensor, total: Tensor, product: Tensor
+    noise: Noise,
+    first: int,
+    blocks: list[int],
+    grads: Tensor,
+    sums: Tensor,
+    poison: Tensor,
+    *,
+    fresh: bool,
 ) -> None:
-    """Add Σ g and Σ g · eps over samples from ``first`` on, of some blocks' gradients end to end."""
+    """Add weighted Σ g and Σ g · eps over samples from ``first`` on, of some blocks' gradients end to end.
+
+    Args:
+        noise: Behind the samples; its weight is theirs.
+        first: Number of the first sample.
+        blocks: Whose gradients.
+        grads: Of each block ``[k, *shape]``.
+        sums: Both sums of all blocks, ``[2, size]``.
+        poison: One number, which becomes NaN if a sum is not finite.
+        fresh: Whether these are the first, so that nothing is there to add to.
+    """
     table = noise.layout.table(blocks, noise.device)
     if len(table):
         rows = grads.numel() // sum(noise.layout.sizes[i] for i in blocks)
         step, seed, _ = address(noise)
-        _moments[(len(table),)](grads, total, product, table, step, seed, first, rows, COUNT=CHUNK)
+        _moments[(len(table),)](
+            grads, sums[0], sums[1], poison, table, step, seed, first, rows, noise.weight,
+            FRESH=fresh, COUNT=CHUNK,
+        )  # fmt: skip
 
 
 def address(noise: Noise) -> tuple[Tensor, int, int]:

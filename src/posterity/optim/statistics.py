@@ -39,21 +39,24 @@ class Sums:
 
     Attributes:
         slab: Whose gradients.
-        both: Σ g and Σ g·eps, flat.
+        both: Σ g and Σ g·eps, flat; of blocks that had no gradient it may hold anything.
+        poison: On a GPU, NaN if a sum is not finite.
         used: Blocks that had a gradient, by number.
         published: E[g] as it was put into ``p.grad``: flat, and the views that were.
     """
 
     slab: Slab
     both: Tensor
+    poison: Tensor
     used: set[int] = field(default_factory=set)
     published: tuple[Tensor, dict[int, Tensor]] | None = None
 
     @classmethod
     def zeros(cls, slab: Slab) -> Sums:
         """Nothing yet."""
-        dtype = state_dtype(slab.weights)
-        return cls(slab, torch.zeros(2, slab.layout.size, dtype=dtype, device=slab.device))
+        size, dtype = slab.layout.size, state_dtype(slab.weights)
+        flat = torch.zeros(2 * size + 1, dtype=dtype, device=slab.device)
+        return cls(slab, flat[:-1].view(2, size), flat[-1])
 
     @property
     def grad(self) -> Tensor:
@@ -65,24 +68,34 @@ class Sums:
         """Σ g·eps."""
         return self.both[1]
 
-    def add(self, grads: Mapping[int, Tensor], noise: Noise | None, rows: slice = slice(None)) -> None:
+    def add(
+        self, grads: Mapping[int, Tensor], noise: Noise | None, weight: float = 1.0, rows: slice = slice(None)
+    ) -> None:
         """Add gradients ``[k, ...]`` by block, taken under the given noise of some of its samples.
 
-        Deterministic parameters have no noise, and one gradient ``[1, ...]`` that is a sum over samples.
+        Deterministic parameters have no noise, and one gradient ``[1, ...]`` that is a sum over samples,
+        with a weight.
         """
+        fresh = self.used.isdisjoint(grads)
         self.used.update(grads)
-        grads = {i: grad.to(self.grad.dtype) for i, grad in grads.items()}
         if noise is not None:
-            noise.moments(grads, self.grad, self.grad_noise, rows)
+            noise.moments(grads, self.both, self.poison, rows, fresh=fresh)
         elif grads:
             sums = self.slab.layout.views(self.grad)
-            torch._foreach_add_([sums[i] for i in grads], [grad[0] for grad in grads.values()])
+            values = [grad[0].to(self.grad.dtype) for grad in grads.values()]
+            torch._foreach_add_([sums[i] for i in grads], values, alpha=weight)
+            self.poison += torch.linalg.vector_norm(self.grad) * 0.0
 
-    def publish(self, samples: int) -> None:
-        """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it."""
+    def publish(self, weight: float, last: bool) -> None:
+        """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it.
+
+        Args:
+            weight: Of all samples together.
+            last: Whether no more samples come, so that the sum itself may be given away.
+        """
         if not self.used:
             return
-        flat = (self.grad / samples).to(self.slab.dtype)
+        flat = (self.grad if last and weight == 1.0 else self.grad / weight).to(self.slab.dtype)
         views = self.slab.layout.views(flat)
         self.published = flat, {i: views[i] for i in self.used}
         for i, view in self.published[1].items():
@@ -120,7 +133,7 @@ class Sink(NamedTuple):
 
     def take(self, grads: Tensor, rows: slice) -> None:
         """Add the gradients ``[k, *shape]`` of some of the samples."""
-        self.sums.add({self.block: grads}, self.noise, rows)
+        self.sums.add({self.block: grads}, self.noise, rows=rows)
 
 
 @final
@@ -129,6 +142,7 @@ class Accumulator:
 
     def __init__(self) -> None:
         self.samples = 0
+        self.weight = 0.0  # of all samples together
         self._sums: dict[Slab, Sums] = {}
 
     def of(self, slab: Slab) -> Sums:
@@ -138,10 +152,10 @@ class Accumulator:
         return self._sums[slab]
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, last: bool = False) -> None:
         """Put E[g] into every ``p.grad``."""
         for sums in self._sums.values():
-            sums.publish(self.samples)
+            sums.publish(self.weight, last)
 
     def __iter__(self) -> Iterator[Sums]:
         return iter(self._sums.values())
@@ -152,7 +166,7 @@ class Accumulator:
 
     def clear(self) -> None:
         """Start the next step."""
-        self.samples = 0
+        self.samples, self.weight = 0, 0.0
         self._sums.clear()
 
 

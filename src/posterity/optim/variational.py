@@ -262,8 +262,13 @@ class VariationalOptimizer(Optimizer, ABC):
     # How the stacked path takes part: the same draws, the same sums.
 
     @torch.no_grad()
-    def draw(self, samples: range) -> list[Draw]:
-        """Weights of every stochastic parameter, with their noise; the parameters' own are kept."""
+    def draw(self, samples: range, weight: float = 1.0) -> list[Draw]:
+        """Weights of every stochastic parameter, with their noise; the parameters' own are kept.
+
+        Args:
+            samples: Numbers of the samples.
+            weight: Of each in the statistics; if all together have 1, these need no division.
+        """
         if samples.start == 0 and self._live is None:
             refuse_process_group()
             self._ledger.refuse_foreign(self.param_groups)
@@ -278,6 +283,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 slab.layout,
                 seed=group["seed"],
                 step=group["steps"] if self._live is None else self._live.clock,
+                weight=weight,
                 device=slab.device,
                 dtype=slab.mean.dtype,
             )
@@ -288,7 +294,9 @@ class VariationalOptimizer(Optimizer, ABC):
             drawn.append(Draw(slab, noise, [value.to(slab.dtype) for value in weights]))
         return drawn
 
-    def absorb(self, grads: Mapping[Tensor, Tensor], drawn: list[Draw], samples: int) -> None:
+    def absorb(
+        self, grads: Mapping[Tensor, Tensor], drawn: list[Draw], samples: int, weight: float = 1.0
+    ) -> None:
         """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
         Those of deterministic parameters are ``[1, ...]``, a sum over the samples.
@@ -297,8 +305,9 @@ class VariationalOptimizer(Optimizer, ABC):
         for slab in self._slabs:
             found = {i: grads[p] for i, p in enumerate(slab.params) if p in grads}
             if found:
-                self._sums.of(slab).add(found, noises.get(slab))
+                self._sums.of(slab).add(found, noises.get(slab), weight)
         self._sums.samples += samples
+        self._sums.weight += samples * weight
 
     def sinks(self, drawn: list[Draw]) -> dict[Tensor, Sink]:
         """Where a layer's backward pass may bring a drawn weight's gradient by itself."""
@@ -310,8 +319,8 @@ class VariationalOptimizer(Optimizer, ABC):
         }
 
     def publish(self) -> None:
-        """Put the mean gradients of what was absorbed into ``p.grad``."""
-        self._sums.publish()
+        """Put the mean gradients of all that was absorbed into ``p.grad``."""
+        self._sums.publish(last=True)
 
     @torch.no_grad()
     def apply(self, sizes: list[int]) -> None:
@@ -337,7 +346,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     {key: value[span] for key, value in slab.state.items() if key not in ("mean", "keep")},
                     grad[span],
                     None if group["deterministic"] else sums.grad_noise[span],
-                    self._sums.samples,
+                    self._sums.weight,
                     sizes[slab.number],
                     int(self.state[p]["step"]) if live is None else live.step(p),
                     group,
@@ -424,7 +433,7 @@ class VariationalOptimizer(Optimizer, ABC):
         state: State,
         grad: Tensor,
         products: Tensor | None,
-        samples: int,
+        weight: float,
         batch_size: int,
         step: int | Tensor,
         group: Group,
@@ -435,7 +444,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if products is None:
             new_mean, new_state = adam_update(mean, state, grad, step, group)
         else:
-            stats = Statistics(grad, products / samples, batch_size, step)
+            stats = Statistics(grad, products / weight, batch_size, step)
             new_mean, new_state = self.update(mean, state, stats, group)
         if keep is not None:
             new_mean = new_mean * keep

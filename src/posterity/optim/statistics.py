@@ -84,7 +84,7 @@ class Sums:
             sums = self.slab.layout.views(self.grad)
             values = [grad[0].to(self.grad.dtype) for grad in grads.values()]
             torch._foreach_add_([sums[i] for i in grads], values, alpha=weight)
-            self.poison += torch.linalg.vector_norm(self.grad) * 0.0
+            self.poison += torch.linalg.vector_norm(self.grad, float("inf")) * 0.0
 
     def publish(self, weight: float, last: bool) -> None:
         """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it.

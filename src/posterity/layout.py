@@ -42,6 +42,8 @@ class Layout:
         *self.starts, self.size = accumulate(padded, initial=0)
         # A vector has as many rows as numbers.
         self.quarters = [quarter(shape[0] if shape else 1) * shape[1:].numel() for shape in self.shapes]
+        # Of contiguous tensors; one operation makes a view from them, two would slice and shape.
+        self._strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
         self.hashes = [_signed(zlib.crc32(name.encode())) for name in self.names]
         self._tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
@@ -54,13 +56,17 @@ class Layout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The blocks of a flat buffer."""
-        return [flat[self.span(i)].view(shape) for i, shape in enumerate(self.shapes)]
+        return [
+            flat.as_strided(shape, strides, flat.storage_offset() + start)
+            for shape, strides, start in zip(self.shapes, self._strides, self.starts, strict=True)
+        ]
 
     def stacked(self, flat: Tensor, samples: int) -> list[Tensor]:
         """The blocks, ``[samples, *shape]``, of a buffer of so many times the size."""
+        places = zip(self.shapes, self._strides, self.sizes, self.starts, strict=True)
         return [
-            flat[samples * start : samples * (start + size)].view(samples, *shape)
-            for start, size, shape in zip(self.starts, self.sizes, self.shapes, strict=True)
+            flat.as_strided((samples, *shape), (size, *strides), flat.storage_offset() + samples * start)
+            for shape, strides, size, start in places
         ]
 
     def table(self, blocks: Sequence[int], device: torch.device) -> Tensor:

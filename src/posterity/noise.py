@@ -116,7 +116,7 @@ class Noise:
                 _fill(row)
         return out
 
-    @property
+    @cached_property
     def blocks(self) -> list[Tensor]:
         """The numbers of every block, ``[len(samples), *shape]``."""
         return self.layout.stacked(self.values, len(self.samples))

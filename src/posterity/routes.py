@@ -130,7 +130,7 @@ def _batch_norm(
         shape = (1, -1, *[1] * (input.dim() - 2))
         scale = torch.rsqrt(running_var + eps) if weight is None else weight * torch.rsqrt(running_var + eps)
         shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+        return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
     if any(each is not None and not functorch.is_batchedtensor(each) for each in (running_mean, running_var)):
         return NotImplemented
     affine = [None if each is None else _front(each) for each in (weight, bias)]

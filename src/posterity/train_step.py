@@ -14,6 +14,7 @@ from posterity import buffers, noise
 from posterity.mc import chunks, one_pass, stacked_pass
 from posterity.optim.gradients import refuse_process_group
 from posterity.optim.live import Live
+from posterity.optim.statistics import Sink
 from posterity.optim.variational import VariationalOptimizer
 from posterity.routes import StackedRoutes
 
@@ -112,11 +113,14 @@ class TrainStep:
         for rows in chunks(samples, self.chunk):
             drawn = opt.draw(rows, 1 / samples)
             one = len(rows) == 1
-            theta = {
-                p: (weights[0] if one else weights).requires_grad_(p.requires_grad)
-                for draw in drawn
-                for p, weights in zip(draw.slab.params, draw.weights, strict=True)
-            }
+            theta: dict[Tensor, Tensor] = {}
+            sinks: dict[Tensor, Sink] = {}
+            for draw in drawn:
+                views = draw.slab.layout.views(draw.flat) if one else draw.weights()
+                for block, (p, weights) in enumerate(zip(draw.slab.params, views, strict=True)):
+                    theta[p] = weights.requires_grad_(p.requires_grad)
+                    if p.requires_grad:
+                        sinks[weights] = opt.sink(draw, block)
             for p in params:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in theta.items()}
@@ -124,7 +128,7 @@ class TrainStep:
                 state = buffers.copied(before) if rows.start else {}
                 loss = one_pass(self.target, named, state, batch, {})[None]
             else:
-                with StackedRoutes(opt.sinks(drawn)):
+                with StackedRoutes(sinks):
                     loss, moved = stacked_pass(self.target, named, before, batch, {}, stacked=True)
                 if rows.start == 0:
                     buffers.restore(self.target, moved)

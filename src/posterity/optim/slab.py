@@ -72,15 +72,16 @@ class Slab:
         if not self._transferred(self.weights, read=True):
             torch._foreach_copy_(self._weights, self.params)
 
-    def put_back(self) -> None:
-        """Give the parameters the values that they had when they were read."""
-        if not self._transferred(self.weights, read=False):
-            torch._foreach_copy_(self.params, self._weights)
+    def put(self, flat: Tensor) -> None:
+        """Give the parameters the values of a flat buffer; ``weights`` gives them those that were read."""
+        if not self._transferred(flat, read=False):
+            views = self._weights if flat is self.weights else self.layout.views(flat)
+            torch._foreach_copy_(self.params, views)
 
     def write(self, moved: Sequence[int]) -> None:
         """Give some parameters their means."""
         if len(moved) == len(self.params) and "mean" not in self.state:
-            self.put_back()
+            self.put(self.weights)
             return
         means = self._views.get("mean", self._weights)
         torch._foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])

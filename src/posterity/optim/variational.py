@@ -43,12 +43,16 @@ class Draw(NamedTuple):
     Attributes:
         slab: Whose.
         noise: Behind them.
-        weights: ``[samples, ...]`` of every parameter, in the parameter's dtype.
+        flat: All of them, each block stacked over the samples, in the parameters' dtype.
     """
 
     slab: Slab
     noise: Noise
-    weights: list[Tensor]
+    flat: Tensor
+
+    def weights(self) -> list[Tensor]:
+        """``[samples, ...]`` of every parameter."""
+        return self.slab.layout.stacked(self.flat, len(self.noise.samples))
 
 
 class VariationalOptimizer(Optimizer, ABC):
@@ -287,11 +291,10 @@ class VariationalOptimizer(Optimizer, ABC):
                 device=slab.device,
                 dtype=slab.mean.dtype,
             )
-            std = (self.std if self._live is None else self._fused_std)(slab.state, group)
-            weights = slab.layout.stacked(noise.perturb(slab.mean, std), len(samples))
+            mean, std = slab.mean, (self.std if self._live is None else self._fused_std)(slab.state, group)
             if "keep" in slab.state:
-                torch._foreach_mul_(weights, slab.layout.views(slab.state["keep"]))
-            drawn.append(Draw(slab, noise, [value.to(slab.dtype) for value in weights]))
+                mean, std = mean * slab.state["keep"], std * slab.state["keep"]
+            drawn.append(Draw(slab, noise, noise.perturb(mean, std).to(slab.dtype)))
         return drawn
 
     def absorb(
@@ -309,14 +312,9 @@ class VariationalOptimizer(Optimizer, ABC):
         self._sums.samples += samples
         self._sums.weight += samples * weight
 
-    def sinks(self, drawn: list[Draw]) -> dict[Tensor, Sink]:
+    def sink(self, draw: Draw, block: int) -> Sink:
         """Where a layer's backward pass may bring a drawn weight's gradient by itself."""
-        return {
-            weights: Sink(self._sums.of(draw.slab), draw.noise, block)
-            for draw in drawn
-            for block, weights in enumerate(draw.weights)
-            if weights.requires_grad
-        }
+        return Sink(self._sums.of(draw.slab), draw.noise, block)
 
     def publish(self) -> None:
         """Put the mean gradients of all that was absorbed into ``p.grad``."""
@@ -382,7 +380,7 @@ class VariationalOptimizer(Optimizer, ABC):
             drawn = self.draw(range(sample, sample + 1))
             with torch.no_grad():
                 for draw in drawn:
-                    torch._foreach_copy_(draw.slab.params, [value[0] for value in draw.weights])
+                    draw.slab.put(draw.flat)
             if sample > 0 and self._module is not None and self._buffers is not None:
                 buffers.restore(self._module, self._buffers)
             for p in params:
@@ -402,7 +400,7 @@ class VariationalOptimizer(Optimizer, ABC):
             self._entered = None
             with torch.no_grad():
                 for draw in drawn:
-                    draw.slab.put_back()
+                    draw.slab.put(draw.slab.weights)
             if self._module is not None and entry is not None and not (used and sample == 0):
                 buffers.restore(self._module, entry)
 

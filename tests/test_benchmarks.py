@@ -26,6 +26,7 @@ SMOKE = {
     "conv_step": (["--nets", "lenet5", "--samples", "2", "--batch", "4"], {LOOP, "compile_step", ADAM}),
     "ivon_step": (["--net", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, "ivon-opt"}),
     "predict": (["--nets", "mlp", "--images", "3", "--samples", "2"], {"loop over networks", "predict"}),
+    "mnist": (["--data", "digits", "--widths", "8", "--epochs", "1"], {"compile_step"}),
     "memory": (["--widths", "8", "--samples", "2"], set()),
     "growth": (
         ["--width", "8", "--samples", "1", "3", "--widths", "8", "9", "--copy-mib", "1", "--matmul", "9"],
@@ -60,6 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]
     return path
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own, when it is first imported
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("name", SMOKE)
 def test_a_benchmark_writes_its_record(name: str, device: str, made: Callable[[str, str], Path]) -> None:

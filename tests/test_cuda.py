@@ -301,12 +301,12 @@ def test_stacked_layers_are_as_exact_as_the_loop(
         torch.backends.cudnn.allow_tf32 = True
     assert exact.keys() == loop.keys() == stack.keys()
     assert "unused" not in stack
-    # Tensor cores cut float32 to tf32 where cuDNN rounds first: up to three bits for each factor.
-    worse = 8 if precision == "high" else 2
+    # In tf32, tensor cores cut what cuDNN rounds or, for few channels, multiplies in float32.
+    worse, slack = (8, 3e-3) if precision == "high" else (2, 1e-5)
     for name, value in exact.items():
         scale = value.double().norm() + 1e-12
         theirs, ours = ((each[name].double() - value).norm() / scale for each in (loop, stack))
-        assert ours <= worse * theirs + 1e-5, (name, float(theirs), float(ours))
+        assert ours <= worse * theirs + slack, (name, float(theirs), float(ours))
 
 
 @pytest.mark.parametrize("name", ["bgd", "ivon"])

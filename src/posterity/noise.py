@@ -151,7 +151,8 @@ class Noise:
         """
         if self.fused:
             first = self.samples[rows].start
-            small = [i for i, grad in grads.items() if grad.numel() < _WORTH_A_LAUNCH]
+            one = len(self.samples) == 1  # then all together are as large as the model
+            small = [i for i, grad in grads.items() if one or grad.numel() < _WORTH_A_LAUNCH]
             for i, grad in grads.items():
                 if i not in small:
                     kernels.moments(self, first, [i], grad.contiguous(), sums, poison, fresh=fresh)

@@ -173,7 +173,8 @@ def adam_graph(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Callabl
     with torch.cuda.graph(graph):
         body()
 
-    def step() -> None:
+    def step(held: tuple[Any, ...] = (model, adam)) -> None:
+        # A graph does not keep the memory that it works on: weights and state must be held.
         mine[0].copy_(x, non_blocking=True)
         mine[1].copy_(y, non_blocking=True)
         graph.replay()

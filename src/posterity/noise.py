@@ -27,7 +27,7 @@ try:
 except ImportError:  # Triton comes with torch's CUDA builds only
     kernels = None  # type: ignore[assignment]
 HAS_KERNELS = kernels is not None
-__all__ = ["HAS_KERNELS", "Noise", "address", "fresh", "kernels", "normal"]
+__all__ = ["HAS_KERNELS", "Noise", "Room", "address", "fresh", "kernels", "normal"]
 
 _MASK = (1 << 64) - 1
 # Fewer numbers than this are not worth the threads.
@@ -66,6 +66,7 @@ class Noise:
         weight: Of each sample in the sums that :meth:`moments` takes.
         device: Where the numbers are wanted.
         dtype: Their type.
+        room: Memory to use again; what was drawn into it before is overwritten.
 
     Example:
         >>> layout = Layout(["fc.weight"], [(3,)])
@@ -85,7 +86,9 @@ class Noise:
         weight: float = 1.0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        room: Room | None = None,
     ) -> None:
+        self._room = Room() if room is None else room
         self.samples, self.layout, self.seed, self.step = samples, layout, seed, step
         self.weight = weight
         self.device, self.dtype = torch.device(device), dtype
@@ -100,7 +103,7 @@ class Noise:
         """The numbers of all blocks, end to end, each block stacked over the samples."""
         if self._philox:
             return kernels.normal(self).to(self.dtype)
-        out = torch.zeros(len(self.samples) * self.layout.size, dtype=self.dtype, device=self.device)
+        out = self._room("noise", self)
         rows = [
             (values, address(self.seed, int(self.step), sample, name))
             for name, block in zip(
@@ -125,7 +128,7 @@ class Noise:
         """``mean + std · eps`` of flat means and stds, stacked over the samples."""
         if self.fused:
             return kernels.perturb(self, mean, std)
-        out = torch.empty_like(self.values)
+        out = self._room("weights", self)
         views = (self.layout.views(mean), self.layout.views(std), self.blocks)
         for m, s, eps, theta in zip(*views, self.layout.stacked(out, len(self.samples)), strict=True):
             torch.addcmul(m, s, eps, out=theta)
@@ -180,6 +183,23 @@ class Noise:
         else:
             together = max(1, _AT_ONCE // size)
         return [slice(start, min(start + together, samples)) for start in range(0, samples, together)]
+
+
+class Room:
+    """Buffers for a CPU's draws, kept from step to step: new memory costs more there than what fills it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, use: str, noise: Noise) -> Tensor:
+        """A buffer for the draws of all samples."""
+        size = len(noise.samples) * noise.layout.size
+        if noise.device.type != "cpu" or torch.is_inference_mode_enabled():
+            return torch.empty(size, dtype=noise.dtype, device=noise.device)
+        found = self._buffers.get(use)
+        if found is None or len(found) < size or found.dtype != noise.dtype:
+            self._buffers[use] = found = torch.empty(size, dtype=noise.dtype)
+        return found[:size]
 
 
 def _fill(row: tuple[Tensor, int]) -> None:

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from posterity.layout import Layout
-from posterity.noise import HAS_KERNELS, kernels
+from posterity.noise import HAS_KERNELS, Room, kernels
 from posterity.optim.groups import Group, members
 from posterity.optim.statistics import state_dtype
 
 State: TypeAlias = dict[str, Tensor]
+
+# Numbers of each buffer that a rule works on at once on a CPU.
+_IN_CACHE = 1 << 16
 
 
 @final
@@ -39,6 +42,7 @@ class Slab:
         # The parameters' values, while samples take their place in the model.
         self.weights = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         self._weights = self.layout.views(self.weights)
+        self.room = Room()
         self._places: tuple[list[int], Tensor] = [], self.weights  # where the parameters lie
         self.state: State = {}
         self._views: dict[str, list[Tensor]] = {}
@@ -85,6 +89,14 @@ class Slab:
             return
         means = self._views.get("mean", self._weights)
         torch._foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
+
+    def spans(self, moved: Sequence[int] | None) -> Iterator[tuple[int, slice]]:
+        """Where some parameters lie, or, in parts that a CPU's cache holds, all; each with one of them."""
+        if moved is not None:
+            yield from ((i, self.layout.span(i)) for i in moved)
+            return
+        part = _IN_CACHE if self.device.type == "cpu" else max(self.layout.size, 1)
+        yield from ((0, slice(start, start + part)) for start in range(0, self.layout.size, part))
 
     def _transferred(self, flat: Tensor, *, read: bool) -> bool:
         """Whether one kernel could copy all parameters: torch's own takes a program for 65,536 numbers."""

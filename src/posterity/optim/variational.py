@@ -290,6 +290,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 weight=weight,
                 device=slab.device,
                 dtype=slab.mean.dtype,
+                room=slab.room,
             )
             mean, std = slab.mean, (self.std if self._live is None else self._fused_std)(slab.state, group)
             if "keep" in slab.state:
@@ -337,7 +338,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 group = {**group, "lr": live.lr[slab.number]}
             grad = sums.mean_grad()
             alike = len(moved) == len(slab.params) and len({int(step) for step in steps}) == 1
-            for i, span in [(0, slice(None))] if alike else [(i, slab.layout.span(i)) for i in moved]:
+            for i, span in slab.spans(None if alike else moved):
                 p = slab.params[i]
                 (self._move if live is None else self._fused_move)(
                     slab.mean[span],

@@ -38,11 +38,16 @@ def train(name: str, width: int, epochs: int, where: str, device: str, seed: int
     model: nn.Module = mlp(training.x[0].numel(), [width, width], dataset.classes)
     model = initialise(model, seed).to(device)
     optimizer = posterity.BGD(model, std_init=STD_INIT.get(width, 0.04), mc_samples=10, seed=seed)
-    step = posterity.compile_step(model, Loss(where.split()[0], device), optimizer)
+    loss_fn = Loss(where.split()[0], device)
+    # The graph itself picks the batch, so that only its indices are copied.
+    step = posterity.compile_step(
+        model, lambda net, at: loss_fn(net, training.x[at], training.y[at]), optimizer
+    )
     steps = 0
-    for epoch in range(epochs):
-        for x, y in data.batches(training, 128, seed=seed, epoch=epoch):
-            step(x, y)
+    orders = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        for at in torch.randperm(len(training), generator=orders).to(device).split(128):
+            step(at)
             steps += 1
     trained = time.perf_counter() - start
     errors = mode_errors(model, optimizer.posterior(), dataset.test.x, dataset.test.y)

@@ -18,6 +18,8 @@ from posterity.noise import kernels
 # A convolution of shared inputs with at most so many weights for each output is done as a linear layer: the
 # tiles of the convolution's kernels would be almost empty.
 _FEW_TAPS = 64
+# More rows than these fill a GPU, and torch's own products are the faster.
+_FEW_ROWS = 512
 
 
 class Sink(Protocol):
@@ -63,7 +65,7 @@ class Linear(_Layer):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, sink: Any) -> Any:
-        if kernels is not None and kernels.multiplies(low):
+        if kernels is not None and kernels.multiplies(low) and x.shape[-2] <= _FEW_ROWS:
             return kernels.linear(x, low, bias)
         x = x.expand(len(low), -1, -1)
         return torch.bmm(x, low.mT) if bias is None else torch.baddbmm(bias[:, None], x, low.mT)

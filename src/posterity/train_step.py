@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias, final
 
 import torch
@@ -179,6 +179,7 @@ class CapturedStep:
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
+        self._modules = list(step.target.modules())
         self._graphs: dict[Any, _Graph] = {}
         self._seen: set[Any] = set()
         self._eager = False
@@ -206,17 +207,21 @@ class CapturedStep:
 
     def _key(self, batch: tuple[Tensor, ...]) -> Any:
         """What a graph has fixed: shapes, modes, where weights and state lie, hyper-parameters but lr."""
-        fixed = [
-            {key: value for key, value in group.items() if key not in _LIVE}
-            for group in self.step.optimizer.param_groups
-        ]
+        opt, params = self.step.optimizer, self.step.names
         return (
             tuple((x.shape, x.dtype, x.device) for x in batch),
-            tuple(module.training for module in self.step.target.modules()),
-            tuple((p.data_ptr(), p.requires_grad) for p in self.step.names),
-            self.step.optimizer.generation,
-            (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
-            str(fixed),
+            tuple(module.training for module in self._modules),
+            tuple(p.data_ptr() for p in params),
+            tuple(p.requires_grad for p in params),
+            opt.generation,
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            torch.get_float32_matmul_precision(),
+            tuple(
+                value if isinstance(value, Hashable) else str(value)
+                for group in opt.param_groups
+                for key, value in group.items()
+                if key not in _LIVE
+            ),
         )
 
 
@@ -256,7 +261,12 @@ class _Graph:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.loss = self._body()
-            self.grads = [(p, p.grad) for p in self.params if p.grad is not None]
+            # What every replay writes anew, and which parameters it moves.
+            self.grads = [(p, p.grad, p.grad._version) for p in self.params if p.grad is not None]
+            self.unused = [p for p in self.params if p.grad is None]
+            self.moved = [
+                (slab, [i for i, p in enumerate(slab.params) if p.grad is not None]) for slab in opt._slabs
+            ]
         finally:
             opt._live = None
             opt._reset()
@@ -265,8 +275,11 @@ class _Graph:
 
     def __call__(self, batch: tuple[Tensor, ...]) -> Tensor:
         opt = self.step.optimizer
-        opt._ledger.refuse_foreign(opt.param_groups)
-        loss = self.host_loss.clone()  # of an earlier step; reading it waits for nothing
+        fresh = not all(p.grad is grad and grad._version == version for p, grad, version in self.grads)
+        fresh = fresh or any(p.grad is not None for p in self.unused)
+        if fresh:  # something happened to the gradients since the last replay
+            opt._ledger.refuse_foreign(opt.param_groups)
+        loss = self.host_loss.item()  # of an earlier step; reading it waits for nothing
         self.host_loss.zero_()
         opt.watch(loss)
         steps = opt.param_groups[0]["steps"]
@@ -280,11 +293,14 @@ class _Graph:
         for mine, given in zip(self.batch, batch, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
-        for p, grad in self.grads:
-            p.grad = grad  # the graph has written it anew
-        torch._foreach_add_([opt.state[p]["step"] for p, _ in self.grads], 1)
+        for slab, moved in self.moved:
+            slab.count(moved)
         opt.advance()
-        opt._reset()
+        if fresh:
+            self.grads = [(p, grad, grad._version) for p, grad, _ in self.grads]
+            for p, grad, _ in self.grads:
+                p.grad = grad
+            opt._reset()
         return self.loss.clone()
 
     def _body(self) -> Tensor:

@@ -23,8 +23,7 @@ _IN_CACHE = 1 << 16
 class Slab:
     """Parameters of one group, device and dtype: what a rule does, it does to all of them at once.
 
-    The optimiser's ``state[p]`` holds views of the flat buffers, under the same keys; only ``step``, the
-    count of a parameter's updates, stays a number of its own.
+    The optimiser's ``state[p]`` holds views of the flat buffers, under the same keys.
 
     Args:
         number: Of the group.
@@ -44,27 +43,39 @@ class Slab:
         self._weights = self.layout.views(self.weights)
         self.room = Room()
         self._places: tuple[list[int], Tensor] = [], self.weights  # where the parameters lie
+        # How often each was updated.
+        self.steps = torch.stack([states[p]["step"] for p in params])
         self.state: State = {}
-        self._views: dict[str, list[Tensor]] = {}
+        self._views: dict[str, list[Tensor]] = {"step": list(self.steps)}
         for key in states[params[0]]:
             if key != "step":
                 values = [states[p][key] for p in params]
                 flat = torch.zeros(self.layout.size, dtype=values[0].dtype, device=self.device)
                 self.state[key], self._views[key] = flat, self.layout.views(flat)
-                for p, view, value in zip(params, self._views[key], values, strict=True):
-                    states[p][key] = view.copy_(value)
+                torch._foreach_copy_(self._views[key], values)
+        for i, p in enumerate(params):
+            states[p].update({key: views[i] for key, views in self._views.items()})
+        self._held = [(p, states[p], p.data_ptr()) for p in params]
 
     def holds(self, states: Mapping[Tensor, State]) -> bool:
         """Whether the parameters and their states are still those of the slab."""
-        if any(p.device != self.device or p.dtype != self.dtype for p in self.params):
-            return False
-        if any(len(states[p]) != len(self.state) + 1 for p in self.params):
-            return False
+        for p, state, place in self._held:
+            if states[p] is not state or len(state) != len(self._views):
+                return False
+            if p.data_ptr() != place and (p.device != self.device or p.dtype != self.dtype):
+                return False
         return all(
-            states[p].get(key) is view
+            state[key] is view
             for key, views in self._views.items()
-            for p, view in zip(self.params, views, strict=True)
+            for (_, state, _), view in zip(self._held, views, strict=True)
         )
+
+    def count(self, moved: Sequence[int]) -> None:
+        """Count an update of some parameters."""
+        if len(moved) == len(self.params):
+            self.steps += 1
+        else:
+            self.steps[moved] += 1
 
     @property
     def mean(self) -> Tensor:

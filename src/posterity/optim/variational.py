@@ -327,17 +327,17 @@ class VariationalOptimizer(Optimizer, ABC):
         for sums in self._sums:
             slab, live = sums.slab, self._live
             moved = [i for i, p in enumerate(slab.params) if p.grad is not None]
-            steps = [self.state[slab.params[i]]["step"] for i in moved]
             if not moved:
                 continue
-            torch._foreach_add_(steps, 1)
+            slab.count(moved)
             group = self.param_groups[slab.number]
             if live is None:
                 slab.read()  # a user may have changed weights since the draw
             else:
                 group = {**group, "lr": live.lr[slab.number]}
             grad = sums.mean_grad()
-            alike = len(moved) == len(slab.params) and len({int(step) for step in steps}) == 1
+            counts = slab.steps.tolist()
+            alike = len(moved) == len(slab.params) and len(set(counts)) == 1
             for i, span in slab.spans(None if alike else moved):
                 p = slab.params[i]
                 (self._move if live is None else self._fused_move)(
@@ -347,7 +347,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     None if group["deterministic"] else sums.grad_noise[span],
                     self._sums.weight,
                     sizes[slab.number],
-                    int(self.state[p]["step"]) if live is None else live.step(p),
+                    counts[i] if live is None else live.step(p),
                     group,
                     slab.state["keep"][span] if "keep" in slab.state else None,
                     None if live is None else live.ok,
@@ -462,15 +462,16 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def _ready(self) -> list[Slab]:
         """The slabs, after giving a state to parameters that have none."""
+        if self._slabs and all(slab.holds(self.state) for slab in self._slabs):
+            return self._slabs
         for group in self.param_groups:
             for p in group["params"]:
                 state: State = self.state[p]
                 if not state or needs_mean(p, state):
                     self._begin(p, state, group)
-        if not self._slabs or not all(slab.holds(self.state) for slab in self._slabs):
-            with torch.inference_mode(False), torch.no_grad():
-                self._slabs = list(slabs(self.param_groups, self.state))
-            self._generation = next(_generations)
+        with torch.inference_mode(False), torch.no_grad():
+            self._slabs = list(slabs(self.param_groups, self.state))
+        self._generation = next(_generations)
         return self._slabs
 
     @torch.inference_mode(False)

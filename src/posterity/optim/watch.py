@@ -32,7 +32,7 @@ class LossWatch:
         self.name = name
         self._first: float | None = None
 
-    def __call__(self, loss: Tensor) -> None:
+    def __call__(self, loss: Tensor | float) -> None:
         """Refuse a loss that is not finite; warn, once, of one that has run away from where it began."""
         value = float(loss)
         if not math.isfinite(value):

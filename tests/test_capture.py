@@ -1,0 +1,227 @@
+"""Captured steps on a machine without a GPU: a stand-in for a CUDA graph runs what was captured again.
+
+What a graph does on the device is tested in test_cuda.py; here is what surrounds it: when a graph is made and
+thrown away, what reaches it between replays, what it leaves behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import posterity
+from conformance.rules import Rule, X, Y, by_closure, everything, loss_fn, net, rules
+from posterity import train_step
+
+
+class Graph(train_step._Graph):
+    """Replays by running the captured body again, into the memory that the first run has left."""
+
+    def replay(self) -> None:
+        opt = self.step.optimizer
+        held = {p: grad for p, grad, _ in self.grads}
+        counts = [slab.steps.clone() for slab in opt._slabs]
+        shown = {p: p.grad for p in self.params}
+        opt._live = self.live
+        try:
+            loss = self._body()
+            for p, grad in held.items():
+                assert p.grad is not None
+                grad.data.copy_(p.grad)  # past the version counter, as a device would
+            self.loss.data.copy_(loss)
+        finally:
+            opt._live = None
+            for slab, before in zip(opt._slabs, counts, strict=True):
+                slab.steps.copy_(before)
+            for p, grad in shown.items():
+                p.grad = grad
+            opt._ledger.remember(self.params)
+
+
+class _Stream:
+    def wait_stream(self, other: Any) -> None:
+        """There is one stream only."""
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, _Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+    def make(step: train_step.TrainStep, batch: Any) -> Graph:
+        graph = Graph(step, batch)
+        graph.graph = graph  # type: ignore[assignment]
+        return graph
+
+    monkeypatch.setattr(train_step, "_Graph", make)
+
+
+def captured(model: nn.Module, opt: posterity.VariationalOptimizer, **more: Any) -> train_step.CapturedStep:
+    step = posterity.compile_step(model, loss_fn, opt, **more)
+    assert isinstance(step, train_step.TrainStep)  # there is no GPU here
+    return train_step.CapturedStep(step)
+
+
+def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        torch.testing.assert_close(b[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@rules
+def test_replays_equal_the_loop_through_changes_of_lr_and_ragged_batches(rule: Rule) -> None:
+    results = []
+    for graphs in (False, True):
+        model = net()
+        opt = (
+            rule.make(model, deterministic="norm.*", batch_size=None)
+            if rule.name == "BGD"
+            else rule.make(model)
+        )
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+        step = captured(model, opt)
+        losses = []
+        for i in range(20):
+            n = (16, 16, 7)[i % 3]
+            x, y = X[:n], Y[:n]
+            loss = (
+                step(x, y) if graphs else opt.step(lambda m=model, x=x, y=y: loss_fn(m, x, y), batch_size=n)
+            )
+            losses.append(float(loss))
+            schedule.step()
+        assert len(step._graphs) == (2 if graphs else 0)
+        results.append({**everything(model, opt), "losses": torch.tensor(losses)})
+    near(*results)
+
+
+@rules
+def test_replays_see_loaded_state_posteriors_freezing_and_hyperparameters(rule: Rule) -> None:
+    results = []
+    for graphs in (False, True):
+        model = net()
+        opt = rule.make(model)
+        step = captured(model, opt)
+
+        def go(times: int, model=model, opt=opt, step=step, graphs=graphs) -> None:
+            for _ in range(times):
+                step(X, Y) if graphs else by_closure(model, opt)
+
+        go(4)
+        state, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+        go(2)
+        opt.load_state_dict(state)
+        model.load_state_dict(weights)
+        go(3)
+        opt.load_posterior(posterity.prune(opt.posterior(), 0.5))
+        go(3)
+        model.first.requires_grad_(False)
+        go(3)
+        model.first.requires_grad_(True)
+        opt.param_groups[0]["seed"] = 5
+        go(3)
+        opt.state[model.last.weight]["step"] = opt.state[model.last.weight]["step"] + 0  # a new tensor
+        go(3)
+        results.append(everything(model, opt))
+        assert int(opt.state[model.last.weight]["step"]) == 12  # since the posterior was taken up
+    near(*results)
+
+
+@rules
+def test_a_gradient_from_outside_is_refused_and_one_that_is_dropped_is_not(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    step = captured(model, opt)
+    for _ in range(3):
+        step(X, Y)
+    loss_fn(model).backward()  # adds to what the graph has left
+    with pytest.raises(RuntimeError, match="from outside"):
+        step(X, Y)
+    opt.zero_grad()
+    step(X, Y)
+    model.unused.sum().backward()
+    with pytest.raises(RuntimeError, match="'unused' has a gradient from outside"):
+        step(X, Y)
+    opt.zero_grad()
+    before = model.last.weight.detach().clone()
+    step(X, Y)
+    assert not torch.equal(before, model.last.weight)
+    assert model.last.weight.grad is not None
+
+
+@rules
+def test_a_loss_that_is_not_finite_moves_nothing_and_is_raised_by_the_next_call(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    step = captured(model, opt)
+    for _ in range(3):
+        step(X, Y)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    bad = X.clone()
+    bad[0, 0] = torch.nan
+    step(bad, Y)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(FloatingPointError, match="not touched"):
+        step(X, Y)
+    step(X, Y)
+    assert torch.isfinite(model.last.weight).all()
+    assert not torch.equal(before["last.weight"], model.last.weight)
+
+
+@rules
+def test_the_norm_of_the_mean_gradient_is_clipped(rule: Rule) -> None:
+    results = []
+    for graphs in (False, True):
+        model = net()
+        opt = rule.make(model)
+        step = captured(model, opt, max_norm=1e-3)
+        for _ in range(4):
+            if graphs:
+                step(X, Y)
+                continue
+            for _ in range(3):
+                with opt.sampled_params():
+                    loss_fn(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            opt.step(batch_size=16)
+        results.append(everything(model, opt))
+    near(*results)
+    with pytest.raises(ValueError, match="max_norm must be greater than 0, not 0"):
+        captured(net(), rule.make(net()), max_norm=0)
+
+
+def test_what_cannot_be_captured_says_so_once_and_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the device says no\nand more")
+
+    monkeypatch.setattr(train_step, "_Graph", fails)
+    model = net()
+    step = captured(model, posterity.BGD(model, batch_size=16))
+    step(X, Y)
+    with pytest.warns(
+        UserWarning, match=r"cannot be captured \(the device says no\); it runs without a graph"
+    ):
+        step(X, Y)
+    before = model.last.weight.detach().clone()
+    step(X, Y)
+    assert not torch.equal(before, model.last.weight)
+
+
+def test_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    opt = posterity.BGD(model, batch_size=16)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="distributed training is not supported yet"):
+        posterity.compile_step(model, loss_fn, opt)
+    with pytest.raises(RuntimeError, match="distributed training is not supported yet"):
+        by_closure(model, opt)

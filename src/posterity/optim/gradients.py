@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, distributed
-from torch.nn.utils import get_total_norm
 
 from posterity.optim.groups import Group, members
 from posterity.optim.statistics import Accumulator
@@ -47,16 +46,18 @@ def refuse_bad_gradients(groups: list[Group], sums: Accumulator, optimizer: str)
             f"{optimizer}.step() has no gradient at sampled weights: put "
             "`with optimizer.sampled_params():` around forward and backward, or pass a closure"
         )
-    named = [(name, p) for group in groups for name, p in members(group) if p.grad is not None]
     used = sums.used()
-    for name, p in named:
-        if p not in used:
-            raise RuntimeError(
-                f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
-            )
-    tensors = [flat for each in sums for flat in (each.mean_grad(), each.grad_noise)]
-    if not math.isfinite(get_total_norm(tensors, norm_type=math.inf).item()):
-        bad = [name for name, p in named if not torch.isfinite(cast(Tensor, p.grad)).all()]
+    for group in groups:
+        for name, p in members(group):
+            if p.grad is not None and p not in used:
+                raise RuntimeError(
+                    f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
+                )
+    flats = [flat for each in sums for flat in (each.mean_grad(), each.grad_noise)]
+    norms = [norm.item() for norm in torch._foreach_norm(flats, math.inf)]
+    if not all(math.isfinite(norm) for norm in norms):
+        grads = [(name, p.grad) for group in groups for name, p in members(group) if p.grad is not None]
+        bad = [name for name, grad in grads if not torch.isfinite(grad).all()]
         which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
         raise FloatingPointError(f"{which} is not finite; {UNTOUCHED}")
 

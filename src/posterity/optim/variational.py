@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from posterity import buffers
+from posterity.buffers import Keeper
 from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
@@ -179,8 +179,8 @@ class VariationalOptimizer(Optimizer, ABC):
                 loss = self._run(closure)
             refuse_bad_gradients(self.param_groups, self._sums, type(self).__name__)
         except BaseException:
-            if self._module is not None and self._buffers is not None:
-                buffers.restore(self._module, self._buffers)
+            if self._kept:
+                self._keeper.put_back("step")
             self._reset()
             raise
         self.apply(sizes)
@@ -255,7 +255,9 @@ class VariationalOptimizer(Optimizer, ABC):
         self._slabs = []
         self._sums = Accumulator()
         self._ledger = GradientLedger()
-        self._buffers: dict[str, Tensor] | None = None  # the model's, as they were before the step
+        # The model's buffers, as they were before the step and before a sample.
+        self._keeper = Keeper(nn.Module() if self._module is None else self._module)
+        self._kept = False
         self._entered: int | None = None  # nested entries of the sampling context; None outside of it
         self._peeks: int = 0  # sampling contexts without gradients
         self.watch = LossWatch(type(self).__name__)
@@ -372,9 +374,9 @@ class VariationalOptimizer(Optimizer, ABC):
         params = self._params()
         before = [p.grad for p in params]
         # Every sample starts from the buffers (BatchNorm's statistics) before the step; sample 0's are kept.
-        entry = None if self._module is None else buffers.snapshot(self._module)
-        if sample == 0:
-            self._buffers = entry
+        before_it = "step" if sample == 0 else "sample"
+        self._keeper.keep(before_it)
+        self._kept = self._kept or sample == 0
         used: list[Tensor] = []
         drawn: list[Draw] = []
         try:
@@ -382,8 +384,8 @@ class VariationalOptimizer(Optimizer, ABC):
             with torch.no_grad():
                 for draw in drawn:
                     draw.slab.put(draw.flat)
-            if sample > 0 and self._module is not None and self._buffers is not None:
-                buffers.restore(self._module, self._buffers)
+            if 0 < sample < _PEEKS:
+                self._keeper.put_back("step")
             for p in params:
                 p.grad = None
             self._entered = 0
@@ -402,8 +404,8 @@ class VariationalOptimizer(Optimizer, ABC):
             with torch.no_grad():
                 for draw in drawn:
                     draw.slab.put(draw.slab.weights)
-            if self._module is not None and entry is not None and not (used and sample == 0):
-                buffers.restore(self._module, entry)
+            if not (used and sample == 0):
+                self._keeper.put_back(before_it)
 
     def _run(self, closure: Callable[[], Tensor | float]) -> Tensor:
         """Run the closure under ``mc_samples`` weight samples; its mean loss."""
@@ -515,5 +517,5 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def _reset(self) -> None:
         self._sums.clear()
-        self._buffers = None
+        self._kept = False
         self._ledger.remember(self._params())

@@ -217,6 +217,77 @@ def test_what_cannot_be_captured_says_so_once_and_runs_without(monkeypatch: pyte
     assert not torch.equal(before, model.last.weight)
 
 
+def test_a_failure_concerns_one_kind_of_batch_and_no_graph_is_made_over_a_foreign_gradient() -> None:
+    model = net()
+    opt = posterity.BGD(model, batch_size=16)
+    step = captured(model, opt)
+    step(X, Y)
+    loss_fn(model).backward()
+    with pytest.raises(RuntimeError, match="from outside"):
+        step(X, Y)
+    opt.zero_grad()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            step(X[:, :3], Y)  # of a wrong width
+    step(X, Y)
+    assert len(step._graphs) == 1
+
+
+def test_shapes_in_turn_do_not_push_each_other_out() -> None:
+    model = net()
+    step = captured(model, posterity.BGD(model))
+    for _ in range(4):
+        for n in (16, 15, 14, 13, 12, 11):
+            step(X[:n], Y[:n])
+    graphs = list(step._graphs)
+    assert len(graphs) == 4
+    for _ in range(120):
+        step(X[:16], Y[:16])
+    for _ in range(2):
+        step(X[:11], Y[:11])
+    assert len(step._graphs) <= 4
+    assert list(step._graphs) != graphs  # those not used for long have made room
+
+
+def test_a_learning_rate_in_a_tensor_is_read_anew() -> None:
+    model = net()
+    opt = posterity.BGD(model, lr=torch.tensor(1.0), batch_size=16)
+    step = captured(model, opt)
+    for _ in range(3):
+        step(X, Y)
+    opt.param_groups[0]["lr"].fill_(0.0)
+    before = model.last.weight.detach().clone()
+    step(X, Y)
+    assert torch.equal(before, model.last.weight)
+
+
+@rules
+def test_a_parameter_left_out_for_a_while_has_its_own_count_of_updates(rule: Rule) -> None:
+    results = []
+    for graphs in (False, True):
+        model = net()
+        opt = rule.make(model, deterministic="norm.*")
+        step = captured(model, opt)
+        for i in range(24):
+            model.first.requires_grad_(not 6 <= i < 18)
+            step(X, Y) if graphs else by_closure(model, opt)
+        results.append(everything(model, opt))
+    near(*results)
+
+
+def test_a_training_step_inside_a_sampling_context_is_refused_and_the_means_come_back() -> None:
+    model = net()
+    opt = posterity.BGD(model, batch_size=16)
+    step = captured(model, opt)
+    for _ in range(3):
+        step(X, Y)
+    before = model.first.weight.detach().clone()
+    for each in (step, step.step):
+        with pytest.raises(RuntimeError, match="leave it first"), opt.sampled_params():
+            each(X, Y)
+        assert torch.equal(before, model.first.weight)
+
+
 def test_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     opt = posterity.BGD(model, batch_size=16)

@@ -289,3 +289,60 @@ def test_bad_calls_are_refused() -> None:
         posterity.run(nn.Linear(3, 2), {"weight": torch.randn(5, 2, 3)}, torch.randn(4, 3), chunk=0)
     with pytest.raises(ValueError, match="no weights were given"):
         posterity.run(nn.Linear(3, 2), {}, torch.randn(4, 3))
+
+
+class OwnVmap(nn.Module):
+    """A model that vectorises by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.linear)(x)
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+def test_a_vmap_inside_the_model_is_not_taken_for_ours(batch: int) -> None:
+    torch.manual_seed(0)
+    model, x = OwnVmap(), torch.randn(batch, 4)
+    weights = {"linear.weight": torch.randn(3, 2, 4), "linear.bias": torch.randn(3, 2)}
+    torch.testing.assert_close(*(posterity.run(model, weights, x, how=how) for how in ("stack", "loop")))
+
+
+def test_heads_in_groups_of_their_own_train_when_used() -> None:
+    results = []
+    for stacked in (True, False):
+        torch.manual_seed(0)
+        body, heads = nn.Linear(4, 5), nn.ModuleList([nn.Linear(5, 2), nn.Linear(5, 2)])
+        model = nn.ModuleDict({"body": body, "heads": heads})
+        groups = [
+            {"params": list(body.named_parameters(prefix="body"))},
+            *({"params": list(h.named_parameters(prefix=f"heads.{i}"))} for i, h in enumerate(heads)),
+        ]
+        opt = posterity.BGD(groups, batch_size=6, mc_samples=3)
+        x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
+
+        def loss_fn(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(m["heads"][0](m["body"](x)), y)
+
+        if stacked:
+            posterity.compile_step(model, loss_fn, opt)(x, y)
+        else:
+            opt.step(lambda m=model, x=x, y=y: loss_fn(m, x, y))
+        results.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_empty_batch_and_shared_buffers_are_stacked() -> None:
+    model = nn.Linear(4, 2)
+    weights = {"weight": torch.randn(3, 2, 4)}
+    assert posterity.run(model, weights, torch.zeros(0, 4)).shape == (3, 0, 2)
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    second.running_mean, second.running_var = first.running_mean, first.running_var
+    net = nn.Sequential(first, second, nn.Linear(4, 2))
+    step = posterity.compile_step(
+        net, lambda m, x, y: F.cross_entropy(m(x), y), posterity.BGD(net, mc_samples=2)
+    )
+    step(torch.randn(6, 4), torch.randint(0, 2, (6,)))

@@ -166,6 +166,8 @@ class Noise:
             for each, eps in zip(grad, self.blocks[i][rows], strict=True):
                 total.add_(each.reshape(-1), alpha=self.weight)
                 product.addcmul_(each.reshape(-1), eps.reshape(-1), value=self.weight)
+            if sums.is_cuda:
+                poison += 0.0 * (torch.linalg.vector_norm(total) + torch.linalg.vector_norm(product))
 
     def parts(self, block: int) -> list[slice]:
         """Which samples' gradients of a block to make at once and add; none if all may wait for the others.

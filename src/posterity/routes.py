@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from posterity.noise import kernels
 from posterity.stacked import BatchNorm, Conv2d, CrossEntropy, Linear, MaxPool2d, Sink
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @final
 class StackedRoutes(TorchFunctionMode):
@@ -48,15 +50,15 @@ class StackedRoutes(TorchFunctionMode):
 
 
 def _linear(sinks: Mapping[Tensor, Sink], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not functorch.is_batchedtensor(weight):
+    level = _level(weight, input, bias)
+    if level is None or weight.dim() != 2 or input.shape[-1] != weight.shape[-1]:
         return NotImplemented
-    level = functorch.maybe_get_level(weight)
     x, w, b, low = _operands(input, weight, bias, _autocast(input))
     # Inputs that all samples share stay one matrix.
     samples = [len(w)] if functorch.is_batchedtensor(input) else []
     x = x.reshape(*samples, -1, x.shape[-1])
     out = Linear.apply(x, w, b, low, sinks.get(_inside(weight)))  # type: ignore[no-untyped-call]
-    return functorch._add_batch_dim(out.view(len(w), *input.shape[:-1], -1), 0, level)
+    return functorch._add_batch_dim(out.view(len(w), *input.shape[:-1], w.shape[1]), 0, level)
 
 
 def _conv2d(
@@ -69,16 +71,15 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    dtype = _autocast(input)
+    dtype, level = _autocast(input), _level(weight, input, bias)
     if (
         kernels is None
-        or not functorch.is_batchedtensor(weight)
+        or level is None
         or (groups, input.dim()) != (1, 4)
         or isinstance(padding, str)
         or not kernels.multiplies(_inside(weight), dtype)
     ):
         return NotImplemented
-    level = functorch.maybe_get_level(weight)
     x, w, b, low = _operands(input, weight, bias, dtype)
     sizes = _pair(stride), _pair(padding), _pair(dilation)
     sink = sinks.get(_inside(weight))
@@ -96,17 +97,19 @@ def _cross_entropy(
         "reduction": "mean",
         "label_smoothing": 0.0,
     }
+    level = _level(input)
     if (
         kernels is None
+        or level is None
         or not input.is_cuda
-        or not functorch.is_batchedtensor(input)
+        or input.dtype not in _FLOATS
         or functorch.is_batchedtensor(target)
         or (input.dim(), target.dim(), target.dtype) != (2, 1, torch.int64)
         or any(other[key] != plain[key] for key in other)
     ):
         return NotImplemented
     loss, _ = CrossEntropy.apply(_front(input), target, ignore_index)  # type: ignore[no-untyped-call]
-    return functorch._add_batch_dim(loss, 0, functorch.maybe_get_level(input))
+    return functorch._add_batch_dim(loss, 0, level)
 
 
 def _batch_norm(
@@ -120,9 +123,10 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    x = _channels_last(input)
+    level = _level(input, running_mean, running_var, weight, bias)
+    x = None if level is None else _channels_last(input)
     rows = input.numel() // input.shape[1] if input.dim() > 1 else 0
-    if x is None or rows < 2:
+    if level is None or x is None or rows < 2:
         return NotImplemented
     if not training:
         if running_mean is None or running_var is None:
@@ -140,8 +144,7 @@ def _batch_norm(
         for running, now in ((running_mean, mean), (running_var, var * (rows / (rows - 1)))):
             if running is not None:
                 _front(running).lerp_(now.to(running.dtype), momentum)
-    out = out.view(x.shape).movedim(-1, 2)
-    return functorch._add_batch_dim(out, 0, functorch.maybe_get_level(input))
+    return functorch._add_batch_dim(out.view(x.shape).movedim(-1, 2), 0, level)
 
 
 def _max_pool2d(
@@ -154,22 +157,20 @@ def _max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    x = _channels_last(input)
+    level = _level(input)
+    x = None if level is None or input.dim() != 4 else _channels_last(input)
     kernel = _pair(kernel_size)
     sizes = _pair(stride or kernel), _pair(padding), _pair(dilation)
-    if x is None or x.dim() != 5 or return_indices or not kernels.pools(kernel, *sizes, ceil_mode):
+    if level is None or x is None or return_indices or not kernels.pools(kernel, *sizes, ceil_mode):
         return NotImplemented
     out = MaxPool2d.apply(x.flatten(0, 1), kernel)  # type: ignore[no-untyped-call]
-    out = out.view(*x.shape[:2], *out.shape[1:]).movedim(-1, 2)
-    return functorch._add_batch_dim(out, 0, functorch.maybe_get_level(input))
+    return functorch._add_batch_dim(out.view(*x.shape[:2], *out.shape[1:]).movedim(-1, 2), 0, level)
 
 
 def _channels_last(input: Tensor) -> Tensor | None:
-    """Stacked activations ``[K, B, …, C]`` if kernels can work on them where they lie, else None."""
-    if kernels is None or not input.is_cuda or not functorch.is_batchedtensor(input):
-        return None
+    """Stacked activations ``[K, B, …, C]`` if kernels can work on them, else None."""
     x = _front(input)
-    if x.dim() < 3 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if kernels is None or not x.is_cuda or x.dim() < 3 or x.dtype not in _FLOATS:
         return None
     if x.is_contiguous() and x.dim() > 3:  # channels first: vmap's own way is fast
         return None
@@ -192,7 +193,7 @@ def _operands(
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size * 2)[:2]
+    return (size, size) if isinstance(size, int) else (size[0], size[-1])
 
 
 # By operation: its route, and the names of its positional arguments.
@@ -209,6 +210,19 @@ _ROUTES: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
     ),
     F.cross_entropy: (_cross_entropy, ("input", "target", "weight", "size_average", "ignore_index")),
 }
+
+
+def _level(first: Tensor, *others: Tensor | None) -> int | None:
+    """The level of vmap at which the first tensor is stacked, and those of the others that are; else None.
+
+    A user's own vmap inside the model stacks at another level: what it does is not ours to take apart.
+    """
+    stacked = [each for each in (first, *others) if each is not None and functorch.is_batchedtensor(each)]
+    levels = {functorch.maybe_get_level(each) for each in stacked}
+    inner = any(functorch.is_batchedtensor(functorch.get_unwrapped(each)) for each in stacked)
+    if not functorch.is_batchedtensor(first) or len(levels) != 1 or inner:
+        return None
+    return int(levels.pop())
 
 
 def _inside(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from posterity.noise import kernels
@@ -71,6 +72,7 @@ class Linear(_Layer):
         return torch.bmm(x, low.mT) if bias is None else torch.baddbmm(bias[:, None], x, low.mT)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         back = None
@@ -101,6 +103,7 @@ class Conv2d(_Layer):
         return out.view(len(low), *rows.shape[:3], -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         (sizes,) = ctx.sizes
@@ -139,6 +142,7 @@ class BatchNorm(_Stacked):
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         back, *into = kernels.batch_norm_grad(x, grad.contiguous(), weight, mean, rstd)
@@ -161,6 +165,7 @@ class MaxPool2d(_Stacked):
         ctx.save_for_backward(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         return kernels.max_pool2d_grad(x, grad.contiguous(), ctx.kernel), None
@@ -203,6 +208,7 @@ class CrossEntropy(_Stacked):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         (slope,) = ctx.saved_tensors
         return (slope * grad[:, None, None]).to(slope.dtype), None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias, final
@@ -22,6 +23,10 @@ LossFn: TypeAlias = Callable[..., Tensor]
 
 # Graphs kept for different shapes of batch; each holds the memory of a whole step.
 _GRAPHS = 4
+# A graph that so many calls did not use makes room for another.
+_LONG = 100
+# Kinds of batch that are remembered as seen once.
+_KEYS = 256
 # Entries of a group that a graph reads anew at every replay, or does not read.
 _LIVE = ("params", "param_names", "lr", "initial_lr", "steps")
 
@@ -139,6 +144,8 @@ class TrainStep:
                 )
             losses.append(loss.detach())
             wanted = [p for p in params if p.requires_grad]
+            if not wanted:
+                raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
             leaves = [theta.get(p, p) for p in wanted]
             grads = torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
             found = {
@@ -182,28 +189,50 @@ class CapturedStep:
         self._modules = list(step.target.modules())
         self._graphs: dict[Any, _Graph] = {}
         self._seen: set[Any] = set()
-        self._eager = False
+        self._failed: set[Any] = set()
+        self._calls = 0
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """Learn from a batch; its mean loss over the samples."""
+        self._calls += 1
         key = self._key(batch)
-        if self._eager or key not in self._seen:  # a shape that never comes again is not worth a graph
+        graph = self._graphs.get(key)
+        if graph is not None and graph.stale():
+            graph = None
+        if graph is None and key in self._seen and key not in self._failed and self._has_room():
+            graph = self._capture(key, batch)
+        if graph is None:  # a shape that never comes again is not worth a graph
+            loss = self.step(*batch)
+            if len(self._seen) >= _KEYS:
+                self._seen.clear()
             self._seen.add(key)
-            return self.step(*batch)
-        if key not in self._graphs:
-            try:
-                graph = _Graph(self.step, batch)
-            except Exception as error:
-                self._eager = True
+            return loss
+        graph.used = self._calls
+        return graph(batch)
+
+    def _capture(self, key: Any, batch: tuple[Tensor, ...]) -> _Graph | None:
+        opt = self.step.optimizer
+        opt._refuse_inside("a training step")
+        opt._ledger.refuse_foreign(opt.param_groups)
+        try:
+            self._graphs[key] = _Graph(self.step, batch)
+        except Exception as error:
+            if not self._failed:
                 reason = str(error).partition("\n")[0]
                 warnings.warn(
-                    f"this step cannot be captured ({reason}); it runs without a graph", stacklevel=2
+                    f"this step cannot be captured ({reason}); it runs without a graph", stacklevel=3
                 )
-                return self.step(*batch)
-            if len(self._graphs) >= _GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = graph
-        return self._graphs[key](batch)
+            self._failed.add(key)
+        return self._graphs.get(key)
+
+    def _has_room(self) -> bool:
+        """Whether one more graph may be made, after those that nobody has used for long have gone."""
+        generation = self.step.optimizer.generation
+        for key, graph in list(self._graphs.items()):
+            old = graph.generation != generation or graph.stale()
+            if old or (len(self._graphs) >= _GRAPHS and self._calls - graph.used > _LONG):
+                del self._graphs[key]
+        return len(self._graphs) < _GRAPHS
 
     def _key(self, batch: tuple[Tensor, ...]) -> Any:
         """What a graph has fixed: shapes, modes, where weights and state lie, hyper-parameters but lr."""
@@ -213,9 +242,15 @@ class CapturedStep:
             tuple(module.training for module in self._modules),
             tuple(p.data_ptr() for p in params),
             tuple(p.requires_grad for p in params),
+            tuple(
+                each.data_ptr()
+                for part in self._modules
+                for each in part._buffers.values()
+                if each is not None
+            ),
             opt.generation,
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            torch.get_float32_matmul_precision(),
+            (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
             tuple(
                 value if isinstance(value, Hashable) else str(value)
                 for group in opt.param_groups
@@ -247,6 +282,8 @@ class _Graph:
         self.batch = [x.to(device).clone() for x in batch]
         self.sizes = [opt._batch_size(group, step.batch_size(batch)) for group in opt.param_groups]
         self.host_loss = torch.zeros(()).pin_memory()
+        self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
+        self.generation, self.used = opt.generation, 0
         before = self._snapshot()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -272,15 +309,32 @@ class _Graph:
             opt._reset()
             torch.cuda.synchronize()
             self._restore(before)
+            self.poison.zero_()
+        self.counts = self._counts()
+
+    def stale(self) -> bool:
+        """Whether a parameter that it moves was left out of steps since: its count of updates is fixed."""
+        return self._counts() != self.counts
+
+    def _counts(self) -> list[int]:
+        """How far each moved parameter's updates are ahead of the optimiser's steps."""
+        steps = self.step.optimizer.param_groups[0]["steps"]
+        counts = [
+            slab.steps if len(moved) == len(slab.params) else slab.steps[moved] for slab, moved in self.moved
+        ]
+        return [count - steps for each in counts for count in each.tolist()]
 
     def __call__(self, batch: tuple[Tensor, ...]) -> Tensor:
         opt = self.step.optimizer
+        opt._refuse_inside("a training step")
         fresh = not all(p.grad is grad and grad._version == version for p, grad, version in self.grads)
         fresh = fresh or any(p.grad is not None for p in self.unused)
         if fresh:  # something happened to the gradients since the last replay
             opt._ledger.refuse_foreign(opt.param_groups)
         loss = self.host_loss.item()  # of an earlier step; reading it waits for nothing
         self.host_loss.zero_()
+        if not math.isfinite(loss):
+            self.poison.zero_()
         opt.watch(loss)
         steps = opt.param_groups[0]["steps"]
         if steps != self.clock:  # not the next one: state was loaded, or another graph ran
@@ -288,8 +342,8 @@ class _Graph:
         self.clock = steps + 1
         for number, group in enumerate(opt.param_groups):
             if group["lr"] != self.lr[number]:
-                self.lr[number] = group["lr"]
-                self.live.lr[number].fill_(group["lr"])
+                self.lr[number] = float(group["lr"])
+                self.live.lr[number].fill_(self.lr[number])
         for mine, given in zip(self.batch, batch, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
@@ -314,7 +368,8 @@ class _Graph:
         self.live.ok = ok
         opt.apply(self.sizes)
         buffers.restore_unless(ok, target, before)
-        self.host_loss.copy_(torch.where(ok, loss, torch.nan), non_blocking=True)
+        self.poison += torch.where(ok, 0.0, torch.nan)
+        self.host_loss.copy_(loss + self.poison, non_blocking=True)
         self.live.clock.add_(1)
         opt._reset()
         return loss

@@ -271,3 +271,33 @@ def test_gradients_zeroed_in_place_are_no_gradients_from_outside(rule: Rule) -> 
             way(model, opt)
             way(twin, other)
         assert same(everything(model, opt), everything(twin, other))
+
+
+@rules
+def test_looking_between_clipping_and_step_undoes_nothing(rule: Rule) -> None:
+    results = []
+    for peek in (False, True):
+        model = net()
+        opt = rule.make(model)
+        with opt.sampled_params():
+            loss_fn(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if peek:
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode(), opt.sampled_params():
+                    model(X)
+        opt.step(batch_size=16)
+        results.append(everything(model, opt))
+    assert same(*results)
+
+
+@rules
+def test_a_group_is_not_added_while_samples_wait(rule: Rule) -> None:
+    model = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+    opt = rule.make(list(model[0].named_parameters()))
+    with opt.sampled_params():
+        loss_fn(model[0]).backward()
+    with pytest.raises(RuntimeError, match="samples are waiting"):
+        opt.add_param_group({"params": [("other", model[1].weight)]})
+    opt.step(batch_size=16)
+    opt.add_param_group({"params": [("other", model[1].weight)]})

@@ -42,7 +42,8 @@ class Slab:
         self.weights = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         self._weights = self.layout.views(self.weights)
         self.room = Room()
-        self._places: tuple[list[int], Tensor] = [], self.weights  # where the parameters lie
+        # Where the parameters lie; captured graphs read all that ever were.
+        self._places: dict[tuple[int, ...], Tensor] = {}
         # How often each was updated.
         self.steps = torch.stack([states[p]["step"] for p in params])
         self.state: State = {}
@@ -113,10 +114,10 @@ class Slab:
         """Whether one kernel could copy all parameters: torch's own takes a program for 65,536 numbers."""
         if not (flat.is_cuda and HAS_KERNELS and all(p.is_contiguous() for p in self.params)):
             return False
-        places = [p.data_ptr() for p in self.params]
-        if self._places[0] != places:
-            self._places = places, torch.tensor(places, dtype=torch.int64).to(self.device)
-        kernels.transfer(self.layout, self._places[1], flat, read=read)
+        places = tuple(p.data_ptr() for p in self.params)
+        if places not in self._places:
+            self._places[places] = torch.tensor(places, dtype=torch.int64).to(self.device)
+        kernels.transfer(self.layout, self._places[places], flat, read=read)
         if not read:
             for p in self.params:
                 torch.autograd.graph.increment_version(p)

@@ -114,29 +114,6 @@ class Sums:
 
 
 @final
-class Sink(NamedTuple):
-    """Where a layer's backward pass brings the gradient of a drawn weight, summed up as it is made.
-
-    Attributes:
-        sums: Of the weight's slab.
-        noise: Behind the drawn weights.
-        block: The weight's number in the slab.
-    """
-
-    sums: Sums
-    noise: Noise
-    block: int
-
-    def parts(self) -> list[slice]:
-        """Which samples' gradients to make and bring at once; none if they may be left to autograd."""
-        return self.noise.parts(self.block)
-
-    def take(self, grads: Tensor, rows: slice) -> None:
-        """Add the gradients ``[k, *shape]`` of some of the samples."""
-        self.sums.add({self.block: grads}, self.noise, rows=rows)
-
-
-@final
 class Accumulator:
     """The sums of all slabs since the last step."""
 
@@ -168,6 +145,31 @@ class Accumulator:
         """Start the next step."""
         self.samples, self.weight = 0, 0.0
         self._sums.clear()
+
+
+@final
+class Sink(NamedTuple):
+    """Where a layer's backward pass brings the gradient of a drawn weight, summed up as it is made.
+
+    Attributes:
+        sums: Of all slabs.
+        slab: The weight's.
+        noise: Behind the drawn weights.
+        block: The weight's number in the slab.
+    """
+
+    sums: Accumulator
+    slab: Slab
+    noise: Noise
+    block: int
+
+    def parts(self) -> list[slice]:
+        """Which samples' gradients to make and bring at once; none if they may be left to autograd."""
+        return self.noise.parts(self.block)
+
+    def take(self, grads: Tensor, rows: slice) -> None:
+        """Add the gradients ``[k, *shape]`` of some of the samples."""
+        self.sums.of(self.slab).add({self.block: grads}, self.noise, rows=rows)
 
 
 def state_dtype(p: Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ the method's rule (:meth:`VariationalOptimizer.step`). A method adds only pure f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import count
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from posterity.buffers import Keeper
+from posterity import buffers
 from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
@@ -81,7 +81,7 @@ class VariationalOptimizer(Optimizer, ABC):
     """
 
     needs_batch_size = False
-    _slabs: list[Slab]
+    _slabs: Sequence[Slab] = ()
     # Makes a GradScaler announce itself, so that step() can refuse it.
     _step_supports_amp_scaling = True
 
@@ -146,9 +146,11 @@ class VariationalOptimizer(Optimizer, ABC):
         if not torch.is_grad_enabled():
             sample = _PEEKS + self._peeks
             self._peeks += 1
+        taken = self._sums.samples
         with self._one_sample(sample):
             yield
-        self._sums.publish()
+        if self._sums.samples > taken:
+            self._sums.publish()
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -179,8 +181,8 @@ class VariationalOptimizer(Optimizer, ABC):
                 loss = self._run(closure)
             refuse_bad_gradients(self.param_groups, self._sums, type(self).__name__)
         except BaseException:
-            if self._kept:
-                self._keeper.put_back("step")
+            if self._module is not None and self._buffers is not None:
+                buffers.restore(self._module, self._buffers)
             self._reset()
             raise
         self.apply(sizes)
@@ -218,6 +220,8 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
+        if self._slabs and self._sums.samples:
+            raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
         if param_group.get("deterministic"):
             param_group = {"lr": self._deterministic_lr, "betas": (0.9, 0.999), **param_group}
         group = checked_group({**self.defaults, **param_group}, self.param_groups)
@@ -255,9 +259,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self._slabs = []
         self._sums = Accumulator()
         self._ledger = GradientLedger()
-        # The model's buffers, as they were before the step and before a sample.
-        self._keeper = Keeper(nn.Module() if self._module is None else self._module)
-        self._kept = False
+        self._buffers: dict[str, Tensor] | None = None  # the model's, as they were before the step
         self._entered: int | None = None  # nested entries of the sampling context; None outside of it
         self._peeks: int = 0  # sampling contexts without gradients
         self.watch = LossWatch(type(self).__name__)
@@ -275,6 +277,7 @@ class VariationalOptimizer(Optimizer, ABC):
             samples: Numbers of the samples.
             weight: Of each in the statistics; if all together have 1, these need no division.
         """
+        self._refuse_inside("a training step")
         if samples.start == 0 and self._live is None:
             refuse_process_group()
             self._ledger.refuse_foreign(self.param_groups)
@@ -317,7 +320,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def sink(self, draw: Draw, block: int) -> Sink:
         """Where a layer's backward pass may bring a drawn weight's gradient by itself."""
-        return Sink(self._sums.of(draw.slab), draw.noise, block)
+        return Sink(self._sums, draw.slab, draw.noise, block)
 
     def publish(self) -> None:
         """Put the mean gradients of all that was absorbed into ``p.grad``."""
@@ -374,9 +377,9 @@ class VariationalOptimizer(Optimizer, ABC):
         params = self._params()
         before = [p.grad for p in params]
         # Every sample starts from the buffers (BatchNorm's statistics) before the step; sample 0's are kept.
-        before_it = "step" if sample == 0 else "sample"
-        self._keeper.keep(before_it)
-        self._kept = self._kept or sample == 0
+        entry = None if self._module is None else buffers.snapshot(self._module)
+        if sample == 0:
+            self._buffers = entry
         used: list[Tensor] = []
         drawn: list[Draw] = []
         try:
@@ -384,8 +387,8 @@ class VariationalOptimizer(Optimizer, ABC):
             with torch.no_grad():
                 for draw in drawn:
                     draw.slab.put(draw.flat)
-            if 0 < sample < _PEEKS:
-                self._keeper.put_back("step")
+            if sample > 0 and self._module is not None and self._buffers is not None:
+                buffers.restore(self._module, self._buffers)
             for p in params:
                 p.grad = None
             self._entered = 0
@@ -404,8 +407,8 @@ class VariationalOptimizer(Optimizer, ABC):
             with torch.no_grad():
                 for draw in drawn:
                     draw.slab.put(draw.slab.weights)
-            if not (used and sample == 0):
-                self._keeper.put_back(before_it)
+            if self._module is not None and entry is not None and not (used and sample == 0):
+                buffers.restore(self._module, entry)
 
     def _run(self, closure: Callable[[], Tensor | float]) -> Tensor:
         """Run the closure under ``mc_samples`` weight samples; its mean loss."""
@@ -462,7 +465,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def _fused_std(self) -> Callable[..., Tensor]:
         return torch.compile(self.std, dynamic=True)
 
-    def _ready(self) -> list[Slab]:
+    def _ready(self) -> Sequence[Slab]:
         """The slabs, after giving a state to parameters that have none."""
         if self._slabs and all(slab.holds(self.state) for slab in self._slabs):
             return self._slabs
@@ -517,5 +520,5 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def _reset(self) -> None:
         self._sums.clear()
-        self._kept = False
+        self._buffers = None
         self._ledger.remember(self._params())

@@ -1,4 +1,5 @@
-"""The command line: ``posterity train``, ``evaluate``, ``predict``, ``data``, ``demo`` and ``bench``.
+"""The command line: ``posterity train``, ``evaluate``, ``predict``, ``data``, ``demo``, ``bench``,
+``reproduce`` and ``report``.
 
 Whatever needs torch is imported inside the commands, so that ``--help`` answers at once.
 """
@@ -17,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from posterity_lab.config import DEFAULTS, Config
 
@@ -43,6 +44,23 @@ class _OneSentence(TyperGroup):
                 raise
             _say(_sentence(error), "red")
             raise typer.Exit(2) from error
+
+
+class _Lists(TyperCommand):
+    """Takes several values after one option: ``--seeds 0 1 2``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the name of an option that may be repeated before each of its values."""
+        several = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
+        spread: list[str] = []
+        option: str | None = None
+        for word in args:
+            if word.startswith("--"):
+                option = word if word in several else None
+            elif option is not None and spread[-1] != option:
+                spread.append(option)
+            spread.append(word)
+        return super().parse_args(ctx, spread)
 
 
 def _say(sentence: str, style: str) -> None:
@@ -271,6 +289,56 @@ def bench(
         typer.echo("posterity bench NAME [OPTIONS], with NAME one of " + ", ".join(benchmarks.names()))
         return
     benchmarks.run(name, ctx.args)
+
+
+@app.command(cls=_Lists)
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="An experiment; all names if not given.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small nets on digits, in seconds; the numbers mean nothing.")
+    ] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Run the grid on held-out data; its best is what is run later.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results; results if not given, quick ones in runs.")
+    ] = None,
+    seeds: Annotated[list[int] | None, typer.Option(help="Such as --seeds 0 1 2 (the default).")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Which methods; all if not given.")] = None,
+    settings: Annotated[list[str] | None, typer.Option(help="Which settings; all if not given.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="In place of the paper's.")] = None,
+) -> None:
+    """Reproduce a table or figure of a paper; what is done is skipped, what was killed goes on."""
+    from posterity_lab.reproduce import EXPERIMENTS
+    from posterity_lab.reproduce import reproduce as run
+
+    if name is None:
+        for each in EXPERIMENTS.values():
+            typer.echo(f"{each.name:12} {each.title}")
+        return
+    run(
+        name,
+        out=out,
+        quick=quick,
+        device=device,
+        seeds=seeds or (),
+        methods=methods or (),
+        settings=settings or (),
+        epochs=epochs,
+        tune=tune,
+    )
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Show what was reproduced, beside the paper's numbers, as one HTML page made from the records alone."""
+    from posterity_lab.reproduce.page import write
+
+    typer.echo(f"{write(results, out)} records are shown in {out}")
 
 
 @data_app.command("list")

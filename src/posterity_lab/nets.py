@@ -15,7 +15,7 @@ from posterity_lab.hints import hint
 Recipe: TypeAlias = Callable[[Sequence[int], int], nn.Module]
 
 # What a misspelled name is compared with; an MLP of any depth and width has a name of this form.
-EXAMPLES = ("mlp-400-400", "lenet5", "vgg11", "resnet18")
+EXAMPLES = ("mlp-400-400", "lenet5", "conv4", "vgg11", "resnet18")
 # Channels of VGG11's convolutions; a pooling that halves the image follows where a stage ends.
 _VGG11_STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
@@ -74,6 +74,33 @@ def lenet5(channels: int, size: int, classes: int) -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(84, classes),
     )
+
+
+def conv4(channels: int, size: int, classes: int) -> nn.Sequential:
+    """Zenke's net for sequences of CIFAR tasks: conv 32-32-pool-64-64-pool of 3x3, 512 units with dropout ½.
+
+    Its heads are parts of the output layer: see `posterity_lab.streams.own_head`.
+
+    Args:
+        channels: Channels of the image.
+        size: Height and width of the image.
+        classes: Outputs (logits), of all heads together.
+
+    Example:
+        >>> conv4(3, 32, 60)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 60])
+    """
+    features = size // 4
+    if features < 1:
+        raise ValueError(f"conv4 needs images of at least 4x4 pixels, not {size}x{size}: use an mlp")
+    layers: list[nn.Module] = []
+    for width in (32, 64):
+        for inputs in (channels, width):
+            layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+        channels = width
+    hidden = [nn.Flatten(), nn.Linear(channels * features * features, 512), nn.ReLU(), nn.Dropout(0.5)]
+    return nn.Sequential(*layers, *hidden, nn.Linear(512, classes))
 
 
 def vgg11(channels: int, size: int, classes: int, batch_norm: bool = False) -> nn.Sequential:
@@ -214,8 +241,8 @@ def build(name: str, shape: Sequence[int], classes: int) -> nn.Module:
     """The net of that name, with torch's default weights.
 
     Args:
-        name: ``lenet5``, ``vgg11``, ``vgg11-bn``, ``resnet18``, or ``mlp-`` and the widths of the hidden
-            layers: ``mlp-400-400``.
+        name: ``lenet5``, ``conv4``, ``vgg11``, ``vgg11-bn``, ``resnet18``, or ``mlp-`` and the widths of the
+            hidden layers: ``mlp-400-400``.
         shape: Of one input, such as [1, 28, 28].
         classes: Outputs (logits).
 
@@ -235,6 +262,10 @@ def build(name: str, shape: Sequence[int], classes: int) -> nn.Module:
 
 def _lenet5(shape: Sequence[int], classes: int) -> nn.Module:
     return lenet5(*_square("LeNet-5", shape), classes)
+
+
+def _conv4(shape: Sequence[int], classes: int) -> nn.Module:
+    return conv4(*_square("conv4", shape), classes)
 
 
 def _vgg11(shape: Sequence[int], classes: int) -> nn.Module:
@@ -260,6 +291,7 @@ def _square(net: str, shape: Sequence[int]) -> tuple[int, int]:
 
 _BY_NAME: dict[str, Recipe] = {
     "lenet5": _lenet5,
+    "conv4": _conv4,
     "vgg11": _vgg11,
     "vgg11-bn": _vgg11_bn,
     "resnet18": _resnet18,

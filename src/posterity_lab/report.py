@@ -50,6 +50,7 @@ figure { margin: 1.2rem 0; }
 figure img { display: block; width: 100%; max-width: 38rem; background: #fff; border-radius: 6px; }
 figcaption { font-size: .88rem; opacity: .75; padding: .4rem 0; }
 .scroll { overflow-x: auto; }
+.wide img { width: 56rem; max-width: none; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #8884; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
@@ -85,10 +86,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing as an SVG file, with the words for those who do not see it."""
+    """A drawing as an SVG file, with the words for those who do not see it.
+
+    A wide one keeps its size on a phone, and is scrolled like a table.
+    """
 
     svg: bytes
     caption: str
+    wide: bool = False
 
 
 Part: TypeAlias = str | Table | Picture
@@ -156,7 +161,7 @@ def figure(panels: int = 1, height: float = 3.3, width: float = 5.4) -> tuple[Fi
 
 
 def picture(drawn: Figure, caption: str) -> Picture:
-    """A finished figure, ready for a section.
+    """A finished figure, ready for a section; one of several panels is wide.
 
     Example:
         >>> picture(figure()[0], "nothing").svg[:5]
@@ -165,7 +170,7 @@ def picture(drawn: Figure, caption: str) -> Picture:
     buffer = io.BytesIO()
     with mpl.rc_context(_STYLE):
         drawn.savefig(buffer, format="svg", metadata={"Date": None})
-    return Picture(buffer.getvalue(), caption)
+    return Picture(buffer.getvalue(), caption, wide=len(drawn.axes) > 1)
 
 
 def save_png(drawn: Figure, path: Path) -> None:
@@ -272,7 +277,9 @@ def _part(part: Part) -> str:
     if isinstance(part, Picture):
         source = "data:image/svg+xml;base64," + base64.b64encode(part.svg).decode()
         caption = html.escape(part.caption)
-        return f'<figure><img src="{source}" alt="{caption}"><figcaption>{caption}</figcaption></figure>\n'
+        image = f'<img src="{source}" alt="{caption}">'
+        shown = f'<div class="scroll wide">{image}</div>' if part.wide else image
+        return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>\n"
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in part.header)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n" for row in part.rows

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from posterity_lab.nets import build, initialise, lenet5, mlp, recipe, resnet18, vgg11
+from posterity_lab.nets import build, conv4, initialise, lenet5, mlp, recipe, resnet18, vgg11
 
-NAMES = "mlp-400-400, lenet5, vgg11, resnet18"
+NAMES = "mlp-400-400, lenet5, conv4, vgg11, resnet18"
 
 
 def test_mlp_flattens_and_has_relu_between_its_layers():
@@ -56,6 +56,18 @@ def test_vgg11_has_the_published_convolutions_and_one_linear_layer(batch_norm):
     assert any(isinstance(layer, nn.BatchNorm2d) for layer in net) == batch_norm
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert vgg11(1, 64, 5)(torch.zeros(2, 1, 64, 64)).shape == (2, 5)
+
+
+def test_conv4_halves_the_image_twice_and_drops_out_in_training_alone():
+    net = conv4(3, 32, 60)
+    assert sum(p.numel() for p in net.parameters()) == 2_194_012
+    assert net[:10](torch.zeros(2, 3, 32, 32)).shape == (2, 64, 8, 8)
+    x = torch.rand(2, 3, 32, 32)
+    assert not torch.equal(net(x), net(x))
+    net.eval()
+    assert torch.equal(net(x), net(x))
+    with pytest.raises(ValueError, match="at least 4x4 pixels, not 3x3"):
+        conv4(1, 3, 10)
 
 
 def test_vgg11_refuses_small_images():
@@ -154,7 +166,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("name", ["lenet5", "vgg11", "vgg11-bn"])
+@pytest.mark.parametrize("name", ["lenet5", "conv4", "vgg11", "vgg11-bn"])
 def test_a_net_for_square_images_refuses_others(name):
     with pytest.raises(ValueError, match=r"square images \[C, H, W\], not \[1, 28, 32\]"):
         build(name, [1, 28, 32], 10)

@@ -1,0 +1,11 @@
+"""Reproductions: the tables and figures of a paper as commands, and a page that shows what came out.
+
+``posterity reproduce NAME`` runs the units that have no record yet; ``posterity report`` draws the page from
+the records alone. See `study` for the words.
+"""
+
+from posterity_lab.reproduce.driver import reproduce
+from posterity_lab.reproduce.experiments import EXPERIMENTS, experiment
+from posterity_lab.reproduce.study import Cell, Experiment, Outcome, Study, Unit
+
+__all__ = ["EXPERIMENTS", "Cell", "Experiment", "Outcome", "Study", "Unit", "experiment", "reproduce"]

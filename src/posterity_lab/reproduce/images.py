@@ -1,0 +1,287 @@
+"""One net, one data set: trainings that tables 1 to 3 and figures 2 and 3 of the BGD paper are drawn from.
+
+A training leaves test errors by every way of inference, errors after pruning, and how the stds spread. Every
+twentieth of its epochs it is tested and saved; a killed one goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posterity import Factorised
+from posterity.compress import point_mass
+from posterity.diagnostics import histogram
+from posterity.predict import MODES
+from posterity_lab import data, nets
+from posterity_lab.data import Dataset, Split
+from posterity_lab.errors import mode_errors, pruning_curve
+from posterity_lab.methods import Method
+from posterity_lab.reproduce.learners import Autocast, learner, set_lr
+from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Values, grid
+from posterity_lab.run_files import CHECKPOINT, POSTERIOR, restore, save
+from posterity_lab.streams import normalised, padded
+
+FRACTIONS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
+_MARGIN = 4  # zeros around an image that is cropped at random
+_NETWORKS = 10  # drawn in a test
+_PARTS = 20  # how often a training is tested and saved
+
+
+def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
+    """Train a net as the unit says, and test it.
+
+    Args:
+        unit: What to do.
+        device: Where.
+        cache: Folder for checkpoint and posterior.
+        show: Is told of every epoch.
+
+    Example:
+        >>> import tempfile
+        >>> cell = mnist_cells(quick=True)[0]
+        >>> unit = Unit("mnist", cell.setting, cell.method, 0, {**cell.config, "epochs": 1}, "")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     outcome = train(unit, "cpu", Path(folder), lambda done, total, what: None)
+        >>> outcome.n, sorted(outcome.metrics["errors"])
+        (360, ['average', 'mean', 'single', 'vote'])
+    """
+    config = unit.config
+    dataset = prepared(config, device)
+    training, test = splits(dataset, config)
+    model = nets.initialise(nets.build(config["net"], training.x.shape[1:], dataset.classes), unit.seed)
+    # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
+    model = (model if config["net"].startswith("mlp") else Autocast(model)).to(device)
+    method = learner(unit.method, config, model, num_data=len(training), seed=unit.seed)
+    done, curve = _resumed(cache, method, device)
+    marks = {-(-config["epochs"] * part // _PARTS) for part in range(1, _PARTS + 1)}
+    for epoch in range(done, config["epochs"]):
+        model.train()
+        torch.manual_seed(_mixed(unit.seed, epoch))  # dropout and noise of a resumed run are the same
+        if config.get("drops"):
+            set_lr(method, config["lr"] * 0.1 ** (config["drops"] * epoch // config["epochs"]))
+        for x, y in batches(training, config, unit.seed, epoch):
+            method.step(x, y)
+        if epoch + 1 in marks:
+            curve.append({"epoch": epoch + 1, **_errors(model, method, test)})
+            cache.mkdir(parents=True, exist_ok=True)
+            state = {"epoch": epoch + 1, "curve": curve, "method": method.state_dict()}
+            save(cache / CHECKPOINT, state)
+        last = f", test error {curve[-1]['average']:.2%}" if curve else ""
+        show(epoch + 1, config["epochs"], f"epoch{last}")
+    return Outcome(_metrics(model, method, test, curve, cache), len(test))
+
+
+def prepared(config: Values, device: str) -> Dataset:
+    """The data set that a config names, padded and scaled as it says."""
+    dataset = data.load(config["data"], device=device)
+    if config.get("pad"):
+        dataset = padded(dataset, config["pad"])
+    return normalised(dataset, config["mean"], config["std"])
+
+
+def splits(dataset: Dataset, config: Values) -> tuple[Split, Split]:
+    """What to train on, and what to test on: held-out training images in a trial, else the test set."""
+    # One order for all seeds: no image is ever trained on in one and held out in another.
+    order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))
+    kept, held_out = order[config["held_out"] :], order[: config["held_out"]]
+    training = dataset.train.subset(kept)
+    return training, dataset.test if config["tested_on"] == "test" else dataset.train.subset(held_out)
+
+
+def batches(training: Split, config: Values, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One pass, drawn on the data's device; where the config augments, every image cropped and flipped."""
+    if not config.get("augment"):
+        yield from data.batches(training, config["batch_size"], seed=seed, epoch=epoch)
+        return
+    count, size = len(training), training.x.shape[-1]
+    device, rows = training.y.device, torch.arange(size, device=training.y.device)
+    numbers = Split(torch.arange(count, device=device), training.y)
+    generator = torch.Generator().manual_seed(_mixed(seed, epoch))
+    offsets = torch.randint(2 * _MARGIN + 1, (count, 2), generator=generator).to(device)
+    flipped = torch.randint(2, (count, 1), generator=generator).bool().to(device)
+    larger = nn.functional.pad(training.x, [_MARGIN] * 4)
+    channels = torch.arange(larger.shape[1], device=device)[None, :, None, None]
+    for index, y in data.batches(numbers, config["batch_size"], seed=seed, epoch=epoch):
+        down = (offsets[index, :1] + rows)[:, None, :, None]
+        across = offsets[index, 1:] + torch.where(flipped[index], rows.flip(0), rows)
+        yield larger[index[:, None, None, None], channels, down, across[:, None, None, :]], y
+
+
+def _posterior(model: nn.Module, method: Method) -> tuple[Factorised, int]:
+    """What was learned, and how many networks to draw from it: of one set of weights all are the same."""
+    posterior = method.posterior()
+    return (point_mass(model), 1) if posterior is None else (posterior, _NETWORKS)
+
+
+def _errors(model: nn.Module, method: Method, test: Split) -> dict[str, float]:
+    if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
+        raise FloatingPointError("weights are not finite: lower lr")
+    posterior, networks = _posterior(model, method)
+    found = mode_errors(model, posterior, test.x, test.y, samples=networks)
+    return {str(mode): error for mode, error in found.items()}
+
+
+def _metrics(
+    model: nn.Module, method: Method, test: Split, curve: list[dict[str, Any]], cache: Path
+) -> dict[str, Any]:
+    posterior, networks = _posterior(model, method)
+    posterior.save(cache / POSTERIOR)
+    at = test.x, test.y
+    pruning = {
+        mode: asdict(pruning_curve(model, posterior, *at, FRACTIONS, samples=networks, mode=mode))
+        for mode in ("single", "average")
+    }
+    errors = {key: value for key, value in curve[-1].items() if key != "epoch"}
+    return {
+        "accuracy": 1.0 - errors["single"],
+        "pruned_accuracy": 1.0 - pruning["single"]["errors"][FRACTIONS.index(0.95)],
+        "errors": errors,
+        "pruning": pruning,
+        "curve": curve,
+        "std": None if method.posterior() is None else _spread(posterior),
+    }
+
+
+def _spread(posterior: Factorised) -> dict[str, Any]:
+    spread = histogram(posterior.std())
+    edges = [float(f"{edge:.5g}") for edge in spread.edges.tolist()]
+    return {"edges": edges, "counts": {name: each.tolist() for name, each in spread.counts.items()}}
+
+
+def _resumed(cache: Path, method: Method, device: str) -> tuple[int, list[dict[str, Any]]]:
+    path = cache / CHECKPOINT
+    if not path.exists():
+        return 0, []
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        done, curve = state["epoch"], state["curve"]
+    except OSError:
+        raise
+    except Exception as error:  # what torch raises depends on where the damage is
+        raise ValueError(f"{path} is damaged: delete it, and the unit begins anew") from error
+    restore(method, state, cache)
+    return done, curve
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """Another number than `data.batches` makes of the two, for what is drawn beside the order."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} noise".encode(), digest_size=4).digest(), "big")
+
+
+def mnist_cells(quick: bool) -> list[Cell]:
+    """Tables 1 and 2: MLPs on 50,000 images of MNIST, pixels in [0, 1], batches of 128, 600 epochs.
+
+    Example:
+        >>> {cell.setting for cell in mnist_cells(quick=False)} == {"400", "800", "1200", "1200 to prune"}
+        True
+    """
+    base = {"data": "mnist", "mean": 0.0, "std": 1.0, "batch_size": 128, "epochs": 600, "held_out": 10_000}
+    widths = {"400": 0.05, "800": 0.05, "1200": 0.04}
+    trial = {"tested_on": "held-out images", "epochs": 60}
+    samples = 10
+    if quick:
+        base |= {"data": "digits", "epochs": 8, "batch_size": 64, "held_out": 287}
+        widths, trial["epochs"], samples = {"16": 0.05, "24": 0.05}, 1, 5
+    base |= {"tested_on": "test"}
+    cells = []
+    for width, std_init in widths.items():
+        common = {**base, "net": f"mlp-{width}-{width}"}
+        bgd = {"std_init": std_init, "lr": 1.0, "mc_samples": samples}
+        bbb = {"std_init": 0.02, "lr": 1e-3}
+        prior = {"prior_std": round(math.exp(-2), 4)}
+        methods: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
+            "bgd": (bgd, grid(std_init=[round(std_init * f, 4) for f in (0.5, 0.75, 1.0, 1.25, 1.5)])),
+            "bbb": (
+                {**bbb, **prior},
+                grid(prior_std=[1.0, round(math.exp(-1), 4), prior["prior_std"]], lr=[1e-3, 3e-4]),
+            ),
+            "sgd": ({"lr": 0.1, "momentum": 0.0}, grid(lr=[0.01, 0.03, 0.1, 0.3])),
+        }
+        cells += [
+            Cell(width, method, {**common, **values}, own, trial) for method, (values, own) in methods.items()
+        ]
+    # What prunes best need not err least: a larger std_init prunes better.
+    prune = f"{width} to prune"
+    stds = [round(std_init * f, 4) for f in (1.0, 1.5, 2.0, 2.5)]
+    mixture = {"weight": 0.5, "std_wide": 1.0, "std_narrow": round(math.exp(-6), 6)}
+    cells += [
+        Cell(
+            prune,
+            "bgd",
+            {**common, **bgd, "std_init": stds[2]},
+            grid(std_init=stds),
+            trial,
+            "pruned_accuracy",
+        ),
+        Cell(
+            prune,
+            "bbb-mixture",
+            {**common, **bbb, **mixture},
+            grid(weight=[0.25, 0.5], std_narrow=[round(math.exp(-6), 6), round(math.exp(-7), 6)]),
+            trial,
+            "pruned_accuracy",
+        ),
+    ]
+    return cells
+
+
+def cifar10_cells(quick: bool) -> list[Cell]:
+    """Figures 2 and 3 and table 3: VGG11 on CIFAR-10, cropped and flipped at random, batches of 128.
+
+    The paper's settings: BGD σ 0.015 and η 6 without BatchNorm; SGD 0.01, divided by ten every quarter,
+    momentum 0.9; 400 epochs.
+
+    Example:
+        >>> {cell.config["epochs"] for cell in cifar10_cells(quick=False)}
+        {400}
+    """
+    base: dict[str, Any] = {
+        "data": "cifar10",
+        "mean": 0.473,
+        "std": 0.251,
+        "batch_size": 128,
+        "epochs": 400,
+        "augment": True,
+    }
+    settings = {"vgg11": (0.015, 6.0), "vgg11-bn": (0.011, 8.0)}
+    held_out, trial_epochs, samples = 5_000, 20, 10
+    if quick:
+        base |= {"data": "digits", "pad": 16, "mean": 0.3, "std": 0.4, "epochs": 3}
+        settings, held_out, trial_epochs, samples = {"lenet5": (0.02, 1.0)}, 287, 1, 2
+    trial = {"tested_on": "held-out images", "held_out": held_out, "epochs": trial_epochs}
+    cells = []
+    for net, (std_init, lr) in settings.items():
+        common = {**base, "net": net, "held_out": 0, "tested_on": "test"}
+        bgd = {"std_init": std_init, "lr": lr, "mc_samples": samples}
+        stds = [round(std_init * f, 4) for f in (0.7, 1.0, 1.4)]
+        cells += [
+            Cell(net, "bgd", {**common, **bgd}, grid(std_init=stds, lr=[lr / 2, lr]), trial),
+            Cell(
+                net,
+                "sgd",
+                {**common, "lr": 0.01, "momentum": 0.9, "drops": 4},
+                grid(lr=[0.01, 0.03, 0.1]),
+                trial,
+            ),
+        ]
+    return cells
+
+
+_METRICS = (
+    "accuracy",
+    "pruned_accuracy",
+    *(f"errors.{mode}" for mode in MODES),
+    *(f"pruning.single.{key}" for key in ("fractions", "weights", "errors", "unpruned")),
+    "curve",
+    "std",
+)
+MNIST = Study("bgd-mnist", mnist_cells, train, _METRICS)
+CIFAR10 = Study("bgd-cifar10", cifar10_cells, train, _METRICS)

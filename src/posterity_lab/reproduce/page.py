@@ -1,0 +1,123 @@
+"""The page that shows what was reproduced, from the records alone: nothing is trained here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from posterity_lab import report
+from posterity_lab.report import Part, Section, Table
+from posterity_lab.reproduce.experiments import EXPERIMENTS
+from posterity_lab.reproduce.groups import Group, groups
+from posterity_lab.reproduce.learners import NAMES
+from posterity_lab.reproduce.records import Record, choice, read_all, tried
+from posterity_lab.reproduce.study import Experiment
+from posterity_lab.reproduce.views import VIEWS
+
+_LEAD = (
+    "Bayesian Gradient Descent (Zeno, Golan, Hoffer, Soudry 2018): what the paper reports, and what these "
+    "runs found. Numbers are means ± standard deviations over seeds, on test sets; how hyper-parameters were "
+    "chosen is said with each."
+)
+
+
+def write(results: Path, out: Path) -> int:
+    """Draw the page; returns how many records are in it.
+
+    Args:
+        results: Folder that ``reproduce`` left records in.
+        out: The HTML file to write.
+
+    Raises:
+        ValueError: A record is damaged, there are none, or the page cannot be written there.
+
+    Example:
+        >>> write(Path("nowhere"), Path("report.html"))
+        Traceback (most recent call last):
+            ...
+        ValueError: there are no records in nowhere: make some with posterity reproduce
+    """
+    if out.is_dir() or not out.parent.is_dir():
+        wrong = f"{out} is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+        raise ValueError(f"{wrong}: choose another --out")
+    studies = {experiment.study.name: experiment.study for experiment in EXPERIMENTS.values()}
+    records = {name: read_all(study, results) for name, study in studies.items()}
+    count = sum(map(len, records.values()))
+    if not count:
+        raise ValueError(f"there are no records in {results}: make some with posterity reproduce")
+    found = {
+        experiment.name: groups(experiment, records[experiment.study.name])
+        for experiment in EXPERIMENTS.values()
+    }
+    sections = [
+        Section("Overview", [_overview(found)]),
+        *(
+            _section(experiment, found[experiment.name], records[experiment.study.name])
+            for experiment in EXPERIMENTS.values()
+        ),
+    ]
+    lead = _LEAD
+    if any(_quick(record) for own in records.values() for record in own):
+        lead += " There are quick runs on scikit-learn's digits here: their numbers mean nothing."
+    out.write_text(report.page("Posterity: reproductions", lead, sections), encoding="utf-8")
+    return count
+
+
+def _overview(found: dict[str, list[Group]]) -> Table:
+    rows = []
+    for name, own in found.items():
+        whole = [record for group in own for record in group.whole]
+        minutes = sum(record["seconds"] for record in whole) / 60
+        diverged = sum(group.diverged for group in own)
+        rows.append([EXPERIMENTS[name].title, str(len(whole)), str(diverged), f"{minutes:.1f}", name])
+    return Table(
+        "What there is", ["experiment", "runs", "diverged", "minutes", "posterity reproduce …"], rows
+    )
+
+
+def _section(experiment: Experiment, found: Sequence[Group], records: Sequence[Record]) -> Section:
+    claim = f"Paper: {experiment.claim}"
+    rerun = f"To run it: posterity reproduce {experiment.name}, after --tune where it is to be tuned."
+    if not any(group.whole for group in found):
+        return Section(experiment.title, [claim, "It was not run yet.", rerun])
+    parts: list[Part] = [claim, *VIEWS[experiment.name](found)]
+    parts += _tuning(experiment, found, records)
+    return Section(experiment.title, [*parts, _places(found), rerun])
+
+
+def _tuning(experiment: Experiment, found: Sequence[Group], records: Sequence[Record]) -> list[Part]:
+    """How hyper-parameters were chosen: in words for every group, then all trials."""
+    chosen = [f"{group.title}: {group.whole[0]['chosen']}." for group in found if group.whole]
+    parts: list[Part] = ["Hyper-parameters. " + " ".join(chosen)]
+    wanted = {(group.setting, group.method) for group in found}
+    rows = []
+    cells = {(cell.setting, cell.method): cell for quick in (True, False) for cell in experiment.cells(quick)}
+    for key, cell in cells.items():
+        if key not in wanted or cell.tuned != cell.setting:
+            continue
+        best, _ = choice(cell, records)
+        for record in tried(cell, records):
+            values = ", ".join(f"{key} {value:g}" for key, value in record["trial"].items())
+            score = "diverged" if record["diverged"] else f"{100 * record['metrics'][cell.score]:.2f}"
+            mark = " *" if record["trial"] == best else ""
+            rows.append([f"{cell.setting} {NAMES[cell.method]}: {values}{mark}", cell.score, score])
+    if rows:
+        parts.append(Table("Trials on held-out data (* the best), %", ["trial", "by", "found"], rows))
+    return parts
+
+
+def _places(found: Sequence[Group]) -> str:
+    """Where the runs were made."""
+    runs = [record for group in found for record in group.whole]
+    places = {
+        f"{place.get('gpu') if record['device'] == 'cuda' else place.get('processor')}, torch "
+        f"{place.get('torch')}, commit {str(place.get('commit'))[:12]}"
+        for record in runs
+        for place in [record["environment"]]
+    }
+    sizes = sorted({record["n"] for record in runs})
+    return f"Run on: {'; '.join(sorted(places))}. n of a run: {', '.join(map(str, sizes))}."
+
+
+def _quick(record: Record) -> bool:
+    return bool(record["config"].get("data") == "digits")

@@ -1,0 +1,194 @@
+"""Records: one small JSON file per unit, written when it is done, and read with a word on a damaged one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from posterity_lab.reproduce.study import TRIAL_SEED, Cell, Outcome, Study, Unit, Values
+from posterity_lab.run_files import replace
+
+Record: TypeAlias = dict[str, Any]
+
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "study": str,
+    "setting": str,
+    "method": str,
+    "seed": int,
+    "config": dict,
+    "chosen": str,
+    "trial": (dict, type(None)),
+    "diverged": (str, type(None)),
+    "metrics": dict,
+    "n": int,
+    "seconds": (int, float),
+    "resumed": bool,
+    "device": str,
+    "environment": dict,
+}
+
+
+def path_of(unit: Unit, out: Path) -> Path:
+    """Where the unit's record lies.
+
+    Example:
+        >>> path_of(Unit("mnist", "400", "bgd", 0, {}, ""), Path("results")).as_posix()
+        'results/mnist/400-bgd-seed0.json'
+    """
+    return out / unit.study / f"{unit.name}.json"
+
+
+def write(
+    unit: Unit,
+    out: Path,
+    outcome: Outcome,
+    *,
+    seconds: float,
+    resumed: bool,
+    device: str,
+    place: dict[str, Any],
+    diverged: str | None = None,
+) -> Record:
+    """Write a unit's record, whole or not at all."""
+    record: Record = {
+        "study": unit.study,
+        "setting": unit.setting,
+        "method": unit.method,
+        "seed": unit.seed,
+        "config": dict(unit.config),
+        "chosen": unit.chosen,
+        "trial": None if unit.trial is None else dict(unit.trial),
+        "diverged": diverged,
+        "metrics": outcome.metrics,
+        "n": outcome.n,
+        "seconds": round(seconds, 2),
+        "resumed": resumed,
+        "device": device,
+        "environment": place,
+    }
+    path = path_of(unit, out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def read(path: Path) -> Record:
+    """A record, refused by name if it is not whole.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "half.json"
+        ...     _ = path.write_text('{"study": "mnist"')
+        ...     try:
+        ...         read(path)
+        ...     except ValueError as error:
+        ...         print(str(error).replace(folder, "results"))
+        results/half.json is damaged (it is not JSON): delete it and run its unit again
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise _damaged(path, "it is not JSON") from None
+    if not isinstance(record, dict):
+        raise _damaged(path, f"it holds a {type(record).__name__}, not an object")
+    for key, kind in _KEYS.items():
+        if key not in record:
+            raise _damaged(path, f"it has no {key!r}")
+        if not isinstance(record[key], kind):
+            raise _damaged(path, f"its {key!r} is {record[key]!r}")
+    if path.stem != _unit(record).name:
+        raise _damaged(path, f"it is the record of {_unit(record).name}")
+    return record
+
+
+def read_all(study: Study, out: Path) -> list[Record]:
+    """All records of a study, in the order of their names, each with all of the study's metrics."""
+    records = []
+    for path in sorted((out / study.name).glob("*.json")):
+        record = read(path)
+        for name in study.metrics if record["diverged"] is None else ():
+            value = record["metrics"]
+            for key in name.split("."):
+                if not isinstance(value, dict) or key not in value:
+                    raise _damaged(path, f"its metrics have no {name!r}")
+                value = value[key]
+        records.append(record)
+    return records
+
+
+def found(unit: Unit, out: Path) -> Record | None:
+    """The unit's record; None if it was not run yet.
+
+    Raises:
+        ValueError: There is one, of another config.
+    """
+    path = path_of(unit, out)
+    if not path.exists():
+        return None
+    record = read(path)
+    now = json.loads(json.dumps(dict(unit.config)))
+    for key in sorted({*now, *record["config"]}):
+        before, after = record["config"].get(key), now.get(key)
+        if before != after:
+            raise ValueError(
+                f"{path} was run with {key} = {before}, not {after}: move it away, or name another --out"
+            )
+    return record
+
+
+def trials(study: Study, cell: Cell) -> list[Unit]:
+    """One unit for every entry of the cell's grid.
+
+    Example:
+        >>> cell = Cell("400", "sgd", {"lr": 0.1, "epochs": 9}, ({"lr": 0.1}, {"lr": 0.01}), {"epochs": 2})
+        >>> study = Study("mnist", lambda quick: [cell], lambda *work: Outcome({}, 1))
+        >>> [(unit.name, unit.config["epochs"]) for unit in trials(study, cell)]
+        [('trial-400-sgd-lr0.1', 2), ('trial-400-sgd-lr0.01', 2)]
+    """
+    return [
+        Unit(
+            study.name,
+            cell.setting,
+            cell.method,
+            TRIAL_SEED,
+            {**cell.config, **cell.trial, **values},
+            "a trial",
+            values,
+        )
+        for values in cell.grid
+    ]
+
+
+def tried(cell: Cell, records: Sequence[Record]) -> list[Record]:
+    """The trials that decide for a cell."""
+    return [
+        record
+        for record in records
+        if record["trial"] is not None and (record["setting"], record["method"]) == (cell.tuned, cell.method)
+    ]
+
+
+def choice(cell: Cell, records: Sequence[Record]) -> tuple[Values, str]:
+    """What the trials among the records choose for a cell, and how, in words; the defaults without any."""
+    own = tried(cell, records)
+    whole = [record for record in own if record["diverged"] is None]
+    if not whole:
+        return {}, "the default; no trials were run"
+    best = max(whole, key=lambda record: float(record["metrics"][cell.score]))
+    values = ", ".join(f"{key} {value:g}" for key, value in best["trial"].items())
+    how = f"{values}: the best by {cell.score.replace('_', ' ')} of {len(own)} trials on held-out data"
+    if len(own) < len(cell.grid):
+        how += f" ({len(cell.grid)} are in the grid)"
+    return best["trial"], how
+
+
+def _unit(record: Record) -> Unit:
+    keys = ("study", "setting", "method", "seed", "config", "chosen", "trial")
+    return Unit(**{key: record[key] for key in keys})
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} is damaged ({why}): delete it and run its unit again")

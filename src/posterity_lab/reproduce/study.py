@@ -1,0 +1,158 @@
+"""What a reproduction is made of: studies of cells, each cell a method in a setting, run once per seed.
+
+* `Cell`: a method in a setting, with all that decides its result, and a grid for what is tuned;
+* `Unit`: a cell with a seed, or one trial of a cell's grid: the piece of work that leaves one record;
+* `Study`: the cells whose records lie in one folder, and how to run a unit of them;
+* `Experiment`: a table or figure of a paper, drawn from the records of a study. Several may share one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Values: TypeAlias = Mapping[str, Any]
+Show: TypeAlias = Callable[[int, int, str], None]
+Run: TypeAlias = Callable[["Unit", str, Path, Show], "Outcome"]
+
+# Of every trial: not one of the seeds that results are reported of.
+TRIAL_SEED = 100
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method in a setting.
+
+    Attributes:
+        setting: The net, and how the data comes; part of a record's name.
+        method: A name that `learners.learner` takes.
+        config: Everything that decides a run but its seed; what the grid tunes has its default here.
+        grid: What a trial takes in place of the defaults, one entry per trial.
+        trial: What else differs in trials: held-out data in place of the test set, fewer epochs.
+        score: The metric by which the best trial is chosen; higher is better.
+        tuned_as: The setting whose trials decide; this one's own if not given.
+
+    Example:
+        >>> Cell("400", "sgd", {"lr": 0.1}, grid=({"lr": 0.1}, {"lr": 0.01})).tuned
+        '400'
+    """
+
+    setting: str
+    method: str
+    config: Values
+    grid: Sequence[Values] = ()
+    trial: Values = field(default_factory=dict)
+    score: str = "accuracy"
+    tuned_as: str | None = None
+
+    @property
+    def tuned(self) -> str:
+        """The setting whose trials decide."""
+        return self.tuned_as or self.setting
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of work.
+
+    Attributes:
+        study: Its study's name.
+        setting: Its cell's.
+        method: Its cell's.
+        seed: Of initial weights, order of the data and noise.
+        config: Everything else that decides the result.
+        chosen: How what is tuned was chosen, in words.
+        trial: What a trial tries; None where the result is one to report.
+
+    Example:
+        >>> Unit("mnist", "400", "bgd", 0, {}, "the default").name
+        '400-bgd-seed0'
+    """
+
+    study: str
+    setting: str
+    method: str
+    seed: int
+    config: Values
+    chosen: str
+    trial: Values | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its record."""
+        start = f"{self.setting}-{self.method}".replace(" ", "-")
+        if self.trial is None:
+            return f"{start}-seed{self.seed}"
+        return f"trial-{start}-" + "-".join(f"{key}{value:g}" for key, value in self.trial.items())
+
+    def cache(self, out: Path) -> Path:
+        """Where its checkpoints and posterior lie: another config never finds them."""
+        key = json.dumps(dict(self.config), sort_keys=True).encode()
+        return out / "cache" / self.study / f"{self.name}-{hashlib.blake2b(key, digest_size=4).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a unit found: metrics as JSON takes them, and n, the test examples (or steps) behind them."""
+
+    metrics: dict[str, Any]
+    n: int
+
+
+@dataclass(frozen=True)
+class Study:
+    """Cells that are run alike.
+
+    Attributes:
+        name: Of the folder of its records.
+        cells: The cells at full size, or the quick ones.
+        run: Runs a unit, on a device, with a folder for checkpoints; calls ``show(done, total, what)``.
+        metrics: Every metric that a record of it has, ``"errors.single"`` being that within another.
+        seeds: What to run if nothing else is asked for.
+    """
+
+    name: str
+    cells: Callable[[bool], Sequence[Cell]]
+    run: Run
+    metrics: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure of a paper.
+
+    Attributes:
+        name: On the command line.
+        title: What it shows.
+        claim: What the paper says, in a sentence.
+        paper: The paper's numbers by setting and method, as printed.
+        study: Whose records it is drawn from.
+        wanted: Which of the study's cells it needs.
+    """
+
+    name: str
+    title: str
+    claim: str
+    paper: Mapping[tuple[str, str], str]
+    study: Study
+    wanted: Callable[[Cell], bool] = lambda cell: True
+
+    def cells(self, quick: bool) -> list[Cell]:
+        """The cells that it needs."""
+        return [cell for cell in self.study.cells(quick) if self.wanted(cell)]
+
+
+def grid(**values: Sequence[float]) -> list[dict[str, float]]:
+    """Every combination of the values, one entry each.
+
+    Example:
+        >>> grid(lr=[0.1, 1.0], std_init=[0.05])
+        [{'lr': 0.1, 'std_init': 0.05}, {'lr': 1.0, 'std_init': 0.05}]
+    """
+    return [dict(zip(values, each, strict=True)) for each in product(*values.values())]

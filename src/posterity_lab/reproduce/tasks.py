@@ -1,0 +1,179 @@
+"""Tasks in a row: figures 1 and 4 of the BGD paper. A killed run goes on after the last whole task."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posterity_lab import continual, data, nets
+from posterity_lab.reproduce.images import prepared
+from posterity_lab.reproduce.learners import Autocast, learner
+from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Values, grid
+from posterity_lab.streams import Tasks, cifar, held_out, normalised, own_head, permuted, split, stream
+
+_Methods = dict[str, tuple[dict[str, float], list[dict[str, float]]]]
+
+
+def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
+    """Learn the unit's stream, and test on every task whenever one is over.
+
+    Args:
+        unit: What to do.
+        device: Where.
+        cache: Folder for the checkpoint.
+        show: Is told when the stream is over; on the way `continual.run` has a bar of its own.
+
+    Example:
+        >>> import tempfile
+        >>> cell = permuted_cells(quick=True)[0]
+        >>> unit = Unit("permuted", cell.setting, cell.method, 0, {**cell.config, "epochs": 1}, "")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     outcome = learn(unit, "cpu", Path(folder), lambda done, total, what: None)
+        >>> len(outcome.metrics["matrix"]) == cell.config["tasks"]
+        True
+    """
+    config = unit.config
+    tasks = _tasks(config, unit.seed, device)
+    shape = tasks.items[0].train.x.shape[1:]
+    model = nets.initialise(nets.build(config["net"], shape, tasks.classes), unit.seed)
+    model = (model if config["net"].startswith("mlp") else Autocast(model)).to(device)
+    mask = None if tasks.heads is None else partial(own_head, heads=tasks.heads)
+    num_data = len(tasks.items[0].train)
+    method = learner(unit.method, config, model, num_data=num_data, seed=unit.seed, mask=mask)
+    sizes = {key: config[key] for key in ("epochs", "batch_size", "overlap")}
+    torch.manual_seed(unit.seed)  # of dropout
+    scores = continual.run(
+        method,
+        stream(tasks, seed=unit.seed, **sizes),
+        mode=config["mode"],
+        seed=unit.seed,
+        folder=cache,
+        resume=True,
+    )
+    summary = scores.summary()
+    show(1, 1, f"stream, average accuracy {summary['average_accuracy']:.2%}")
+    metrics = {
+        "accuracy": summary["average_accuracy"],
+        "matrix": [[round(value, 5) for value in row] for row in scores.accuracy.tolist()],
+        "summary": summary,
+    }
+    return Outcome(metrics, sum(len(task.test) for task in tasks.items))
+
+
+def _tasks(config: Values, seed: int, device: str) -> Tasks:
+    """The tasks of a stream; in a trial, the first few of them, tested on held-out images."""
+    if config["stream"] == "permuted":
+        tasks = permuted(prepared(config, device), config["tasks"], seed)
+    elif config["stream"] == "split":
+        tasks = split(prepared(config, device), config["tasks"], "task")
+    else:
+        both = [
+            normalised(data.load(name, device=device), config["mean"], config["std"])
+            for name in ("cifar10", "cifar100")
+        ]
+        tasks = cifar(both[0], both[1], groups=config["tasks"] - 1)
+    return held_out(tasks, config["held_out"], seed=0) if config["held_out"] else tasks
+
+
+def _baselines() -> _Methods:
+    """What BGD is compared with; the last three are told of boundaries."""
+    return {
+        "sgd": ({"lr": 0.01, "momentum": 0.0}, grid(lr=[0.003, 0.01, 0.03, 0.1])),
+        "adam": ({"lr": 1e-4}, grid(lr=[3e-5, 1e-4, 3e-4, 1e-3])),
+        "si": ({"lr": 1e-3, "strength": 0.3}, grid(lr=[3e-4, 1e-3], strength=[0.1, 0.3, 1.0])),
+        "ewc": ({"lr": 1e-3, "strength": 100.0}, grid(lr=[3e-4, 1e-3], strength=[10.0, 100.0, 1000.0])),
+        "vcl": (
+            {"lr": 1e-3, "std_init": 0.02, "kl_factor": 1.0},
+            grid(std_init=[0.02, 0.05], kl_factor=[0.1, 1.0]),
+        ),
+    }
+
+
+def permuted_cells(quick: bool) -> list[Cell]:
+    """Figure 1: ten tasks of permuted MNIST, one head, ten epochs a task, and the same with tasks that fade.
+
+    Images are padded to 32x32 and scaled as in the authors' code, which decides how much BGD retains. Trials
+    are the first three tasks of other permutations, a tenth of their training images held out.
+
+    Example:
+        >>> sorted({cell.method for cell in permuted_cells(quick=False) if "fading" in cell.setting})
+        ['adam', 'bgd', 'sgd']
+    """
+    base: dict[str, Any] = {
+        "stream": "permuted",
+        "data": "mnist",
+        "pad": 32,
+        "mean": 0.1,
+        "std": 0.2752,
+        "tasks": 10,
+        "epochs": 10,
+        "batch_size": 128,
+        "overlap": 0.0,
+        "held_out": 0.0,
+        "mode": "average",
+    }
+    widths, samples = {"200": 0.06, "400": 0.05, "1000": 0.045, "2000": 0.015}, 10
+    trial: dict[str, float] = {"tasks": 3, "held_out": 0.1}
+    if quick:
+        base |= {"data": "digits", "pad": 0, "mean": 0.3, "std": 0.4, "tasks": 3, "epochs": 2}
+        base["batch_size"] = 64
+        widths, samples = {"24": 0.03}, 5
+        trial |= {"tasks": 2, "epochs": 1}
+    cells = []
+    for width, std in widths.items():
+        common = {**base, "net": f"mlp-{width}-{width}"}
+        bgd = {"std_init": std, "lr": 1.0, "mc_samples": samples}
+        stds = [round(std * factor, 4) for factor in (0.5, 1.0, 1.5)]
+        methods = {"bgd": (bgd, grid(std_init=stds, lr=[0.1, 0.3, 1.0])), **_baselines()}
+        for method, (values, own) in methods.items():
+            cells.append(Cell(width, method, {**common, **values}, own, trial))
+            if method in ("bgd", "sgd", "adam"):  # without boundaries there is none to be told of
+                fading = {**common, **values, "overlap": 0.25}
+                cells.append(Cell(f"{width} fading", method, fading, own, trial, tuned_as=width))
+    # The paper's method at all widths first: a run that is cut short has what matters.
+    return sorted(cells, key=lambda cell: (cell.method != "bgd", "fading" in cell.setting))
+
+
+def sequence_cells(quick: bool) -> list[Cell]:
+    """Figure 4: CIFAR-10, then five times ten classes of CIFAR-100, a head each, 150 epochs a task.
+
+    Example:
+        >>> [cell.method for cell in sequence_cells(quick=False)]
+        ['bgd', 'sgd', 'si']
+    """
+    base: dict[str, Any] = {
+        "stream": "cifar",
+        "data": "cifar10 and cifar100",
+        "net": "conv4",
+        "mean": 0.473,
+        "std": 0.251,
+        "tasks": 6,
+        "epochs": 150,
+        "batch_size": 256,
+        "overlap": 0.0,
+        "held_out": 0.0,
+        "mode": "vote",
+    }
+    trial, samples = {"tasks": 3, "epochs": 20, "held_out": 0.1}, 10
+    if quick:
+        base |= {"stream": "split", "data": "digits", "mean": 0.3, "std": 0.4, "tasks": 2, "epochs": 2}
+        trial, samples = {"tasks": 2, "epochs": 1, "held_out": 0.2}, 2
+    methods: _Methods = {
+        "bgd": (
+            {"std_init": 0.019, "lr": 2.0, "mc_samples": samples},
+            grid(std_init=[0.013, 0.019, 0.027], lr=[1.0, 2.0]),
+        ),
+        "sgd": ({"lr": 0.01, "momentum": 0.0}, grid(lr=[0.003, 0.01, 0.03])),
+        "si": ({"lr": 1e-3, "strength": 0.01}, grid(lr=[3e-4, 1e-3], strength=[0.01, 0.1])),
+    }
+    return [
+        Cell("sequence", method, {**base, **values}, own, trial) for method, (values, own) in methods.items()
+    ]
+
+
+_METRICS = ("accuracy", "matrix", *(f"summary.{key}" for key in ("average_accuracy", "forgetting", "nll")))
+PERMUTED = Study("bgd-permuted", permuted_cells, learn, _METRICS)
+SEQUENCE = Study("bgd-sequence", sequence_cells, learn, _METRICS)

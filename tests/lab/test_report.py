@@ -1,0 +1,294 @@
+"""The page of reproductions, drawn from made-up records: nothing here trains anything."""
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from posterity_lab import cli, report
+from posterity_lab.reproduce import EXPERIMENTS, images, records, tasks
+from posterity_lab.reproduce.page import write
+from posterity_lab.reproduce.proofs import THEORY
+from posterity_lab.reproduce.study import Outcome, Study, Unit
+
+MODES = ("single", "average", "mean", "vote")
+
+
+def image_metrics(error: float, pruned: float = 0.03, bayesian: bool = True) -> dict[str, Any]:
+    errors = dict.fromkeys(MODES, error)
+    curve = [{"epoch": epoch, **errors} for epoch in (1, 2)]
+    fractions = images.FRACTIONS
+    pruning = {
+        "fractions": list(fractions),
+        "weights": [round(1000 * (1 - each)) for each in fractions],
+        "errors": [error + (pruned - error) * (each >= 0.9) for each in fractions],
+        "unpruned": error,
+    }
+    std = {"edges": [0.01, 0.02, 0.04, 0.08], "counts": {"0.weight": [1, 8, 1]}}
+    return {
+        "accuracy": 1 - error,
+        "pruned_accuracy": 1 - pruned,
+        "errors": errors,
+        "pruning": {"single": pruning, "average": pruning},
+        "curve": curve,
+        "std": std if bayesian else None,
+    }
+
+
+def stream_metrics(first: float, second: float) -> dict[str, Any]:
+    summary = {"average_accuracy": (first + second) / 2, "forgetting": 1 - first, "nll": 0.5, "ece": 0.1}
+    return {
+        "accuracy": summary["average_accuracy"],
+        "matrix": [[1.0, 0.1], [first, second]],
+        "summary": summary,
+    }
+
+
+def made(
+    folder: Path,
+    study: Study,
+    setting: str,
+    method: str,
+    seed: int,
+    metrics: dict[str, Any],
+    *,
+    trial: dict[str, float] | None = None,
+    diverged: str | None = None,
+    resumed: bool = False,
+    **config: Any,
+) -> Path:
+    unit = Unit(
+        study.name, setting, method, seed, {"epochs": 2, "std_init": 0.02, **config}, "by hand", trial
+    )
+    place = {"gpu": "A fast one", "processor": "x", "torch": "2.13", "commit": "abcdef0123456789"}
+    known: dict[str, Any] = {"seconds": 90.0, "resumed": resumed, "device": "cuda", "place": place}
+    records.write(unit, folder, Outcome(metrics, 10_000), diverged=diverged, **known)
+    return records.path_of(unit, folder)
+
+
+def fill(tmp_path: Path) -> Path:
+    for seed, error in enumerate((0.015, 0.016, 0.017)):
+        made(tmp_path, images.MNIST, "400", "bgd", seed, image_metrics(error))
+        made(tmp_path, images.MNIST, "1200 to prune", "bgd", seed, image_metrics(0.016, 0.0168))
+        made(tmp_path, images.CIFAR10, "vgg11", "bgd", seed, image_metrics(0.1))
+        made(tmp_path, tasks.PERMUTED, "400", "bgd", seed, stream_metrics(0.94 + seed / 100, 0.96))
+    longer = image_metrics(0.09, bayesian=False)
+    longer["curve"] += [{**longer["curve"][0], "epoch": 3}]
+    made(tmp_path, images.CIFAR10, "vgg11", "sgd", 0, longer, resumed=True, epochs=3)
+    made(tmp_path, tasks.PERMUTED, "400", "sgd", 0, stream_metrics(0.5, 0.9))
+    made(tmp_path, tasks.SEQUENCE, "sequence", "si", 0, stream_metrics(0.7, 0.8))
+    return tmp_path
+
+
+def prove(tmp_path: Path) -> Path:
+    proof = {
+        "smallest_bound_ratio": 1.5,
+        "convex_falls": True,
+        "concave_grows": False,
+        "curvature_within_3_errors": 1.0,
+        "curvature_correlation": 0.999,
+    }
+    made(tmp_path, THEORY, "exact", "bgd", 0, proof)
+    return tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return fill(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return page(prove(fill(tmp_path_factory.mktemp("results"))))
+
+
+def page(folder: Path) -> str:
+    write(folder, folder / "page.html")
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"<h2>{title}")[2].partition("</section>")[0]
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", text, re.S)]
+    return {row[0]: row[1:] for row in cells if row}
+
+
+def test_the_paper_and_ours_are_side_by_side(shown: str) -> None:
+    text = shown
+    row = rows(section(text, "Table 1"))["400 BGD"]
+    assert row == ["1.74", *["1.60 ± 0.10"] * 4, "2", "3", "90 s"]
+    row = rows(section(text, "Table 2"))["1200 to prune BGD"]
+    assert row == ["1.05", "1.05 ± 0.00", "1.60 ± 0.00", "1.68 ± 0.00", "50", "2", "3", "90 s"]
+    row = rows(section(text, "Table 3"))["vgg11 BGD"]
+    assert row[:2] == ["1.04", "0.30 ± 0.00"]
+    row = rows(section(text, "Figure 1"))["400 BGD"]
+    assert row == ["95.50 ± 0.50", "5.00 ± 1.00", "0.500 ± 0.000", "2", "3", "90 s"]
+    figure3 = rows(section(text, "Figure 3"))
+    assert figure3["vgg11 BGD"] == [*["90.00 ± 0.00"] * 4, "2", "3", "90 s"]
+    assert figure3["vgg11 SGD"] == [*["91.00"] * 4, "3", "1", "≥ 90 s"]
+    assert rows(section(text, "Figure 2"))["vgg11 BGD, seed 0"] == ["0.02", "0.0", "90.0", "10.0", "2"]
+    assert rows(section(text, "Figure 4"))["sequence SI"][0] == "75.00"
+    theory = rows(section(text, "Theorem 1"))
+    assert theory["σ falls at every step where convex"] == ["yes"]
+    assert theory["σ grows at every step where concave"] == ["no"]
+    assert "A fast one, torch 2.13, commit abcdef012345. n of a run: 10000." in text
+    assert rows(section(text, "Overview"))["Table 1: classification error on MNIST"][:3] == ["3", "0", "4.5"]
+
+
+def test_every_section_says_how_to_run_it_again(folder: Path, shown: str) -> None:
+    assert re.findall(r"To run it: posterity reproduce (\S+),", shown) == list(EXPERIMENTS)
+    assert "It was not run yet." not in shown
+    assert "It was not run yet." in section(page(folder), "Theorem 1")
+
+
+def test_the_page_needs_nothing_else(shown: str) -> None:
+    text = shown
+    assert not re.search(r"https?:|//[a-z]|<script|<link|@import|url\(", text)
+    sources = re.findall(r'(?:src|href)="([^"]{0,30})', text)
+    assert len(sources) >= 8
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+
+
+def test_the_page_is_well_formed_and_fits_a_phone(shown: str) -> None:
+    text = shown
+    checker = Balanced()
+    checker.feed(text)
+    assert checker.open == []
+    assert checker.wrong == []
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert text.count("<table>") == text.count('<div class="scroll"><table>') > 8
+    assert text.count('<div class="scroll wide"><img') == 1  # the four panels of the theory
+
+
+class Balanced(HTMLParser):
+    """Every element is closed, in the order of opening; every image has a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img" and not dict(attrs).get("alt"):
+            self.wrong.append("img without alt")
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+
+def test_equal_records_give_equal_pages(folder: Path, shown: str) -> None:
+    assert page(prove(folder)) == shown
+
+
+def test_trials_are_shown_and_do_not_count_as_runs(folder: Path) -> None:
+    for std, pruned in ((0.02, 0.02), (0.05, 0.03)):
+        metrics = image_metrics(0.02, pruned)
+        made(
+            folder,
+            images.MNIST,
+            "400",
+            "bgd",
+            100,
+            {**metrics, "accuracy": 1 - pruned},
+            trial={"std_init": std},
+        )
+    made(folder, images.MNIST, "400", "bgd", 100, {}, trial={"std_init": 9.0}, diverged="the loss is nan")
+    text = section(page(folder), "Table 1")
+    assert rows(text)["400 BGD"][-2] == "3"
+    assert rows(text)["400 BGD: std_init 0.02 *"] == ["accuracy", "98.00"]
+    assert rows(text)["400 BGD: std_init 0.05"] == ["accuracy", "97.00"]
+    assert rows(text)["400 BGD: std_init 9"] == ["accuracy", "diverged"]
+    assert "400 BGD: by hand." in text
+
+
+def test_runs_that_diverged_are_counted(folder: Path) -> None:
+    made(folder, images.MNIST, "400", "bgd", 3, {}, diverged="the loss is not finite")
+    text = page(folder)
+    assert rows(section(text, "Table 1"))["400 BGD"][-2] == "3 and 1 diverged"
+    assert rows(section(text, "Overview"))["Table 1: classification error on MNIST"][:2] == ["3", "1"]
+    only = folder / "only"
+    made(only, images.MNIST, "400", "bgd", 0, {}, diverged="the loss is not finite")
+    assert "It was not run yet." in section(page(only), "Table 1")
+
+
+def test_quick_runs_are_marked(folder: Path, shown: str) -> None:
+    assert "mean nothing" not in shown
+    made(folder, images.MNIST, "16", "bgd", 0, image_metrics(0.0), data="digits")
+    assert "their numbers mean nothing" in page(folder)
+
+
+def _cut(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def _without(key: str) -> Callable[[str], str]:
+    return lambda text: json.dumps({name: value for name, value in json.loads(text).items() if name != key})
+
+
+def _with(key: str, value: Any) -> Callable[[str], str]:
+    return lambda text: json.dumps({**json.loads(text), key: value})
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (_cut, "it is not JSON"),
+        (lambda text: "[]", "it holds a list, not an object"),
+        (_without("metrics"), "it has no 'metrics'"),
+        (_with("seconds", "long"), "its 'seconds' is 'long'"),
+        (_with("seed", 7), "it is the record of 400-bgd-seed7"),
+    ],
+)
+def test_a_damaged_record_is_refused_by_name(folder: Path, damage: Callable[[str], str], why: str) -> None:
+    path = folder / "bgd-mnist" / "400-bgd-seed1.json"
+    path.write_text(damage(path.read_text()))
+    out = folder / "page.html"
+    result = CliRunner().invoke(cli.app, ["report", "--results", str(folder), "--out", str(out)])
+    assert result.exit_code == 2
+    assert result.stderr == f"{path} is damaged ({why}): delete it and run its unit again\n"
+    assert not out.exists()
+
+
+def test_metrics_that_lack_a_number_are_refused_by_name(folder: Path) -> None:
+    path = folder / "bgd-mnist" / "400-bgd-seed1.json"
+    record = json.loads(path.read_text())
+    del record["metrics"]["errors"]["single"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(
+        ValueError, match=r"400-bgd-seed1.json is damaged \(its metrics have no 'errors.single'\)"
+    ):
+        page(folder)
+
+
+def test_runs_that_were_not_run_alike_are_refused(folder: Path) -> None:
+    made(folder, images.MNIST, "400", "bgd", 2, image_metrics(0.01), epochs=5)
+    with pytest.raises(ValueError, match="seeds 0 and 2 of 400 bgd were not run alike"):
+        page(folder)
+
+
+def test_the_command_writes_the_page(folder: Path) -> None:
+    runner, out = CliRunner(), folder / "page.html"
+    result = runner.invoke(cli.app, ["report", "--results", str(folder), "--out", str(out)])
+    assert result.exit_code == 0
+    assert result.stdout == f"15 records are shown in {out}\n"
+    assert out.read_text().startswith("<!doctype html>")
+    for wrong in (folder, folder / "no" / "page.html"):
+        result = runner.invoke(cli.app, ["report", "--results", str(folder), "--out", str(wrong)])
+        assert result.exit_code == 2
+        assert result.stderr.endswith("choose another --out\n")
+
+
+def test_a_figure_of_several_panels_is_wide() -> None:
+    assert report.picture(report.figure(panels=2)[0], "two").wide
+    assert not report.picture(report.figure()[0], "one").wide

@@ -109,12 +109,14 @@ class Noise:
             )
             for sample, values in zip(self.samples, block, strict=True)
         ]
-        if self.device.type == "cpu" and len(out) > _WORTH_THREADS and torch.get_num_threads() > 1:
-            rows.sort(key=lambda row: -row[0].numel())
-            list(_threads(torch.get_num_threads(), os.getpid()).map(_fill, rows))
-        else:
-            for row in rows:
-                _fill(row)
+        count = torch.get_num_threads() if self.device.type == "cpu" and len(out) > _WORTH_THREADS else 1
+        # Dealt out by size, so that all threads have about as much to do; one of them is this one.
+        rows.sort(key=lambda row: -row[0].numel())
+        shares = [rows[i::count] for i in range(count)]
+        others = [_threads(count - 1, os.getpid()).submit(_fill, share) for share in shares[1:]]
+        _fill(shares[0])
+        for other in others:
+            other.result()
         return out
 
     @cached_property
@@ -202,10 +204,10 @@ class Room:
         return found[:size]
 
 
-def _fill(row: tuple[Tensor, int]) -> None:
-    values, key = row
-    with torch.inference_mode(values.is_inference()):  # a mode belongs to a thread
-        values.normal_(generator=torch.Generator(values.device).manual_seed(key))
+def _fill(rows: Sequence[tuple[Tensor, int]]) -> None:
+    for values, key in rows:
+        with torch.inference_mode(values.is_inference()):  # a mode belongs to a thread
+            values.normal_(generator=torch.Generator(values.device).manual_seed(key))
 
 
 @lru_cache(maxsize=1)

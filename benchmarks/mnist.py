@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 
 import torch
-from peers import Loss, arithmetic, for_device, setting
+from peers import Loss, arithmetic, count, for_device, setting
 from torch import nn
 
 import posterity
@@ -52,7 +52,8 @@ def train(name: str, width: int, epochs: int, where: str, device: str, seed: int
     trained = time.perf_counter() - start
     errors = mode_errors(model, optimizer.posterior(), dataset.test.x, dataset.test.y)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "training": trained, "steps": steps, **errors}
+    more = {"training": trained, "steps": steps, "parameters": count(model)}
+    return {"seconds": seconds, **more, **errors}
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
             seconds = found.pop("seconds")
             cell = {"value": seconds, "lowest": seconds, "highest": seconds, "rounds": 1, "steps": 1}
             case = f"BGD K = 10, {given.data}, 2x{width}, {given.epochs} epochs"
-            record.add(case, where, {OURS: {**cell, "setting": where}}, found=found)
+            record.add(case, where, {OURS: {**cell, "setting": where}}, **found)
             print("  " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
     record.close()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+pytest.importorskip("triton", reason="needs Triton")
 norm = pytest.importorskip("posterity.kernels.norm", reason="needs Triton")
 pool = pytest.importorskip("posterity.kernels.pool", reason="needs Triton")
 

@@ -75,10 +75,13 @@ def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
     }
     for process in processes.values():
         process.start()
-    for method, process in processes.items():
-        while process.is_alive() and not (tmp_path / method / "checkpoint.pt").exists():
-            time.sleep(0.002)
-        process.kill()
+    running = dict(processes)
+    while running:  # all at once: one may be done before another has begun
+        for method, process in list(running.items()):
+            if not process.is_alive() or (tmp_path / method / "checkpoint.pt").exists():
+                process.kill()
+                del running[method]
+        time.sleep(0.002)
     for method, process in processes.items():
         process.join()
         assert process.exitcode == -signal.SIGKILL

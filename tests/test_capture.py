@@ -178,6 +178,21 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_is_raised_by_the_next_call(
     assert not torch.equal(before["last.weight"], model.last.weight)
 
 
+def test_a_bad_step_is_raised_though_others_have_followed_before_the_host_looked() -> None:
+    model = net()
+    step = captured(model, posterity.BGD(model, batch_size=16))
+    for _ in range(3):
+        step(X, Y)
+    step(torch.full_like(X, torch.nan), Y)
+    (graph,) = step._graphs.values()
+    graph.host_loss.zero_()  # as if the next replay had been queued before this one was done
+    step(X, Y)
+    with pytest.raises(FloatingPointError, match="not touched"):
+        step(X, Y)
+    step(X, Y)
+    step(X, Y)  # said once
+
+
 @rules
 def test_the_norm_of_the_mean_gradient_is_clipped(rule: Rule) -> None:
     results = []
@@ -255,7 +270,9 @@ def test_a_learning_rate_in_a_tensor_is_read_anew() -> None:
     step = captured(model, opt)
     for _ in range(3):
         step(X, Y)
-    opt.param_groups[0]["lr"].fill_(0.0)
+    opt.param_groups[0]["lr"].fill_(0.5)
+    step(X, Y)
+    opt.param_groups[0]["lr"].fill_(0.0)  # a second time, in the same tensor
     before = model.last.weight.detach().clone()
     step(X, Y)
     assert torch.equal(before, model.last.weight)

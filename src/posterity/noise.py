@@ -26,8 +26,7 @@ try:
     from posterity import kernels
 except ImportError:  # Triton comes with torch's CUDA builds only
     kernels = None  # type: ignore[assignment]
-HAS_KERNELS = kernels is not None
-__all__ = ["HAS_KERNELS", "Noise", "Room", "address", "fresh", "kernels", "normal"]
+__all__ = ["Noise", "Room", "address", "fresh", "kernels", "normal"]
 
 _MASK = (1 << 64) - 1
 # Fewer numbers than this are not worth the threads.
@@ -92,7 +91,7 @@ class Noise:
         self.samples, self.layout, self.seed, self.step = samples, layout, seed, step
         self.weight = weight
         self.device, self.dtype = torch.device(device), dtype
-        on_gpu = self.device.type == "cuda" and HAS_KERNELS
+        on_gpu = self.device.type == "cuda" and kernels is not None
         self.fused = on_gpu and dtype == torch.float32
         self._philox = on_gpu
 

@@ -177,7 +177,7 @@ class _Loss(nn.Module):
 def can_capture(optimizer: VariationalOptimizer) -> bool:
     """Whether all parameters are on one GPU, and Triton is there to make noise inside a graph."""
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    return len(devices) == 1 and devices.pop().type == "cuda" and noise.HAS_KERNELS
+    return len(devices) == 1 and devices.pop().type == "cuda" and noise.kernels is not None
 
 
 @final

@@ -1,8 +1,8 @@
 """Triton kernels: K convolutions of K inputs with K weights in one launch, and their gradients.
 
 Implicit matrix products over channels-last tensors: x ``[K, B, H, W, C]`` (or ``[B, H, W, C]``, the same for
-all K), weights ``[K, O, R, S, C]`` (see :func:`channels_last`), output ``[K, B, P, Q, O]``. Float32 goes
-through tf32 tensor cores when asked to, bfloat16 through its own; sums are in float32.
+all K), output ``[K, B, P, Q, O]``; weights are torch's ``[K, O, C, R, S]``, and permuted here. Float32 goes
+through tf32 tensor cores, bfloat16 through its own; sums are in float32.
 
 Rows of the product are ordered by position first and image last, so a tile's rows mostly share a position,
 and kernel taps that fall into the padding are skipped for the whole tile: on 2×2 images a 3×3 kernel costs 4
@@ -66,7 +66,7 @@ def _conv(
     out_size_h, out_first_h, out_step_h,
     size_w, count_w, stride_w, first_w, step_w, taps_w, tap_first_w, tap_step_w,
     out_size_w, out_first_w, out_step_w,
-    BIASED: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1).to(tl.int64)
     x += sample * own * (B * size_h * size_w * C)
@@ -110,7 +110,7 @@ def _conv(
             x + (row + moved)[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0
         )
         right = tl.load(weight + (column + tap)[None, :] + c[:, None], mask=(c < C)[:, None], other=0.0)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+        total = tl.dot(left, right, total, input_precision="tf32")
         start += BK
         j += (start >= C).to(tl.int32)
         start = tl.where(start >= C, 0, start)
@@ -131,7 +131,7 @@ def _weight_grad(
     grad, x, out, own, B, H, W, C, P, Q, N, R, S,
     stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
     grad_b, grad_pixel, grad_o, x_b, x_pixel, x_c, splits,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Rows are output channels, columns (r, s, c), and the sum goes over positions and blocks of images."""
     split = tl.program_id(1)
@@ -181,7 +181,7 @@ def _weight_grad(
             mask=inside[None, :] & (b < B)[:, None],
             other=0.0,
         )
-        total = tl.dot(a, v, total, input_precision=PRECISION)
+        total = tl.dot(a, v, total, input_precision="tf32")
         start += BK
         q += (start >= B).to(tl.int32)
         start = tl.where(start >= B, 0, start)
@@ -268,7 +268,6 @@ def conv2d(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
     *,
-    tf32: bool = True,
     tile: Tile | None = None,
 ) -> Tensor:
     """``F.conv2d`` of each sample, channels last.
@@ -280,7 +279,6 @@ def conv2d(
         stride: as in ``F.conv2d``, for both axes.
         padding: likewise.
         dilation: likewise.
-        tf32: whether float32 may be multiplied in tf32.
         tile: instead of the one chosen by size.
 
     Returns:
@@ -292,7 +290,7 @@ def conv2d(
         count = (size + 2 * p - d * (taps - 1) - 1) // s + 1
         axes.append(_Axis(size, count, s, -p, d, taps, 0, 1, count, 0, 1))
     out = x.new_empty(len(weight), x.shape[-4], axes[0].count, axes[1].count, weight.shape[1])
-    _gather(x, weight, bias, out, axes, tf32, tile)
+    _gather(x, weight, bias, out, axes, tile)
     return out
 
 
@@ -304,7 +302,6 @@ def conv2d_input_grad(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
     *,
-    tf32: bool = True,
     tile: Tile | None = None,
 ) -> Tensor:
     """The gradient of :func:`conv2d` in x, ``[K, B, H, W, C]``, from the output's, ``[K, B, P, Q, O]``.
@@ -312,11 +309,11 @@ def conv2d_input_grad(
     A convolution of ``grad`` with the weights' other side; with a stride one for each phase of the input's
     positions, which reads only the taps that reach it.
     """
-    grad, weight = grad.contiguous(), turned(weight.contiguous())
+    grad, weight = grad.contiguous(), turned(weight)
     out = grad.new_empty(*grad.shape[:2], *input_size, weight.shape[1])
     sizes = zip(grad.shape[2:4], input_size, weight.shape[2:4], stride, padding, dilation, strict=True)
     for axes in itertools.product(*([_phase(f, *size) for f in range(size[3])] for size in sizes)):
-        _gather(grad, weight, None, out, axes, tf32, tile)
+        _gather(grad, weight, None, out, axes, tile)
     return out
 
 
@@ -328,7 +325,6 @@ def conv2d_weight_grad(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
     *,
-    tf32: bool = True,
     tile: Tile | None = None,
     splits: int | None = None,
     copy: bool | None = None,
@@ -342,7 +338,6 @@ def conv2d_weight_grad(
         stride: as given to :func:`conv2d`.
         padding: likewise.
         dilation: likewise.
-        tf32: likewise.
         tile: instead of the one chosen by size; ``tile.k`` counts images, at one position.
         splits: into how many partial sums the sum over images and positions is split, for small weights.
         copy: whether x and grad are first copied by :func:`batch_last`, since tensor cores want the summed
@@ -370,7 +365,7 @@ def conv2d_weight_grad(
     _weight_grad[tiles, splits, samples](
         grad, x, out, own, batch, h, w, channels, height, width, outputs, *kernel_size,
         *stride, *padding, *dilation, *strides, splits,
-        PRECISION=_precision(tf32), BM=tile.m, BN=tile.n, BK=tile.k,
+        BM=tile.m, BN=tile.n, BK=tile.k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return channels_first(out[0] if splits == 1 else out.sum(0).to(x.dtype))
@@ -386,7 +381,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 def _gather(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, axes: Sequence[_Axis], tf32: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, axes: Sequence[_Axis],
     tile: Tile | None,
 ) -> None:  # fmt: skip
     samples, outputs, *taps, channels = weight.shape
@@ -399,7 +394,7 @@ def _gather(
     bias = None if bias is None else bias.contiguous()
     _conv[triton.cdiv(rows, tile.m) * triton.cdiv(outputs, tile.n), samples](
         x, weight, bias, out, own, out.shape[1], channels, outputs, *taps,
-        *axes[0], *axes[1], BIASED=bias is not None, PRECISION=_precision(tf32),
+        *axes[0], *axes[1], BIASED=bias is not None,
         BM=tile.m, BN=tile.n, BK=tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -427,10 +422,6 @@ def _weight_grad_tile(outputs: int, columns: int, batch: int, dtype: torch.dtype
     n = 128 if columns > 64 else max(16, triton.next_power_of_2(columns))
     k = min(32 if dtype == torch.float32 else 64, max(16, triton.next_power_of_2(batch)))
     return Tile(m, n, k, 8 if m == n == 128 else 4, 3)
-
-
-def _precision(tf32: bool) -> str:
-    return "tf32" if tf32 else "ieee"
 
 
 def _refuse_large(*sizes: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posterity.layout import Layout
-from posterity.noise import HAS_KERNELS, Room, kernels
+from posterity.noise import Room, kernels
 from posterity.optim.groups import Group, members
 from posterity.optim.statistics import state_dtype
 
@@ -112,7 +112,7 @@ class Slab:
 
     def _transferred(self, flat: Tensor, *, read: bool) -> bool:
         """Whether one kernel could copy all parameters: torch's own takes a program for 65,536 numbers."""
-        if not (flat.is_cuda and HAS_KERNELS and all(p.is_contiguous() for p in self.params)):
+        if not (flat.is_cuda and kernels is not None and all(p.is_contiguous() for p in self.params)):
             return False
         places = tuple(p.data_ptr() for p in self.params)
         if places not in self._places:

@@ -69,7 +69,15 @@ class Linear(_Layer):
         if kernels is not None and kernels.multiplies(low) and x.shape[-2] <= _FEW_ROWS:
             return kernels.linear(x, low, bias)
         x = x.expand(len(low), -1, -1)
-        return torch.bmm(x, low.mT) if bias is None else torch.baddbmm(bias[:, None], x, low.mT)
+        if bias is None:
+            return torch.bmm(x, low.mT)
+        if not x.is_cuda or x.shape[1] <= _FEW_ROWS:
+            return torch.baddbmm(bias[:, None], x, low.mT)
+        # Each product fills the GPU, and adds its bias as it goes; of a stack, torch would write it out first.
+        out = x.new_empty(*x.shape[:2], low.shape[1])
+        for each in range(len(low)):
+            torch.addmm(bias[each], x[each], low[each].mT, out=out[each])
+        return out
 
     @staticmethod
     @once_differentiable

@@ -308,6 +308,7 @@ def reproduce(
     methods: Annotated[list[str] | None, typer.Option(help="Which methods; all if not given.")] = None,
     settings: Annotated[list[str] | None, typer.Option(help="Which settings; all if not given.")] = None,
     epochs: Annotated[int | None, typer.Option(help="In place of the paper's.")] = None,
+    jobs: Annotated[int, typer.Option(help="Units at a time, each in a process of its own.")] = 1,
 ) -> None:
     """Reproduce a table or figure of a paper; what is done is skipped, what was killed goes on."""
     from posterity_lab.reproduce import EXPERIMENTS
@@ -327,6 +328,7 @@ def reproduce(
         settings=settings or (),
         epochs=epochs,
         tune=tune,
+        jobs=jobs,
     )
 
 

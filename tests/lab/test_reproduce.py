@@ -70,6 +70,15 @@ def test_a_rerun_skips_what_is_there(out: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("done before") == 17
 
 
+def test_units_run_at_the_same_time_find_the_same(out: Path, tmp_path: Path) -> None:
+    records = reproduce("bgd-figure4", out=tmp_path, quick=True, epochs=1, jobs=2)
+    alone = reproduce("bgd-figure4", out=out, quick=True, epochs=1)
+    assert [record["metrics"] for record in records] == [record["metrics"] for record in alone]
+    assert sorted(path.name for path in (tmp_path / "bgd-sequence").iterdir()) == sorted(
+        path.name for path in (out / "bgd-sequence").iterdir()
+    )
+
+
 def test_experiments_share_their_trainings(out: Path) -> None:
     assert {path.name for path in (out / "bgd-cifar10").iterdir()} == {
         "lenet5-bgd-seed0.json",
@@ -137,7 +146,7 @@ def test_a_unit_killed_in_the_middle_is_run_again(tmp_path: Path, monkeypatch: p
 def test_a_run_that_diverges_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell("16", "sgd", {**quick_unit(images.MNIST, "16", "sgd").config, "lr": 1e12})
     study = Study("bgd-mnist", lambda quick: [cell], images.train)
-    told = driving._Told(driving.Console(quiet=True), [])
+    told = driving._Told(driving.Console(quiet=True))
     unit = Unit(study.name, "16", "sgd", 0, cell.config, "")
     record = driving._run(study, unit, tmp_path, "cpu", told)
     assert "not finite" in record["diverged"]
@@ -306,6 +315,7 @@ def test_bayes_by_backprop_draws_anew_at_every_step() -> None:
         ({"settings": ["4000"]}, "bgd-table1 has no setting '4000'"),
         ({"seeds": [0, -1]}, "seeds must be whole numbers of at least 0, not -1"),
         ({"epochs": 0}, "epochs must be a whole number of at least 1, not 0"),
+        ({"jobs": 0}, "jobs must be a whole number of at least 1, not 0"),
         ({"device": "tpu"}, "device must be cpu or cuda, not 'tpu'"),
     ],
 )
@@ -322,11 +332,12 @@ def test_settings_without_one_of_the_methods_are_refused(tmp_path: Path) -> None
 
 
 def test_time_left_is_told_from_what_was_measured() -> None:
-    done = [{"setting": "400", "method": "bgd", "seconds": seconds, "metrics": {}} for seconds in (100, 300)]
+    same = {"setting": "400", "method": "bgd", "seed": 0, "metrics": {}}
+    done = [{**same, "seconds": seconds} for seconds in (100, 300)]
     console = driving.Console(record=True, quiet=False, file=open("/dev/null", "w"), width=200)  # noqa: SIM115
     told = driving._Told(console, done)
     units = [Unit("mnist", "400", method, 1, {}, "") for method in ("bgd", "sgd")]
-    told.begin(units[0], 1, 2, skipped=False)
+    told.begin(units[0], 1, 2, "the default")
     told.end({**done[0], "seconds": 200, "diverged": None}, [units[0], units[0]])
     console.file.close()
     assert "about 7 min left for 2 units" in console.export_text()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import final
@@ -36,6 +39,7 @@ def reproduce(
     settings: Sequence[str] = (),
     epochs: int | None = None,
     tune: bool = False,
+    jobs: int = 1,
 ) -> list[Record]:
     """Run what an experiment needs and has no record of; returns all records that it has then.
 
@@ -49,6 +53,8 @@ def reproduce(
         settings: Which settings; all if none are given.
         epochs: Instead of those of the paper; they become part of the record.
         tune: Run the trials on held-out data in place of the experiment.
+        jobs: Units at a time, each in a process of its own. Small nets leave most of a GPU idle; NVIDIA's
+            MPS lets processes share it.
 
     Raises:
         ValueError: There is no such experiment, method or setting, or a record of another config is there.
@@ -66,16 +72,55 @@ def reproduce(
     cells = _cells(asked, quick, methods, settings)
     if epochs is not None and epochs < 1:
         raise ValueError(f"epochs must be a whole number of at least 1, not {epochs}")
+    if jobs < 1:
+        raise ValueError(f"jobs must be a whole number of at least 1, not {jobs}")
     units = plan(asked.study, cells, folder, _seeds(asked.study, quick, seeds), epochs, tune)
     done = {unit.name: found(unit, folder) for unit in units}  # all are looked at before any is run
-    told = _Told(Console(stderr=True), [record for record in done.values() if record is not None])
+    told = _Told(Console(stderr=True), [record for record in done.values() if record is not None], jobs)
     for number, unit in enumerate(units):
-        record = done[unit.name]
-        told.begin(unit, number + 1, len(units), skipped=record is not None)
-        if record is None:
-            record = done[unit.name] = _run(asked.study, unit, folder, place, told)
-        told.end(record, [each for each in units[number + 1 :] if done[each.name] is None])
+        if done[unit.name] is not None:
+            told.begin(unit, number + 1, len(units), "done before")
+    for unit, record in _records(asked, units, done, folder, place, told, jobs):
+        done[unit.name] = record
+        told.end(record, [each for each in units if done[each.name] is None])
     return [record for record in done.values() if record is not None]
+
+
+def _records(
+    asked: Experiment,
+    units: Sequence[Unit],
+    done: Mapping[str, Record | None],
+    out: Path,
+    device: str,
+    told: _Told,
+    jobs: int,
+) -> Iterator[tuple[Unit, Record]]:
+    """Run the units that have no record, and give each with its record when it is done."""
+    waiting = [(number, unit) for number, unit in enumerate(units, 1) if done[unit.name] is None]
+    if jobs == 1:
+        for number, unit in waiting:
+            told.begin(unit, number, len(units), unit.chosen)
+            yield unit, _run(asked.study, unit, out, device, told)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running = {
+            pool.submit(_work, asked.name, unit, out, device, number, len(units)): unit
+            for number, unit in waiting
+        }
+        try:
+            for each in as_completed(running):
+                yield running[each], each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _work(name: str, unit: Unit, out: Path, device: str, number: int, total: int) -> Record:
+    """A unit, in a process of its own."""
+    os.environ["TERM"] = "dumb"  # the bars of several processes would run over each other
+    told = _Told(Console(stderr=True))
+    told.begin(unit, number, total, unit.chosen)
+    return _run(experiment(name).study, unit, out, device, told)
 
 
 def plan(
@@ -173,19 +218,16 @@ def _device(device: str | None) -> str:
 class _Told:
     """Says what is run and how long the rest may take, in lines that a log keeps."""
 
-    def __init__(self, console: Console, records: Sequence[Record]) -> None:
-        self._console = console
+    def __init__(self, console: Console, records: Sequence[Record] = (), jobs: int = 1) -> None:
+        self._console, self._jobs = console, jobs
         self._taken: dict[tuple[str, str], list[float]] = {}
         for record in records:
             self._take(record)
         self._start = self._last = time.perf_counter()
         self._first: tuple[float, int] | None = None
-        self._skipped = False
 
-    def begin(self, unit: Unit, number: int, total: int, *, skipped: bool) -> None:
-        self._skipped, self._first = skipped, None
-        self._last = time.perf_counter()
-        state = "done before" if skipped else unit.chosen
+    def begin(self, unit: Unit, number: int, total: int, state: str) -> None:
+        self._first, self._last = None, time.perf_counter()
         self._print(f"[{number}/{total}] {unit.study}/{unit.name} ({state})")
 
     def progress(self, done: int, total: int, what: str) -> None:
@@ -199,14 +241,13 @@ class _Told:
             self._last = now
 
     def end(self, record: Record, rest: Sequence[Unit]) -> None:
-        if self._skipped:
-            return
         self._take(record)
         known = [fmean(each) for each in self._taken.values()]
-        left = sum(fmean(self._taken.get((unit.setting, unit.method), known)) for unit in rest)
+        left = sum(fmean(self._taken.get((unit.setting, unit.method), known)) for unit in rest) / self._jobs
         score = record["metrics"].get("accuracy")
         result = record["diverged"] or (f"accuracy {score:.2%}" if score is not None else "done")
-        self._print(f"  {result}, {_span(record['seconds'])}; about {_span(left)} left for {len(rest)} units")
+        what = f"{record['setting']} {record['method']} seed {record['seed']}: {result}"
+        self._print(f"  {what}, {_span(record['seconds'])}; about {_span(left)} left for {len(rest)} units")
 
     def _take(self, record: Record) -> None:
         self._taken.setdefault((record["setting"], record["method"]), []).append(float(record["seconds"]))

@@ -73,7 +73,7 @@ class Linear(_Layer):
             return torch.bmm(x, low.mT)
         if not x.is_cuda or x.shape[1] <= _FEW_ROWS:
             return torch.baddbmm(bias[:, None], x, low.mT)
-        # Each product fills the GPU, and adds its bias as it goes; of a stack, torch would write it out first.
+        # Each product fills the GPU, and adds its bias as it goes; a stack's would be written out first.
         out = x.new_empty(*x.shape[:2], low.shape[1])
         for each in range(len(low)):
             torch.addmm(bias[each], x[each], low[each].mT, out=out[each])

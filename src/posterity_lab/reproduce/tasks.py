@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from posterity_lab import continual, data, nets
 from posterity_lab.reproduce.images import prepared
@@ -15,6 +16,7 @@ from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Valu
 from posterity_lab.streams import Tasks, cifar, held_out, normalised, own_head, permuted, split, stream
 
 _Methods = dict[str, tuple[dict[str, float], list[dict[str, float]]]]
+_HORIZON = 10  # tasks, by what trials of fewer are judged
 
 
 def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
@@ -57,10 +59,31 @@ def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     show(1, 1, f"stream, average accuracy {summary['average_accuracy']:.2%}")
     metrics = {
         "accuracy": summary["average_accuracy"],
+        "lasting_accuracy": lasting(scores.accuracy),
         "matrix": [[round(value, 5) for value in row] for row in scores.accuracy.tolist()],
         "summary": summary,
     }
     return Outcome(metrics, sum(len(task.test) for task in tasks.items))
+
+
+def lasting(accuracy: Tensor) -> float:
+    """The average accuracy to expect after ten tasks, if a task always loses what it loses now to each later.
+
+    Three tasks tell little of what ten will do by their average alone: what learns fastest wins, whatever it
+    forgets.
+
+    Args:
+        accuracy: Rows for ends of tasks, columns for tasks.
+
+    Example:
+        >>> lasting(torch.tensor([[0.96, 0.1, 0.1], [0.95, 0.96, 0.1], [0.94, 0.95, 0.96]]))
+        0.915
+    """
+    tasks = len(accuracy)
+    learned = accuracy.diag()
+    later = torch.arange(tasks - 1, -1, -1, dtype=accuracy.dtype)  # tasks that came after each
+    lost = (learned - accuracy[-1]).sum() / later.sum()
+    return round(float(learned.mean() - lost * (_HORIZON - 1) / 2), 5)
 
 
 def _tasks(config: Values, seed: int, device: str) -> Tasks:
@@ -96,7 +119,8 @@ def permuted_cells(quick: bool) -> list[Cell]:
     """Figure 1: ten tasks of permuted MNIST, one head, ten epochs a task, and the same with tasks that fade.
 
     Images are padded to 32x32 and scaled as in the authors' code, which decides how much BGD retains. Trials
-    are the first three tasks of other permutations, a tenth of their training images held out.
+    are the first three tasks of other permutations, a tenth of their training images held out, judged by
+    :func:`lasting`.
 
     Example:
         >>> sorted({cell.method for cell in permuted_cells(quick=False) if "fading" in cell.setting})
@@ -129,10 +153,10 @@ def permuted_cells(quick: bool) -> list[Cell]:
         stds = [round(std * factor, 4) for factor in (0.5, 1.0, 1.5)]
         methods = {"bgd": (bgd, grid(std_init=stds, lr=[0.1, 0.3, 1.0])), **_baselines()}
         for method, (values, own) in methods.items():
-            cells.append(Cell(width, method, {**common, **values}, own, trial))
+            cells.append(Cell(width, method, {**common, **values}, own, trial, "lasting_accuracy"))
             if method in ("bgd", "sgd", "adam"):  # without boundaries there is none to be told of
                 fading = {**common, **values, "overlap": 0.25}
-                cells.append(Cell(f"{width} fading", method, fading, own, trial, tuned_as=width))
+                cells.append(Cell(f"{width} fading", method, fading, own, trial, "lasting_accuracy", width))
     # The paper's method at all widths first: a run that is cut short has what matters.
     return sorted(cells, key=lambda cell: (cell.method != "bgd", "fading" in cell.setting))
 
@@ -174,6 +198,11 @@ def sequence_cells(quick: bool) -> list[Cell]:
     ]
 
 
-_METRICS = ("accuracy", "matrix", *(f"summary.{key}" for key in ("average_accuracy", "forgetting", "nll")))
+_METRICS = (
+    "accuracy",
+    "lasting_accuracy",
+    "matrix",
+    *(f"summary.{key}" for key in ("average_accuracy", "forgetting", "nll")),
+)
 PERMUTED = Study("bgd-permuted", permuted_cells, learn, _METRICS)
 SEQUENCE = Study("bgd-sequence", sequence_cells, learn, _METRICS)

@@ -153,8 +153,10 @@ class Noise:
         """
         if self.fused:
             first = self.samples[rows].start
-            one = len(self.samples) == 1  # then all together are as large as the model
-            small = [i for i, grad in grads.items() if one or grad.numel() < _WORTH_A_LAUNCH]
+            # One sample's gradients are no larger than the model: copying them is cheaper than launches from
+            # Python, though not than those of a graph.
+            join = len(self.samples) == 1 and not isinstance(self.step, Tensor)
+            small = [i for i, grad in grads.items() if join or grad.numel() < _WORTH_A_LAUNCH]
             for i, grad in grads.items():
                 if i not in small:
                     kernels.moments(self, first, [i], grad.contiguous(), sums, poison, fresh=fresh)

@@ -2,6 +2,7 @@
 
 from posterity import continual, diagnostics, metrics
 from posterity.compress import magnitude, point_mass, prune, snr, sparsity
+from posterity.dropout import MCDropout, dropout_kl
 from posterity.mc import run
 from posterity.names import names_of
 from posterity.objective import blundell, elbo, warmup
@@ -13,6 +14,7 @@ from posterity.posterior import (
     Factorised,
     IsotropicGaussian,
     Leaf,
+    MatrixGaussian,
     Posterior,
     ScaleMixture,
     kl,
@@ -34,6 +36,8 @@ __all__ = [
     "Factorised",
     "IsotropicGaussian",
     "Leaf",
+    "MCDropout",
+    "MatrixGaussian",
     "Posterior",
     "Prediction",
     "ScaleMixture",
@@ -43,6 +47,7 @@ __all__ = [
     "compile_step",
     "continual",
     "diagnostics",
+    "dropout_kl",
     "elbo",
     "kl",
     "magnitude",

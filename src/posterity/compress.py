@@ -28,9 +28,9 @@ def snr(posterior: Factorised) -> dict[str, Tensor]:
         >>> snr(Factorised({"w": DiagonalGaussian(torch.tensor([1.0, -3.0]), 0.5)}))["w"]
         tensor([2., 6.])
     """
-    ratios = {}
+    ratios, stds = {}, posterior.std()
     for name, mean in magnitude(posterior).items():
-        std = posterior.block(name).std().detach()
+        std = stds[name].detach()
         # A weight known exactly has infinite ratio, unless it is known to be zero.
         ratios[name] = torch.where(std > 0, mean / std, torch.where(mean > 0, torch.inf, 0.0).to(mean))
     return ratios
@@ -43,7 +43,7 @@ def magnitude(posterior: Factorised) -> dict[str, Tensor]:
         >>> magnitude(point_mass(nn.Linear(3, 2)))["weight"].shape
         torch.Size([2, 3])
     """
-    return {name: leaf.mean().detach().abs() for name, leaf in posterior.blocks.items()}
+    return {name: mean.detach().abs() for name, mean in posterior.mean().items()}
 
 
 def point_mass(model: nn.Module) -> Factorised:
@@ -68,10 +68,7 @@ def sparsity(posterior: Factorised) -> dict[str, float]:
         >>> sparsity(prune(q, threshold=3.0))
         {'w': 0.5}
     """
-    return {
-        name: 0.0 if leaf.keep is None else 1.0 - float(leaf.keep.double().mean())
-        for name, leaf in posterior.blocks.items()
-    }
+    return {name: 1.0 - float(kept.double().mean()) for name, kept in posterior.kept().items()}
 
 
 def prune(
@@ -117,8 +114,9 @@ def prune(
         raise ValueError("threshold must be a number, not nan")
     if scope not in ("global", "layer"):
         raise ValueError(f"scope must be 'global' or 'layer', not {scope!r}")
-    spared = select(posterior.blocks, spare)
-    names = [name for name in posterior.blocks if name not in spared]
+    sizes = magnitude(posterior)
+    spared = select(sizes, spare)
+    names = [name for name in sizes if name not in spared]
     if not names:
         raise ValueError("spare= spares every tensor, so there is nothing to prune: let it match fewer names")
     scores = _scores(posterior, score)
@@ -126,23 +124,21 @@ def prune(
     if threshold is not None:
         keep |= {name: scores[name] >= threshold for name in names}
     if fraction is not None:
-        sizes = magnitude(posterior)
         for members in _together(names, scope):
             keep |= _strongest([(name, scores[name], sizes[name]) for name in members], fraction)
-    return Factorised(
-        {name: leaf.pruned(keep[name].to(leaf.device)) for name, leaf in posterior.blocks.items()}
-    )
+    masks = posterior.join({name: keep[name].to(size.device) for name, size in sizes.items()})
+    return posterior.rebuilt({name: leaf.pruned(masks[name]) for name, leaf in posterior.blocks.items()})
 
 
 def _scores(posterior: Factorised, score: Score) -> dict[str, Tensor]:
     """The score of every weight, refused unless there is one; pruned weights rank below all others."""
     given, scores = score(posterior), {}
-    for name, leaf in posterior.blocks.items():
-        if name not in given or given[name].shape != leaf.shape:
-            raise ValueError(f"score= must give one number for each weight of {name!r}, {tuple(leaf.shape)}")
+    for name, kept in posterior.kept().items():
+        if name not in given or given[name].shape != kept.shape:
+            raise ValueError(f"score= must give one number for each weight of {name!r}, {tuple(kept.shape)}")
         if bool(given[name].isnan().any()):
             raise ValueError(f"the score of a weight of {name!r} is nan: look for nan in the posterior")
-        scores[name] = given[name] if leaf.keep is None else given[name].where(leaf.keep, -torch.inf)
+        scores[name] = given[name].where(kept.to(given[name].device), -torch.inf)
     return scores
 
 

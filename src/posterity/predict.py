@@ -1,8 +1,8 @@
-"""Posterior → predictive samples → what a person wants to know of each input."""
+"""Posterior or dropout → predictive samples → what a person wants to know of each input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from posterity.mc import How, run
+from posterity.dropout import MCDropout
+from posterity.mc import How, one_pass, run
 from posterity.posterior import Posterior
 from posterity.variational import Variational
 
@@ -100,7 +101,7 @@ class Prediction:
 
 def predict(
     model: nn.Module,
-    posterior: Posterior,
+    posterior: Posterior | MCDropout,
     x: Tensor,
     *,
     samples: int = 10,
@@ -111,19 +112,22 @@ def predict(
     chunk: int | None = None,
     progress: bool = False,
 ) -> Prediction:
-    """Predict with weights drawn from the posterior; the model runs in evaluation mode.
+    """Predict with weights drawn from the posterior, or masks of dropout; the model runs in evaluation mode.
 
     Args:
         model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
             does not name keep their values.
-        posterior: Where weights come from.
+        posterior: Where weights come from; or :class:`~posterity.MCDropout`, for the model's own weights and
+            the masks of its dropout layers.
         x: Inputs, as many as you like: they are run in batches.
         samples: Sampled networks S; the same ones for every batch.
-        mode: ``"average"`` of probabilities, ``"mean"`` weights (one network), ``"single"`` networks each for
-            itself, or their ``"vote"``.
-        batch_size: Inputs at once.
+        mode: ``"average"`` of probabilities, ``"mean"`` weights (one network, nothing dropped), ``"single"``
+            networks each for itself, or their ``"vote"``.
+        batch_size: Inputs at once. With dropout every input has masks of its own, and another size gives
+            others.
         seed: Chooses the networks; the same seed gives the same prediction.
-        how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another.
+        how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another. Dropout is
+            always run one after another.
         chunk: At most this many networks at once, to cap memory.
         progress: Show a progress bar (needs the extra ``lab``).
 
@@ -144,13 +148,32 @@ def predict(
         model = model.module
     posterior.check(model)
     with torch.inference_mode(), _evaluating(model):
-        if mode == "mean":
-            weights = {name: value[None] for name, value in posterior.mean().items()}
-        else:
-            weights = posterior.sample(samples, seed=seed)
+        network = _networks(model, posterior, samples=samples, mode=mode, seed=seed, how=how, chunk=chunk)
         batches = _shown(torch.split(x, batch_size), progress)
-        outputs = torch.cat([run(model, weights, batch, how=how, chunk=chunk) for batch in batches], dim=1)
+        outputs = torch.cat([network(step, batch) for step, batch in enumerate(batches)], dim=1)
     return Prediction(outputs.clone(), mode)  # an ordinary tensor again: users may train on it
+
+
+def _networks(
+    model: nn.Module,
+    posterior: Posterior | MCDropout,
+    *,
+    samples: int,
+    mode: Mode,
+    seed: int,
+    how: How,
+    chunk: int | None,
+) -> Callable[[int, Tensor], Tensor]:
+    """From a batch and its number to the outputs ``[S, B, ...]`` of the networks."""
+    if isinstance(posterior, MCDropout):
+        if mode == "mean":
+            return lambda step, x: one_pass(model, {}, {}, (x,), {})[None]
+        return lambda step, x: posterior.outputs(model, x, samples=samples, seed=seed, step=step)
+    if mode == "mean":
+        weights = {name: value[None] for name, value in posterior.mean().items()}
+    else:
+        weights = posterior.sample(samples, seed=seed)
+    return lambda step, x: run(model, weights, x, how=how, chunk=chunk)
 
 
 def _entropy(probs: Tensor) -> Tensor:

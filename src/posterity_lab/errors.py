@@ -103,7 +103,7 @@ def pruning_curve(
     for fraction in fractions:
         if not 0.0 <= fraction < 1.0:
             raise ValueError(f"fractions to remove must be at least 0 and less than 1, not {fraction}")
-    sizes = {name: leaf.shape.numel() for name, leaf in posterior.blocks.items()}
+    sizes = {name: mean.numel() for name, mean in posterior.mean().items()}
 
     def error(q: Factorised) -> float:
         return 1.0 - metrics.accuracy(predict(model, q, x, samples=samples, mode=mode, seed=seed).probs, y)

@@ -12,28 +12,55 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import posterity
-from posterity import DiagonalGaussian, Factorised, IsotropicGaussian, Leaf, kl
+from posterity import DiagonalGaussian, Factorised, IsotropicGaussian, Leaf, MatrixGaussian, kl
 
 SHAPES = {"fc.weight": (3, 4), "fc.bias": (3,), "scale": ()}
+
+
+Moments = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Family:
     name: str
-    leaf: Callable[[Tensor, Tensor], Leaf]
-    trainable: bool
+    blocks: Callable[[Moments], dict[str | tuple[str, ...], Leaf]]  # from means and stds by tensor
+    trainable: bool = False
 
     def __repr__(self) -> str:
         return self.name
 
 
+def each(leaf: Callable[[Tensor, Tensor], Leaf]) -> Callable[[Moments], dict[str | tuple[str, ...], Leaf]]:
+    return lambda moments: {name: leaf(mean, std) for name, (mean, std) in moments.items()}
+
+
+def layer_together(moments: Moments, keep: Tensor | None = None) -> dict[str | tuple[str, ...], Leaf]:
+    """A layer's weight and bias as one matrix block, with as much correlation as its stds are wide."""
+    (weight, spread), (bias, _), (scale, std) = moments.values()
+    height, width = spread.shape
+    rows = torch.eye(height).to(spread) + torch.tril(spread[:, :height], -1)
+    columns = 0.3 * torch.eye(width + 1).to(spread)
+    columns[1:, :width] += torch.tril(spread[:1].expand(width, -1))
+    leaf = MatrixGaussian((weight, bias), rows, columns, keep=keep)
+    return {("fc.weight", "fc.bias"): leaf, "scale": DiagonalGaussian(scale, std)}
+
+
 FAMILIES = [
-    Family("diagonal", lambda mean, std: DiagonalGaussian(mean, std), False),
-    Family("diagonal-trainable", lambda mean, std: DiagonalGaussian(mean, std, trainable=True), True),
+    Family("diagonal", each(DiagonalGaussian)),
+    Family(
+        "diagonal-trainable",
+        each(lambda mean, std: DiagonalGaussian(mean, std, trainable=True)),
+        trainable=True,
+    ),
     Family(
         "diagonal-pruned",
-        lambda mean, std: DiagonalGaussian(mean, std, keep=mean > mean.median() if mean.dim() else None),
-        False,
+        each(
+            lambda mean, std: DiagonalGaussian(mean, std, keep=mean > mean.median() if mean.dim() else None)
+        ),
+    ),
+    Family("matrix", layer_together),
+    Family(
+        "matrix-pruned", lambda moments: layer_together(moments, (torch.arange(15) % 4 != 1).reshape(3, 5))
     ),
 ]
 families = pytest.mark.parametrize("family", FAMILIES, ids=repr)
@@ -41,15 +68,24 @@ families = pytest.mark.parametrize("family", FAMILIES, ids=repr)
 
 def build(family: Family, seed: int = 0, dtype: torch.dtype = torch.float64) -> Factorised:
     g = torch.Generator().manual_seed(seed)
-    return Factorised(
-        {
-            name: family.leaf(
-                torch.randn(shape, generator=g, dtype=dtype),
-                torch.rand(shape, generator=g, dtype=dtype) + 0.1,
-            )
-            for name, shape in SHAPES.items()
-        }
-    )
+    moments = {
+        name: (
+            torch.randn(shape, generator=g, dtype=dtype),
+            torch.rand(shape, generator=g, dtype=dtype) + 0.1,
+        )
+        for name, shape in SHAPES.items()
+    }
+    return Factorised(family.blocks(moments))
+
+
+def written_out(leaf: Leaf) -> torch.distributions.MultivariateNormal:
+    """The kept weights of a block with their whole covariance: the definition, and far too slow."""
+    if isinstance(leaf, MatrixGaussian):
+        covariance = torch.kron(leaf.rows @ leaf.rows.T, leaf.columns @ leaf.columns.T)  # vec by rows
+    else:
+        covariance = leaf.std().square().flatten().diag()
+    keep = leaf.kept.flatten()
+    return torch.distributions.MultivariateNormal(leaf.mean().flatten()[keep], covariance[keep][:, keep])
 
 
 @families
@@ -95,19 +131,12 @@ def test_closed_form_kl_agrees_with_monte_carlo(family: Family) -> None:
     n = 40_000
     weights = q.sample(n, seed=2)
     for p in (build(FAMILIES[0], seed=1), IsotropicGaussian(0.7, mean=0.2)):
-        terms = torch.stack(
-            [
-                leaf.log_prob(weights[name])
-                - (
-                    leaf.total(p.log_density(weights[name]))
-                    if isinstance(p, IsotropicGaussian)
-                    else leaf.total(
-                        torch.distributions.Normal(p.mean()[name], p.std()[name]).log_prob(weights[name])
-                    )
-                )
-                for name, leaf in q.blocks.items()
-            ]
-        ).sum(0)
+        log_p = torch.zeros(n, dtype=torch.float64)
+        for name, keep in q.kept().items():
+            mean, std = (0.2, 0.7) if isinstance(p, IsotropicGaussian) else (p.mean()[name], p.std()[name])
+            each_weight = torch.distributions.Normal(mean, std).log_prob(weights[name])
+            log_p += each_weight[:, keep].sum(-1)
+        terms = q.log_prob(weights) - log_p
         assert abs(terms.mean() - kl(q, p)) < 5 * terms.std() / n**0.5
 
 
@@ -116,13 +145,25 @@ def test_log_prob_agrees_with_torch_distributions(family: Family) -> None:
     q = build(family)
     weights = q.sample(4, seed=1)
     expected = torch.zeros(4, dtype=torch.float64)
-    for name, leaf in q.blocks.items():
-        keep = torch.ones(SHAPES[name], dtype=torch.bool) if leaf.keep is None else leaf.keep
-        normal = torch.distributions.Normal(leaf.mean()[keep], leaf.std()[keep])
-        expected += normal.log_prob(weights[name][:, keep]).sum(-1)
+    for block, value in q.join(weights).items():
+        leaf = q.block(block)
+        expected += written_out(leaf).log_prob(value.reshape(4, -1)[:, leaf.kept.flatten()])
     torch.testing.assert_close(q.log_prob(weights), expected)
     with pytest.raises(KeyError, match=r"'fc.bias' is missing"):
         q.log_prob({"fc.weight": weights["fc.weight"]})
+
+
+@families
+def test_closed_form_kl_agrees_with_the_covariances_written_out(family: Family) -> None:
+    q, p = build(family), build(family, seed=1)
+    both = {name: leaf.kept & p.block(name).kept for name, leaf in q.blocks.items()}
+    q, p = (each.rebuilt({name: each.block(name).pruned(both[name]) for name in both}) for each in (q, p))
+    expected = sum(
+        torch.distributions.kl_divergence(written_out(leaf), written_out(p.block(name)))
+        for name, leaf in q.blocks.items()
+        if both[name].any()
+    )
+    torch.testing.assert_close(kl(q, p), expected)
 
 
 @families
@@ -163,14 +204,11 @@ def test_saved_and_loaded_bit_for_bit(family: Family, tmp_path: Path) -> None:
 @families
 def test_pruned_weights_are_zero_in_every_draw(family: Family) -> None:
     q = posterity.prune(build(family), 0.5)
-    zeros = 0
-    for name, leaf in q.blocks.items():
-        assert leaf.keep is not None
-        assert not q.sample(3, seed=0)[name][:, ~leaf.keep].any()
-        assert not leaf.mean()[~leaf.keep].any()
-        assert not leaf.std()[~leaf.keep].any()
-        zeros += int((~leaf.keep).sum())
-    assert zeros == 8  # half of 16
+    for name, keep in q.kept().items():
+        assert not q.sample(3, seed=0)[name][:, ~keep].any()
+        assert not q.mean()[name][~keep].any()
+        assert not q.std()[name][~keep].any()
+    assert sum(int((~keep).sum()) for keep in q.kept().values()) == 8  # half of 16
     assert torch.isfinite(kl(q, IsotropicGaussian(1.0)))
     assert kl(q, q.frozen()).item() == pytest.approx(0.0, abs=1e-12)
 

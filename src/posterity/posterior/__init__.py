@@ -4,6 +4,7 @@ from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.divergence import kl, register_kl
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian, ScaleMixture
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Factorised",
     "IsotropicGaussian",
     "Leaf",
+    "MatrixGaussian",
     "Posterior",
     "ScaleMixture",
     "kl",

@@ -7,7 +7,7 @@ A :class:`Posterior` is the one thing that every method ends in and every use st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -41,7 +41,7 @@ class Posterior(nn.Module, ABC):
         return self._sample(range(n), seed, step)
 
     def check(self, model: nn.Module) -> Self:
-        """Raise, naming the first tensor that differs, unless every block fits a parameter of the model."""
+        """Raise, naming the first tensor that differs, unless every tensor fits a parameter of the model."""
         params = dict(model.named_parameters())
         for name, mean in self.mean().items():
             if name not in params:
@@ -73,9 +73,13 @@ class Posterior(nn.Module, ABC):
 class Leaf(nn.Module, ABC):
     """q over one block: a reparametrised map from standard normals of the block's shape to weights.
 
+    A block is one tensor, or several that are treated as one: then its shape is that of a matrix, in which
+    each tensor, flattened to a row for each of its first dimension, has some of the columns.
+
     Args:
-        shape: Shape of the block's tensor.
+        shape: Shape of the block.
         keep: Boolean mask of the weights that are kept; the others are exactly zero with certainty.
+        shapes: Shapes of the block's tensors, left to right; without them the block is one tensor.
 
     Example:
         >>> from posterity import DiagonalGaussian
@@ -86,14 +90,39 @@ class Leaf(nn.Module, ABC):
 
     keep: Tensor | None
 
-    def __init__(self, shape: torch.Size, keep: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        shape: torch.Size,
+        keep: Tensor | None = None,
+        shapes: Sequence[torch.Size] | None = None,
+    ) -> None:
         super().__init__()
         self.shape = shape
+        self.shapes = (shape,) if shapes is None else tuple(shapes)
         if keep is not None and keep.shape != shape:
             raise ValueError(
                 f"a mask of shape {tuple(keep.shape)} does not fit a block of shape {tuple(shape)}"
             )
         self.register_buffer("keep", None if keep is None else keep.detach().bool().clone())
+
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """One value per weight, ``[..., *shape]``, by tensor: ``[..., *shapes[i]]``."""
+        lead = values.shape[: values.dim() - len(self.shape)]
+        if len(self.shapes) == 1:
+            return (values.reshape(lead + self.shapes[0]),)
+        parts = torch.split(values, [shape[1:].numel() for shape in self.shapes], -1)
+        return tuple(part.reshape(lead + shape) for part, shape in zip(parts, self.shapes, strict=True))
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The inverse of :meth:`split`."""
+        lead = tensors[0].shape[: tensors[0].dim() - len(self.shapes[0])]
+        if len(self.shapes) == 1:
+            return tensors[0].reshape(lead + self.shape)
+        columns = [
+            each.reshape(*lead, self.shape[0], shape[1:].numel())
+            for each, shape in zip(tensors, self.shapes, strict=True)
+        ]
+        return torch.cat(columns, -1)
 
     def draw(self, noise: Tensor) -> Tensor:
         """Weights ``[n, *shape]`` from standard normals ``[n, *shape]``; pruned weights are zero."""
@@ -108,6 +137,13 @@ class Leaf(nn.Module, ABC):
         """Sum of one value per weight over the weights that are kept; leading dimensions stay."""
         values = self.masked(values)
         return values.sum(tuple(range(-len(self.shape), 0))) if self.shape else values
+
+    @property
+    def kept(self) -> Tensor:
+        """The mask of the weights that are kept; all, where nothing is pruned."""
+        return (
+            torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.keep is None else self.keep
+        )
 
     @property
     @abstractmethod

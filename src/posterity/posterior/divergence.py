@@ -6,8 +6,9 @@ prior without one falls back to Monte-Carlo, which needs nothing but log-densiti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from posterity import noise
 from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.matrix import MatrixGaussian, solved
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian
 
 Formula = Callable[[Any, Any], Tensor]
@@ -51,6 +53,9 @@ def kl(
 ) -> Tensor:
     """KL(q ‖ p), summed over all weights of q; differentiable.
 
+    It is taken block by block. Where q holds several tensors as one block, p may hold the same block, or each
+    of the tensors by itself.
+
     Args:
         q: A posterior, or the leaf of one block.
         p: Another posterior, or a prior.
@@ -66,19 +71,64 @@ def kl(
         return _leaf_kl(q, cast("Leaf | Density", p), None, samples)
     if not isinstance(q, Factorised):
         raise TypeError(f"kl() has no rule for a {type(q).__name__}; pass a Factorised posterior or a leaf")
+    drawn: Mapping[str, Tensor | None] = dict.fromkeys(q.blocks) if weights is None else q.join(weights)
     terms = [
-        _leaf_kl(leaf, cast(Any, p).block(name), None if weights is None else weights[name], samples)
+        _leaf_kl(leaf, _prior(cast(Any, p), name, q.tensors[name], leaf), drawn[name], samples)
         for name, leaf in q.blocks.items()
     ]
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density:
+    """What p says of one of q's blocks, in the block's shape."""
+    if q.shapes == (q.shape,):
+        return cast("Leaf | Density", p.block(name))
+    held = p.block(name) if isinstance(p, Factorised) and name in p.tensors else None
+    if held is not None and not isinstance(held, DiagonalGaussian):
+        return held
+    parts = [p.block(tensor) for tensor in tensors]
+    if isinstance(parts[0], Density) and all(part is parts[0] for part in parts):
+        return parts[0]
+    if not all(isinstance(part, DiagonalGaussian | IsotropicGaussian) for part in parts):
+        return _Beside(parts, q)
+    leaves = [_as_diagonal(part, shape, q) for part, shape in zip(parts, q.shapes, strict=True)]
+    mean, std, keep = (
+        q.join(values) for values in zip(*((x.mean(), x.std(), x.kept) for x in leaves), strict=True)
+    )
+    return DiagonalGaussian(mean, std, keep=keep)
+
+
+def _as_diagonal(p: DiagonalGaussian | IsotropicGaussian, shape: torch.Size, like: Leaf) -> DiagonalGaussian:
+    if isinstance(p, IsotropicGaussian):
+        return DiagonalGaussian(torch.full(shape, p.mean, dtype=like.dtype, device=like.device), p.std)
+    if p.shape != shape:
+        raise ValueError(f"q has shape {tuple(shape)} and p {tuple(p.shape)}: they must be equal")
+    return p
+
+
+@final
+class _Beside(Density):
+    """Densities of a block's tensors, side by side as the tensors are."""
+
+    def __init__(self, parts: Sequence[Density], block: Leaf) -> None:
+        if not all(isinstance(part, Density) for part in parts):
+            names = " and ".join(type(part).__name__ for part in parts)
+            raise TypeError(
+                f"kl() to {names} of the tensors of one block: give the prior the same blocks as q"
+            )
+        self.parts, self.whole = parts, block
+
+    def log_density(self, value: Tensor) -> Tensor:
+        """Log-density of each weight, by its own tensor's."""
+        tensors = self.whole.split(value)
+        return self.whole.join([p.log_density(each) for p, each in zip(self.parts, tensors, strict=True)])
 
 
 def _leaf_kl(q: Leaf, p: Leaf | Density, weights: Tensor | None, samples: int) -> Tensor:
     if isinstance(p, Leaf):
         if p.shape != q.shape:
             raise ValueError(f"q has shape {tuple(q.shape)} and p {tuple(p.shape)}: they must be equal")
-        held = torch.ones((), dtype=torch.bool, device=q.device) if q.keep is None else q.keep
-        if p.keep is not None and bool((held & ~p.keep).any()):
+        if p.keep is not None and bool((q.kept & ~p.keep).any()):
             raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
     formula = _formula(type(q), type(p))
     if formula is not None:
@@ -88,7 +138,7 @@ def _leaf_kl(q: Leaf, p: Leaf | Density, weights: Tensor | None, samples: int) -
             f"kl() to a {type(p).__name__} has neither a closed form nor a log-density: give it one with "
             "register_kl(), or derive it from Density"
         )
-    if isinstance(p, Leaf) and not _same_mask(q, p):
+    if isinstance(p, Leaf) and not torch.equal(q.kept, p.kept):
         raise ValueError("an estimated KL needs q and p pruned at the same places: prune both alike")
     if weights is None:
         seed, step = noise.fresh()
@@ -105,12 +155,6 @@ def _leaf_kl(q: Leaf, p: Leaf | Density, weights: Tensor | None, samples: int) -
         )
     log_p = p.log_prob(weights) if isinstance(p, Leaf) else q.total(p.log_density(weights))
     return (q.log_prob(weights) - log_p).mean()
-
-
-def _same_mask(q: Leaf, p: Leaf) -> bool:
-    if q.keep is None or p.keep is None:
-        return q.keep is p.keep
-    return torch.equal(q.keep, p.keep)
 
 
 def _formula(q_type: type, p_type: type) -> Formula | None:
@@ -137,3 +181,26 @@ def _(q: DiagonalGaussian, p: DiagonalGaussian) -> Tensor:
 @register_kl(DiagonalGaussian, IsotropicGaussian)
 def _(q: DiagonalGaussian, p: IsotropicGaussian) -> Tensor:
     return _gaussian_kl(q, p.mean, p.std)
+
+
+@register_kl(MatrixGaussian, DiagonalGaussian)
+@register_kl(MatrixGaussian, IsotropicGaussian)
+def _(q: MatrixGaussian, p: DiagonalGaussian | IsotropicGaussian) -> Tensor:
+    # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
+    return q.correlation() + kl(q.marginals(), p)
+
+
+@register_kl(MatrixGaussian, MatrixGaussian)
+def _(q: MatrixGaussian, p: MatrixGaussian) -> Tensor:
+    """½ (tr(Σp⁻¹ Σq) + ‖Lp⁻¹ (μq−μp)‖² − n) + log|Lp| − log|Lq|, of the kept weights.
+
+    The trace of a Kronecker product is the product of the factors' traces.
+    """
+    if q.keep is not None:
+        p = p.pruned(q.keep)
+    pairs = list(zip(p.factors(), q.factors(), strict=True))
+    # In double precision: trace and n are large, and nearly equal where q has barely moved.
+    trace = torch.stack([solved(lp.double(), lq.double(), 0).square().sum() for lp, lq in pairs]).prod()
+    excess = (trace - math.prod(len(lq) for _, lq in pairs)).to(q.dtype)
+    shift = p.whitened(q.mean() - p.mean()).square().sum()
+    return 0.5 * (excess + shift) + p.log_volume() - q.log_volume()

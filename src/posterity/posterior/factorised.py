@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,16 +16,23 @@ from torch import Tensor, nn
 from posterity import noise
 from posterity.posterior.base import Leaf, Posterior
 
+Key: TypeAlias = str | tuple[str, ...]
+
 _FORMAT = "posterity.Factorised"
 _VERSION = 1
 
 
 @final
 class Factorised(Posterior):
-    """A product of leaves, one per named parameter tensor.
+    """A product of leaves, one per block.
+
+    A block is a parameter tensor, or several that one leaf holds together, as K-FAC does a layer's weight and
+    bias. Whatever goes in or out is by the parameters' names; ``blocks`` alone is by the blocks', where a
+    block of several tensors is called ``"fc.weight+fc.bias"``.
 
     Args:
-        blocks: Leaf of every parameter, by the parameter's name in the model.
+        blocks: Leaf of every block, by the parameter's name in the model, or a tuple of names in the order
+            of the leaf's ``shapes``.
 
     Example:
         >>> from posterity import DiagonalGaussian
@@ -34,48 +41,93 @@ class Factorised(Posterior):
         torch.Size([5, 2, 3])
     """
 
-    def __init__(self, blocks: Mapping[str, Leaf]) -> None:
+    def __init__(self, blocks: Mapping[str, Leaf] | Mapping[Key, Leaf]) -> None:
         super().__init__()
         if not blocks:
             raise ValueError("a posterior needs at least one block")
-        self._names = tuple(blocks)
+        self._tensors: dict[str, tuple[str, ...]] = {}
+        seen: set[str] = set()
+        for key, leaf in blocks.items():
+            names = (key,) if isinstance(key, str) else tuple(key)
+            if len(names) != len(leaf.shapes):
+                raise ValueError(f"{key!r} names {len(names)} tensors, and its leaf holds {len(leaf.shapes)}")
+            if len({*names} - seen) < len(names):
+                raise ValueError(f"a tensor of {key!r} is in the posterior twice: give it to one block")
+            seen |= {*names}
+            self._tensors[_called(names)] = names
         # A module's children may not have dots in their names; parameters usually do.
         self._leaves = nn.ModuleList(blocks.values())
 
     @property
     def blocks(self) -> dict[str, Leaf]:
-        """The leaves by parameter name."""
-        return dict(zip(self._names, cast("list[Leaf]", list(self._leaves)), strict=True))
+        """The leaves by their blocks' names: that of the tensor, or those of several joined by ``+``."""
+        return dict(zip(self._tensors, cast("list[Leaf]", list(self._leaves)), strict=True))
 
-    def block(self, name: str) -> Leaf:
-        """The leaf of one parameter."""
-        if name not in self._names:
-            raise KeyError(f"the posterior has no block {name!r}; its first is {self._names[0]!r}")
-        return self.blocks[name]
+    @property
+    def tensors(self) -> dict[str, tuple[str, ...]]:
+        """The names of the tensors of every block, by the block's name."""
+        return dict(self._tensors)
+
+    def block(self, name: Key) -> Leaf:
+        """The leaf of one block, by its name or a tuple of its tensors' names."""
+        called = name if isinstance(name, str) else _called(name)
+        if called not in self._tensors:
+            for block, tensors in self._tensors.items():
+                if called in tensors:
+                    raise KeyError(f"{called!r} is only part of a block: ask for {block!r}")
+            raise KeyError(
+                f"the posterior has no block {called!r}; its first is {next(iter(self._tensors))!r}"
+            )
+        return self.blocks[called]
+
+    def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One value per weight, given by block, by tensor; leading dimensions stay."""
+        return {
+            name: part
+            for block, leaf in self.blocks.items()
+            for name, part in zip(self._tensors[block], leaf.split(values[block]), strict=True)
+        }
+
+    def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One value per weight, given by tensor, by block: the inverse of :meth:`split`."""
+        return {
+            block: leaf.join([values[name] for name in self._tensors[block]])
+            for block, leaf in self.blocks.items()
+        }
 
     def mean(self) -> dict[str, Tensor]:
         """The mean of every tensor."""
-        return {name: leaf.mean() for name, leaf in self.blocks.items()}
+        return self.split({block: leaf.mean() for block, leaf in self.blocks.items()})
 
     def std(self) -> dict[str, Tensor]:
         """The standard deviation of every weight."""
-        return {name: leaf.std() for name, leaf in self.blocks.items()}
+        return self.split({block: leaf.std() for block, leaf in self.blocks.items()})
+
+    def kept(self) -> dict[str, Tensor]:
+        """The masks of the weights that are not pruned."""
+        return self.split({block: leaf.kept for block, leaf in self.blocks.items()})
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """Log-density of the given weights, summed over them; leading dimensions are kept."""
-        missing = [name for name in self._names if name not in params]
+        missing = [name for names in self._tensors.values() for name in names if name not in params]
         if missing:
             raise KeyError(f"log_prob needs every block's weights; {missing[0]!r} is missing")
-        return torch.stack([leaf.log_prob(params[name]) for name, leaf in self.blocks.items()]).sum(0)
+        values = self.join(params)
+        return torch.stack([leaf.log_prob(values[block]) for block, leaf in self.blocks.items()]).sum(0)
 
     def frozen(self) -> Factorised:
         """A detached copy, for use as the next prior or for keeping."""
-        return Factorised(
+        return self.rebuilt(
             {
                 name: type(leaf).restore(_copied(leaf.state_dict()), leaf.config())
                 for name, leaf in self.blocks.items()
             }
         ).requires_grad_(False)
+
+    def rebuilt(self, leaves: Mapping[str, Leaf]) -> Factorised:
+        """The same blocks with other leaves, given by the blocks' names."""
+        blocks: dict[Key, Leaf] = {self._tensors[name]: leaf for name, leaf in leaves.items()}
+        return Factorised(blocks)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
@@ -85,7 +137,8 @@ class Factorised(Posterior):
             for key, value in _copied(leaf.state_dict()).items()
         }
         config = {
-            name: {"family": type(leaf).__name__, **leaf.config()} for name, leaf in self.blocks.items()
+            name: {"family": type(leaf).__name__, "tensors": self._tensors[name], **leaf.config()}
+            for name, leaf in self.blocks.items()
         }
         # One key: safetensors writes several in any order, and equal posteriors should give equal files.
         metadata = {_FORMAT: json.dumps({"version": _VERSION, "blocks": config})}
@@ -135,16 +188,18 @@ class Factorised(Posterior):
         if header["version"] > _VERSION:
             raise ValueError(f"{path} was written by a newer Posterity: update to read it")
         families = {family.__name__: family for family in Leaf.__subclasses__()}
-        blocks = {}
+        blocks: dict[Key, Leaf] = {}
         for name, config in header["blocks"].items():
             if config["family"] not in families:
                 raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
-            blocks[name] = families[config["family"]].restore(tensors[name], config)
+            # Files of before there were blocks of several tensors do not name them.
+            names = tuple(config.get("tensors", [name]))
+            blocks[names] = families[config["family"]].restore(tensors[name], config)
         posterior = cls(blocks)
         return posterior if model is None else posterior.check(model)
 
     def _sample(self, samples: range, seed: int, step: int) -> dict[str, Tensor]:
-        return {
+        draws = {
             name: leaf.draw(
                 noise.normal(
                     samples,
@@ -158,6 +213,12 @@ class Factorised(Posterior):
             )
             for name, leaf in self.blocks.items()
         }
+        return self.split(draws)
+
+
+def _called(tensors: tuple[str, ...]) -> str:
+    """What a block of some tensors is called."""
+    return "+".join(tensors)
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

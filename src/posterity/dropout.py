@@ -1,0 +1,181 @@
+"""Dropout as inference: masks in prediction, and the prior's term in training.
+
+Gal and Ghahramani: "Dropout as a Bayesian Approximation", ICML 2016. A layer that follows a dropout layer of
+drop rate p sees inputs x · m / (1 − p), m ~ Bernoulli(1 − p), as torch scales them. That is the layer itself
+with random weights: of weight w, with the mask m of its input,
+
+    q(w̃):  w̃ = w · m / (1 − p),  so  p δ(0) + (1 − p) δ(w / (1 − p)),  of mean w
+
+Masks differ from example to example, so this family has no weight samples ``[S, *shape]``; it joins the
+others at the predictive samples ``[S, B, ...]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from posterity import noise
+from posterity.mc import one_pass
+
+_SCALING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_LAYERS = (*_SCALING, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# What may stand between a dropout layer and the one that it scales: a factor of 0 or more passes through.
+_TRANSPARENT = (nn.Flatten, nn.Unflatten, nn.Identity, nn.ReLU)
+_WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@final
+class MCDropout:
+    """Takes a posterior's place in :func:`~posterity.predict`: S passes with other dropout masks each.
+
+    Only the dropout *modules* drop (``nn.Dropout``, ``Dropout1d`` to ``3d``, ``AlphaDropout``,
+    ``FeatureAlphaDropout``); all else, BatchNorm too, is in evaluation mode. ``F.dropout(x, p,
+    self.training)`` in a module's own ``forward`` is off there, as is the ``dropout=`` of ``nn.LSTM`` and of
+    attention weights: write it as a module, or it plays no part.
+
+    Example:
+        >>> from posterity import predict
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+        >>> p = predict(net, MCDropout(), torch.randn(5, 4), samples=20)
+        >>> p.samples.shape, p.mutual_information.shape
+        (torch.Size([20, 5, 3]), torch.Size([5]))
+    """
+
+    def check(self, model: nn.Module) -> None:
+        """Raise unless the model has a layer that drops something."""
+        if not _dropping(model):
+            raise ValueError(
+                f"{type(model).__name__} has no dropout layer with p above 0 to draw masks for: add "
+                "nn.Dropout modules (F.dropout is not seen), or pass a posterior"
+            )
+
+    def outputs(self, model: nn.Module, x: Tensor, *, samples: int, seed: int, step: int) -> Tensor:
+        """Outputs ``[samples, B, ...]`` of a model in evaluation mode, its dropout layers apart.
+
+        Masks are a pure function of (seed, step, sample) and the batch's shape, on one device; torch's
+        generators are left as they were.
+        """
+        drawn: list[Tensor] = []
+        with _masks_of(model) as ran, _borrowed(model, x) as generators:
+            for sample in range(samples):
+                key = noise.address(seed, step, sample, "dropout")
+                for generator in generators:
+                    generator.manual_seed(key)
+                drawn.append(one_pass(model, {}, {}, (x,), {}))
+        if not ran:
+            raise RuntimeError(
+                "no dropout layer of the model ran, so all passes are the same: let its forward() call them"
+            )
+        return torch.stack(drawn)
+
+
+def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_precision: float = 1.0) -> Tensor:
+    """KL(q ‖ N(0, 1/prior_precision)) of weights under dropout, but for a constant: an L2 term.
+
+    Of one weight w behind a drop rate p, with λ the prior's precision,
+
+        E[−log prior] = ½ λ E[w̃²] + const = ½ λ (1 − p) (w / (1 − p))² + const = λ w² / (2 (1 − p)) + const
+
+    and the entropy of the mask, the rest of the KL, does not depend on w. Weights that no dropout layer
+    scales (biases, which are added later, and layers behind none) are point estimates: they are not counted,
+    unless given a rate of 0. Before a convolution elementwise masks make other weights at each position; the
+    term is the same for each.
+
+    Args:
+        layers: Drop rate p by the module whose ``weight`` it scales, the one *after* the dropout layer. In an
+            ``nn.Sequential``, nested or not, they are found, and whatever is not plain is refused.
+        prior_precision: Precision of the prior of every weight.
+
+    Example:
+        >>> from posterity import elbo
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+        >>> bool(dropout_kl(net) == dropout_kl({net[3]: 0.5}))
+        True
+        >>> loss = elbo(net(torch.randn(5, 4)).square().mean(), dropout_kl(net), num_data=5)
+    """
+    if not 0.0 < prior_precision < float("inf"):
+        raise ValueError(f"prior_precision must be finite and greater than 0, not {prior_precision}")
+    rates = _found(layers) if isinstance(layers, nn.Sequential) else dict(layers)
+    if not rates:
+        raise ValueError("no layer is behind a dropout layer: pass {layer: drop rate}")
+    terms = []
+    for layer, p in rates.items():
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise TypeError(
+                f"a {type(layer).__name__} has no weight: pass the layer that follows the dropout"
+            )
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"a drop rate must be at least 0 and less than 1, not {p}")
+        terms.append(weight.square().sum() * (0.5 * prior_precision / (1.0 - p)))
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+def _found(model: nn.Sequential) -> dict[nn.Module, float]:
+    """Drop rate by the layer that follows it; what is not plain is refused."""
+    rates: dict[nn.Module, float] = {}
+    waiting: float | None = None
+    for name, module in _flat(model):
+        if waiting is None and isinstance(module, _SCALING):
+            waiting = module.p
+        elif waiting is not None and isinstance(module, _WEIGHTED) and module not in rates:
+            rates[module], waiting = waiting, None
+        elif _dropping(module) or (waiting is not None and not isinstance(module, _TRANSPARENT)):
+            raise ValueError(
+                f"which weights the dropout before or in {name!r}, a {type(module).__name__}, scales is not "
+                "plain: pass {layer: drop rate}"
+            )
+    if waiting is not None:
+        raise ValueError("no layer follows the last dropout layer: pass {layer: drop rate}")
+    return rates
+
+
+def _flat(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    # named_children() would give a module that is used twice only once.
+    for name, module in model._modules.items():
+        if isinstance(module, nn.Sequential):
+            yield from _flat(module, f"{prefix}{name}.")
+        elif module is not None:
+            yield prefix + name, module
+
+
+def _dropping(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, _LAYERS) and module.p > 0]
+
+
+@contextmanager
+def _masks_of(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """Dropout layers in training mode; gives the set to which each is added when it runs."""
+    layers = _dropping(model)
+    before = [layer.training for layer in layers]
+    ran: set[nn.Module] = set()
+    # A hook also keeps nn.TransformerEncoderLayer off its fused path, which would skip them.
+    hooks = [layer.register_forward_hook(lambda layer, *_: ran.add(layer)) for layer in layers]
+    try:
+        for layer in layers:
+            layer.training = True
+        yield ran
+    finally:
+        for layer, hook, training in zip(layers, hooks, before, strict=True):
+            layer.training = training
+            hook.remove()
+
+
+@contextmanager
+def _borrowed(model: nn.Module, x: Tensor) -> Iterator[list[torch.Generator]]:
+    """torch's own generators of every device in use, from which its dropout draws; put back afterwards."""
+    tensors = [x, *model.parameters(), *model.buffers()]
+    devices = {each.device.index for each in tensors if each.device.type == "cuda"}
+    # One by one: torch.manual_seed would also seed the devices that are not in use, for good.
+    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield generators
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

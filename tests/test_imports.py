@@ -72,7 +72,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(ImportError, match=r"pip install 'posterity\[metrics\]'"):
-        posterity.metrics.accuracy(torch.ones(1, 2) / 2, torch.zeros(1, dtype=torch.long))
+        posterity.metrics.ece(torch.ones(1, 2) / 2, torch.zeros(1, dtype=torch.long))
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ImportError, match=r"pip install 'posterity\[lab\]'"):
         posterity.predict(model, posterity.BGD(model).posterior(), torch.ones(1, 2), progress=True)

@@ -56,8 +56,9 @@ class Layout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The blocks of a flat buffer."""
+        first = flat.storage_offset()
         return [
-            flat.as_strided(shape, strides, flat.storage_offset() + start)
+            flat.as_strided(shape, strides, first + start)
             for shape, strides, start in zip(self.shapes, self._strides, self.starts, strict=True)
         ]
 

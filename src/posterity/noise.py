@@ -142,7 +142,7 @@ class Noise:
         *,
         fresh: bool = False,
     ) -> None:
-        """Add weighted Σ g and Σ g · eps of gradients ``[K, *shape]``, by block.
+        """Add weighted Σ g and Σ g · eps of gradients ``[K, *shape]``, or ``shape`` of one sample, by block.
 
         Args:
             grads: By the block's number.
@@ -156,17 +156,17 @@ class Noise:
             # One sample's gradients are no larger than the model: copying them is cheaper than launches from
             # Python, though not than those of a graph.
             join = len(self.samples) == 1 and not isinstance(self.step, Tensor)
-            small = [i for i, grad in grads.items() if join or grad.numel() < _WORTH_A_LAUNCH]
-            for i, grad in grads.items():
-                if i not in small:
-                    kernels.moments(self, first, [i], grad.contiguous(), sums, poison, fresh=fresh)
-            if small:
-                joined = torch.cat([grads[i].reshape(-1) for i in small])
+            large = {i for i, grad in grads.items() if not join and grad.numel() >= _WORTH_A_LAUNCH}
+            for i in large:
+                kernels.moments(self, first, [i], grads[i].contiguous(), sums, poison, fresh=fresh)
+            if small := [i for i in grads if i not in large]:
+                joined = torch._utils._flatten_dense_tensors([grads[i] for i in small])  # type: ignore[no-untyped-call]
                 kernels.moments(self, first, small, joined, sums, poison, fresh=fresh)
             return
         for i, grad in grads.items():
             total, product = sums[:, self.layout.span(i)]
-            for each, eps in zip(grad, self.blocks[i][rows], strict=True):
+            noise = self.blocks[i][rows]
+            for each, eps in zip(grad.reshape(noise.shape), noise, strict=True):
                 total.add_(each.reshape(-1), alpha=self.weight)
                 product.addcmul_(each.reshape(-1), eps.reshape(-1), value=self.weight)
             if sums.is_cuda:

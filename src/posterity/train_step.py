@@ -153,7 +153,7 @@ class TrainStep:
                 for p, grad in zip(wanted, grads, strict=True)
                 if grad is not None
             }
-            opt.absorb(found, drawn, len(rows), 1 / samples)
+            opt.absorb(found.get, drawn, len(rows), 1 / samples)
         opt.publish()
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)

@@ -301,3 +301,85 @@ def test_a_group_is_not_added_while_samples_wait(rule: Rule) -> None:
         opt.add_param_group({"params": [("other", model[1].weight)]})
     opt.step(batch_size=16)
     opt.add_param_group({"params": [("other", model[1].weight)]})
+
+
+@rules
+@pytest.mark.parametrize("samples", [1, 2])
+def test_gradients_belong_to_the_user_until_the_step_reads_them(rule: Rule, samples: int) -> None:
+    def scaled(p: nn.Parameter) -> None:
+        p.grad.data.mul_(0.1)  # old code does, and no version counts it
+
+    def replaced(p: nn.Parameter) -> None:
+        p.grad = 0.1 * p.grad
+
+    def dropped(p: nn.Parameter) -> None:
+        p.grad = None
+
+    def moved(p: nn.Parameter) -> None:
+        p.data = torch.full_like(p, 0.5)
+
+    results = {}
+    for change in (None, scaled, replaced, dropped, moved):
+        model = net()
+        opt = rule.make(model, mc_samples=samples)
+        by_context(model, opt)
+        opt.zero_grad()
+        for _ in range(samples):
+            with opt.sampled_params():
+                loss_fn(model).backward()
+        held = {p: (p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None}
+        if change is not None:
+            held.pop(model.first.weight)
+            change(model.first.weight)
+        opt.step(batch_size=16)
+        results[change] = model.first.weight.detach().clone(), model.last.weight.detach().clone()
+        opt.zero_grad()
+        by_context(model, opt)
+        assert all(torch.equal(grad, value) for grad, value in held.values())
+    first = {change: value for change, (value, _) in results.items()}
+    assert torch.equal(first[scaled], first[replaced])
+    assert len({tuple(value.flatten().tolist()) for value in first.values()}) == 4
+    assert all(torch.equal(last, results[None][1]) for _, last in results.values())
+
+
+@rules
+def test_state_that_a_user_replaces_is_what_counts(rule: Rule) -> None:
+    results = []
+    for replace in (False, True):
+        model = net()
+        opt = rule.make(model)
+        by_context(model, opt)
+        for p in model.parameters():
+            for key, value in opt.state[p].items():
+                if key != "step" and replace:
+                    opt.state[p][key] = 2 * value
+                elif key != "step":
+                    value.mul_(2)
+        by_context(model, opt)
+        results.append(everything(model, opt))
+    assert same(*results)
+
+
+@rules
+def test_one_sample_is_learned_from_in_all_ways(rule: Rule) -> None:
+    results = []
+    for way in ALL_WAYS:
+        model = net()
+        opt = rule.make(model, mc_samples=1)
+        for _ in range(2):
+            way(model, opt)
+        results.append(everything(model, opt))
+        assert not torch.equal(model.first.weight, net().first.weight)
+    for result in results[1:]:
+        for name, value in result.items():
+            torch.testing.assert_close(value, results[0][name], msg=name)
+
+
+@rules
+def test_buffers_set_between_steps_are_what_a_look_sees(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    by_context(model, opt)
+    model.norm.running_mean.fill_(3.0)
+    with torch.no_grad(), opt.sampled_params():
+        assert torch.equal(model.norm.running_mean, torch.full((7,), 3.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import Tensor, distributed
@@ -18,18 +17,20 @@ class GradientLedger:
     """Tells gradients that a step has used up from gradients that appeared since."""
 
     def __init__(self) -> None:
-        self._known: dict[Tensor, tuple[int, int]] = {}
+        self._known: dict[int, tuple[int, int]] = {}
 
     def remember(self, params: Iterable[Tensor]) -> None:
         """Take note of the gradients that are there."""
-        self._known = {p: (id(p.grad), p.grad._version) for p in params if p.grad is not None}
+        self._known = {id(p): (id(grad), grad._version) for p in params if (grad := p.grad) is not None}
 
     def refuse_foreign(self, groups: list[Group]) -> None:
         """Raise for a gradient that is new: it was taken at the means, and would be lost."""
         for group in groups:
             for name, p in members(group):
-                seen = p.grad is None or self._known.get(p) == (id(p.grad), p.grad._version)
-                if not seen and bool(cast(Tensor, p.grad).any()):  # one zeroed in place has lost nothing
+                grad = p.grad
+                if grad is None or self._known.get(id(p)) == (id(grad), grad._version):
+                    continue
+                if bool(grad.any()):  # one zeroed in place has lost nothing
                     raise RuntimeError(
                         f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
                         "or drop it with zero_grad()"
@@ -49,11 +50,11 @@ def refuse_bad_gradients(groups: list[Group], sums: Accumulator, optimizer: str)
     used = sums.used()
     for group in groups:
         for name, p in members(group):
-            if p.grad is not None and p not in used:
+            if id(p) not in used and p.grad is not None:
                 raise RuntimeError(
                     f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
                 )
-    flats = [flat for each in sums for flat in (each.mean_grad(), each.grad_noise)]
+    flats = [flat for each in sums for flat in (each.mean_grad, each.grad_noise)]
     norms = [norm.item() for norm in torch._foreach_norm(flats, math.inf)]
     if not all(math.isfinite(norm) for norm in norms):
         grads = [(name, p.grad) for group in groups for name, p in members(group) if p.grad is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TypeAlias, final
 
 import torch
@@ -42,7 +43,10 @@ class Slab:
         self.weights = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         self._weights = self.layout.views(self.weights)
         self.room = Room()
-        # Where the parameters lie; captured graphs read all that ever were.
+        self._fused = kernels is not None and self.device.type == "cuda"
+        # Where the parameters lie; captured graphs read all places that ever were.
+        self._at: tuple[int, ...] = ()
+        self._fits, self._plain = True, False
         self._places: dict[tuple[int, ...], Tensor] = {}
         # How often each was updated.
         self.steps = torch.stack([states[p]["step"] for p in params])
@@ -56,20 +60,16 @@ class Slab:
                 torch._foreach_copy_(self._views[key], values)
         for i, p in enumerate(params):
             states[p].update({key: views[i] for key, views in self._views.items()})
-        self._held = [(p, states[p], p.data_ptr()) for p in params]
+        self.locate()
 
-    def holds(self, states: Mapping[Tensor, State]) -> bool:
-        """Whether the parameters and their states are still those of the slab."""
-        for p, state, place in self._held:
-            if states[p] is not state or len(state) != len(self._views):
-                return False
-            if p.data_ptr() != place and (p.device != self.device or p.dtype != self.dtype):
-                return False
-        return all(
-            state[key] is view
-            for key, views in self._views.items()
-            for (_, state, _), view in zip(self._held, views, strict=True)
-        )
+    def locate(self) -> bool:
+        """Look where the parameters lie, which users may change; whether they still belong to the slab."""
+        at = tuple([p.data_ptr() for p in self.params])
+        if at != self._at:
+            self._at = at
+            self._fits = all(p.device == self.device and p.dtype == self.dtype for p in self.params)
+        self._plain = self._fits and all(map(Tensor.is_contiguous, self.params))
+        return self._fits
 
     def count(self, moved: Sequence[int]) -> None:
         """Count an update of some parameters."""
@@ -82,6 +82,8 @@ class Slab:
     def mean(self) -> Tensor:
         """The means: the weights as they were last read, or what is kept of half-precision ones."""
         return self.state.get("mean", self.weights)
+
+    # These three want the parameters to be where they were last located.
 
     def read(self) -> None:
         """Take the parameters' values."""
@@ -102,6 +104,21 @@ class Slab:
         means = self._views.get("mean", self._weights)
         torch._foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
 
+    def gather(self) -> Tensor:
+        """The parameters' gradients, flat, in the precision of the state; overwritten by the next call."""
+        flat, views = self._gathered
+        grads = {i: grad for i, p in enumerate(self.params) if (grad := p.grad) is not None}
+        if len(grads) < len(views):
+            flat.zero_()  # else it would have gradients of earlier steps
+        torch._foreach_copy_([views[i] for i in grads], list(grads.values()))
+        return flat
+
+    @cached_property
+    def _gathered(self) -> tuple[Tensor, list[Tensor]]:
+        with torch.inference_mode(False):
+            flat = torch.zeros(self.layout.size, dtype=state_dtype(self.weights), device=self.device)
+            return flat, self.layout.views(flat)
+
     def spans(self, moved: Sequence[int] | None) -> Iterator[tuple[int, slice]]:
         """Where some parameters lie, or, in parts that a CPU's cache holds, all; each with one of them."""
         if moved is not None:
@@ -112,15 +129,13 @@ class Slab:
 
     def _transferred(self, flat: Tensor, *, read: bool) -> bool:
         """Whether one kernel could copy all parameters: torch's own takes a program for 65,536 numbers."""
-        if not (flat.is_cuda and kernels is not None and all(p.is_contiguous() for p in self.params)):
+        if not (self._fused and self._plain):
             return False
-        places = tuple(p.data_ptr() for p in self.params)
-        if places not in self._places:
-            self._places[places] = torch.tensor(places, dtype=torch.int64).to(self.device)
-        kernels.transfer(self.layout, self._places[places], flat, read=read)
+        if self._at not in self._places:
+            self._places[self._at] = torch.tensor(self._at, dtype=torch.int64).to(self.device)
+        kernels.transfer(self.layout, self._places[self._at], flat, read=read)
         if not read:
-            for p in self.params:
-                torch.autograd.graph.increment_version(p)
+            torch.autograd.graph.increment_version(self.params)
         return True
 
 

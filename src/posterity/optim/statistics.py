@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
@@ -42,7 +43,7 @@ class Sums:
         both: Σ g and Σ g·eps, flat; of blocks that had no gradient it may hold anything.
         poison: On a GPU, NaN if a sum is not finite.
         used: Blocks that had a gradient, by number.
-        published: E[g] as it was put into ``p.grad``: flat, and the views that were.
+        published: E[g] as it was put into ``p.grad``, if it was: flat, and the views that were.
     """
 
     slab: Slab
@@ -73,8 +74,8 @@ class Sums:
     ) -> None:
         """Add gradients ``[k, ...]`` by block, taken under the given noise of some of its samples.
 
-        Deterministic parameters have no noise, and one gradient ``[1, ...]`` that is a sum over samples,
-        with a weight.
+        Those of one sample may lack the leading dimension. Deterministic parameters have no noise, and one
+        gradient that is a sum over samples, with a weight.
         """
         fresh = self.used.isdisjoint(grads)
         self.used.update(grads)
@@ -82,7 +83,7 @@ class Sums:
             noise.moments(grads, self.both, self.poison, rows, fresh=fresh)
         elif grads:
             sums = self.slab.layout.views(self.grad)
-            values = [grad[0].to(self.grad.dtype) for grad in grads.values()]
+            values = [grad.reshape(sums[i].shape).to(self.grad.dtype) for i, grad in grads.items()]
             torch._foreach_add_([sums[i] for i in grads], values, alpha=weight)
             self.poison += torch.linalg.vector_norm(self.grad, float("inf")) * 0.0
 
@@ -93,18 +94,17 @@ class Sums:
             weight: Of all samples together.
             last: Whether no more samples come, so that the sum itself may be given away.
         """
-        if not self.used:
-            return
         flat = (self.grad if last and weight == 1.0 else self.grad / weight).to(self.slab.dtype)
         views = self.slab.layout.views(flat)
         self.published = flat, {i: views[i] for i in self.used}
         for i, view in self.published[1].items():
             self.slab.params[i].grad = view
 
+    @cached_property
     def mean_grad(self) -> Tensor:
-        """E[g], flat, as ``p.grad`` has it now."""
+        """E[g], flat, as ``p.grad`` has it when this is first asked for."""
         if self.published is None:
-            raise RuntimeError("there is no gradient to read before it was published")
+            return self.slab.gather()
         flat, views = self.published
         for i, view in views.items():
             grad = self.slab.params[i].grad
@@ -130,16 +130,18 @@ class Accumulator:
 
     @torch.no_grad()
     def publish(self, last: bool = False) -> None:
-        """Put E[g] into every ``p.grad``."""
+        """Put E[g] into every ``p.grad``; see :meth:`Sums.publish`."""
+        if self.samples == 1 and not last:
+            return  # a single sample's gradients are their own mean
         for sums in self._sums.values():
             sums.publish(self.weight, last)
 
     def __iter__(self) -> Iterator[Sums]:
         return iter(self._sums.values())
 
-    def used(self) -> set[Tensor]:
-        """Parameters that had a gradient."""
-        return {sums.slab.params[i] for sums in self for i in sums.used}
+    def used(self) -> set[int]:
+        """Parameters that had a gradient, by ``id``."""
+        return {id(sums.slab.params[i]) for sums in self for i in sums.used}
 
     def clear(self) -> None:
         """Start the next step."""

@@ -8,17 +8,17 @@ the method's rule (:meth:`VariationalOptimizer.step`). A method adds only pure f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from posterity import buffers
 from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
@@ -27,6 +27,7 @@ from posterity.optim.gradients import GradientLedger, refuse_bad_gradients, refu
 from posterity.optim.groups import Group, Params, checked_group, members, named_groups, split_groups
 from posterity.optim.handover import states_from
 from posterity.optim.live import Live
+from posterity.optim.sampling import Draw, Sampling
 from posterity.optim.slab import Slab, State, needs_mean, slabs
 from posterity.optim.statistics import Accumulator, Sink, Statistics, state_dtype, zero
 from posterity.optim.watch import LossWatch
@@ -35,24 +36,6 @@ from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 _generations = count()
 # Numbers of samples that are drawn to look, not to learn: far from those of any step.
 _PEEKS = 1 << 30
-
-
-class Draw(NamedTuple):
-    """Weights drawn for the parameters of a slab.
-
-    Attributes:
-        slab: Whose.
-        noise: Behind them.
-        flat: All of them, each block stacked over the samples, in the parameters' dtype.
-    """
-
-    slab: Slab
-    noise: Noise
-    flat: Tensor
-
-    def weights(self) -> list[Tensor]:
-        """``[samples, ...]`` of every parameter."""
-        return self.slab.layout.stacked(self.flat, len(self.noise.samples))
 
 
 class VariationalOptimizer(Optimizer, ABC):
@@ -133,9 +116,9 @@ class VariationalOptimizer(Optimizer, ABC):
         (Monte-Carlo samples). Whatever is raised inside, the means come back and the sample is not counted.
         Under ``torch.no_grad`` every context has weights of its own, which training never sees.
         """
-        if self._entered is not None:
-            self._entered += 1
-            if self._entered > 1:
+        if self._sampling.entered is not None:
+            self._sampling.entered += 1
+            if self._sampling.entered > 1:
                 raise RuntimeError(
                     "sampled_params() was entered again inside itself; step(closure) draws the samples: set "
                     "mc_samples instead of a loop inside the closure"
@@ -181,8 +164,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 loss = self._run(closure)
             refuse_bad_gradients(self.param_groups, self._sums, type(self).__name__)
         except BaseException:
-            if self._module is not None and self._buffers is not None:
-                buffers.restore(self._module, self._buffers)
+            self._sampling.restore()
             self._reset()
             raise
         self.apply(sizes)
@@ -214,9 +196,9 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients: inside a sampling context what it has added so far, outside everything."""
-        if self._entered is None:
-            self._reset()
         super().zero_grad(set_to_none=set_to_none)
+        if self._sampling.entered is None:
+            self._reset()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
@@ -257,10 +239,10 @@ class VariationalOptimizer(Optimizer, ABC):
         """Called by unpickling, copying and ``load_state_dict`` alike: pending samples are dropped."""
         super().__setstate__(state)
         self._slabs = []
+        self._held: list[Tensor] = []  # all of the state, when the slabs were made of it
         self._sums = Accumulator()
         self._ledger = GradientLedger()
-        self._buffers: dict[str, Tensor] | None = None  # the model's, as they were before the step
-        self._entered: int | None = None  # nested entries of the sampling context; None outside of it
+        self._sampling = Sampling(self._module)
         self._peeks: int = 0  # sampling contexts without gradients
         self.watch = LossWatch(type(self).__name__)
         self._live: Live | None = None
@@ -304,15 +286,26 @@ class VariationalOptimizer(Optimizer, ABC):
         return drawn
 
     def absorb(
-        self, grads: Mapping[Tensor, Tensor], drawn: list[Draw], samples: int, weight: float = 1.0
+        self,
+        grad_of: Callable[[Tensor], Tensor | None],
+        drawn: list[Draw],
+        samples: int,
+        weight: float = 1.0,
     ) -> None:
         """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
-        Those of deterministic parameters are ``[1, ...]``, a sum over the samples.
+        Those of one sample may lack the leading dimension. Those of deterministic parameters are one, a sum
+        over the samples.
+
+        Args:
+            grad_of: A parameter's gradient, if it has one.
+            drawn: The weights.
+            samples: How many.
+            weight: Of each.
         """
         noises = {draw.slab: draw.noise for draw in drawn}
         for slab in self._slabs:
-            found = {i: grads[p] for i, p in enumerate(slab.params) if p in grads}
+            found = {i: grad for i, p in enumerate(slab.params) if (grad := grad_of(p)) is not None}
             if found:
                 self._sums.of(slab).add(found, noises.get(slab), weight)
         self._sums.samples += samples
@@ -337,10 +330,11 @@ class VariationalOptimizer(Optimizer, ABC):
             slab.count(moved)
             group = self.param_groups[slab.number]
             if live is None:
+                slab.locate()
                 slab.read()  # a user may have changed weights since the draw
             else:
                 group = {**group, "lr": live.lr[slab.number]}
-            grad = sums.mean_grad()
+            grad = sums.mean_grad
             counts = slab.steps.tolist()
             alike = len(moved) == len(slab.params) and len(set(counts)) == 1
             for i, span in slab.spans(None if alike else moved):
@@ -372,43 +366,8 @@ class VariationalOptimizer(Optimizer, ABC):
 
     # The machinery.
 
-    @contextmanager
-    def _one_sample(self, sample: int) -> Iterator[None]:
-        params = self._params()
-        before = [p.grad for p in params]
-        # Every sample starts from the buffers (BatchNorm's statistics) before the step; sample 0's are kept.
-        entry = None if self._module is None else buffers.snapshot(self._module)
-        if sample == 0:
-            self._buffers = entry
-        used: list[Tensor] = []
-        drawn: list[Draw] = []
-        try:
-            drawn = self.draw(range(sample, sample + 1))
-            with torch.no_grad():
-                for draw in drawn:
-                    draw.slab.put(draw.flat)
-            if sample > 0 and self._module is not None and self._buffers is not None:
-                buffers.restore(self._module, self._buffers)
-            for p in params:
-                p.grad = None
-            self._entered = 0
-            yield
-            grads = {p: p.grad for p in params if p.grad is not None}
-            if any(grad.is_sparse for grad in grads.values()):
-                raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-            used = list(grads)
-            if used:
-                self.absorb({p: grad[None] for p, grad in grads.items()}, drawn, 1)
-        finally:
-            if not used:  # an error, or a forward pass alone: as if nothing had happened
-                for p, grad in zip(params, before, strict=True):
-                    p.grad = grad
-            self._entered = None
-            with torch.no_grad():
-                for draw in drawn:
-                    draw.slab.put(draw.slab.weights)
-            if self._module is not None and entry is not None and not (used and sample == 0):
-                buffers.restore(self._module, entry)
+    def _one_sample(self, sample: int) -> AbstractContextManager[None]:
+        return self._sampling.sample(sample, self._params(), self.draw, self.absorb)
 
     def _run(self, closure: Callable[[], Tensor | float]) -> Tensor:
         """Run the closure under ``mc_samples`` weight samples; its mean loss."""
@@ -448,7 +407,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if products is None:
             new_mean, new_state = adam_update(mean, state, grad, step, group)
         else:
-            stats = Statistics(grad, products / weight, batch_size, step)
+            stats = Statistics(grad, products if weight == 1 else products / weight, batch_size, step)
             new_mean, new_state = self.update(mean, state, stats, group)
         if keep is not None:
             new_mean = new_mean * keep
@@ -467,7 +426,13 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def _ready(self) -> Sequence[Slab]:
         """The slabs, after giving a state to parameters that have none."""
-        if self._slabs and all(slab.holds(self.state) for slab in self._slabs):
+        held = self._state_tensors()
+        if (
+            self._slabs
+            and len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and all(slab.locate() for slab in self._slabs)
+        ):
             return self._slabs
         for group in self.param_groups:
             for p in group["params"]:
@@ -476,6 +441,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     self._begin(p, state, group)
         with torch.inference_mode(False), torch.no_grad():
             self._slabs = list(slabs(self.param_groups, self.state))
+        self._held = self._state_tensors()
         self._generation = next(_generations)
         return self._slabs
 
@@ -488,6 +454,9 @@ class VariationalOptimizer(Optimizer, ABC):
         if "step" not in state:
             state["step"] = zero()
             state.update(adam_init(mean) if group["deterministic"] else self.init(mean, None, group))
+
+    def _state_tensors(self) -> list[Tensor]:
+        return [value for state in self.state.values() for value in state.values()]
 
     def _mean(self, p: Tensor) -> Tensor:
         """The parameter itself, or its full-precision mean where it is kept in half precision."""
@@ -515,10 +484,10 @@ class VariationalOptimizer(Optimizer, ABC):
         return int(size)
 
     def _refuse_inside(self, call: str) -> None:
-        if self._entered is not None:
+        if self._sampling.entered is not None:
             raise RuntimeError(f"{call} inside sampled_params() would see sampled weights: leave it first")
 
     def _reset(self) -> None:
         self._sums.clear()
-        self._buffers = None
+        self._sampling.finish()
         self._ledger.remember(self._params())

@@ -1,0 +1,93 @@
+"""Buffers are kept and put back, whatever a forward pass does with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posterity.buffers import Keeper
+
+
+class Odd(nn.Module):
+    """Buffers of several kinds: nested, shared, absent, expanded, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.twice = nn.ModuleList([self.norm, nn.Sequential()])
+        self.other = nn.BatchNorm1d(3)
+        self.register_buffer("absent", None)
+        self.register_buffer("wide", torch.zeros(1, 3).expand(4, 3))
+        self.register_buffer("table", torch.arange(6.0).view(2, 3), persistent=False)
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def spoil(module: nn.Module) -> None:
+    for name, buffer in module.named_buffers():
+        if name != "wide":
+            buffer.fill_(9)
+
+
+def test_buffers_come_back_as_often_as_they_were_kept() -> None:
+    model = Odd()
+    keeper = Keeper(model)
+    for number in range(3):
+        model.norm.running_mean.fill_(number)
+        before = values(model)
+        keeper.keep()
+        spoil(model)
+        keeper.restore()
+        assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "table", model.table + 1),  # as many a forward pass does
+        lambda model: setattr(model, "other", nn.BatchNorm1d(3)),
+        lambda model: model.norm.double(),
+        lambda model: setattr(model.norm.running_var, "data", torch.full((3,), 5.0)),
+    ],
+)
+def test_buffers_that_are_replaced_are_put_back_by_name(change, when: str) -> None:
+    model = Odd()
+    keeper = Keeper(model)
+    keeper.keep()
+    if when == "before":
+        change(model)
+        keeper.keep()
+    before = values(model)
+    if when == "within":
+        change(model)
+    spoil(model)
+    keeper.restore()
+    for name, value in model.named_buffers():
+        assert torch.equal(value.double(), before[name].double()), name
+
+
+def test_a_buffer_that_has_grown_is_kept_whole() -> None:
+    model = Odd()
+    keeper = Keeper(model)
+    keeper.keep()
+    model.table.resize_(3, 3).fill_(2.0)
+    keeper.keep()
+    spoil(model)
+    keeper.restore()
+    assert torch.equal(model.table, torch.full((3, 3), 2.0))
+
+
+def test_keeping_begun_in_inference_mode_goes_on_outside() -> None:
+    model = Odd()
+    keeper = Keeper(model)
+    with torch.inference_mode():
+        keeper.keep()
+    model.norm.running_mean.fill_(4.0)
+    keeper.keep()
+    spoil(model)
+    keeper.restore()
+    assert torch.equal(model.norm.running_mean, torch.full((3,), 4.0))

@@ -1,0 +1,96 @@
+"""One kernel copies all parameters of a slab; it is given addresses, so these had better be right."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posterity import IVON
+from posterity.layout import Layout
+from posterity.optim import slab as slab_module
+from posterity.optim.slab import Slab
+
+
+def transfer(layout: Layout, pointers: Tensor, flat: Tensor, *, read: bool) -> None:
+    """What the kernel does, on a CPU."""
+    for place, start, size in zip(pointers.tolist(), layout.starts, layout.sizes, strict=True):
+        here, count = flat.data_ptr() + start * flat.element_size(), size * flat.element_size()
+        ctypes.memmove(*((here, place) if read else (place, here)), count)
+
+
+@pytest.fixture
+def slab(monkeypatch: pytest.MonkeyPatch) -> Slab:
+    monkeypatch.setattr(slab_module, "kernels", SimpleNamespace(transfer=transfer))
+    params = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(5))]
+    made = Slab(0, ["a", "b"], params, {p: {"step": torch.tensor(0)} for p in params})
+    made._fused = True
+    return made
+
+
+def in_place(p: Tensor) -> None:
+    p.data.copy_(torch.randn_like(p))
+
+
+def elsewhere(p: Tensor) -> None:
+    p.data = torch.randn_like(p)
+
+
+def transposed(p: Tensor) -> None:
+    p.data = p.data.t()  # the same address
+
+
+def halved(p: Tensor) -> None:
+    p.data = p.data.half()
+
+
+@pytest.mark.parametrize("change", [in_place, elsewhere, transposed, halved])
+def test_parameters_are_found_wherever_users_put_them(slab: Slab, change) -> None:
+    slab.read()
+    change(slab.params[0])
+    assert slab.locate() == (change is not halved)
+    assert slab.locate() == (change is not halved)  # looking again does not make it fit
+    slab.read()
+    for view, p in zip(slab.layout.views(slab.weights), slab.params, strict=True):
+        assert torch.equal(view, p.float())
+    drawn = torch.arange(float(slab.layout.size))
+    versions = [p._version for p in slab.params]
+    with torch.no_grad():
+        slab.put(drawn)
+    for view, p, version in zip(slab.layout.views(drawn), slab.params, versions, strict=True):
+        assert torch.equal(view, p.float())
+        assert p._version > version
+
+
+def test_gathered_gradients_hold_nothing_of_earlier_ones(slab: Slab) -> None:
+    first, second = slab.params
+    first.grad, second.grad = torch.full((3, 3), torch.nan), torch.ones(5)
+    slab.gather()
+    first.grad = None
+    a, b = slab.layout.views(slab.gather())
+    assert torch.equal(b, torch.ones(5))
+    assert torch.isfinite(a).all()
+
+
+def test_an_optimiser_follows_parameters_that_move_inside_and_after_a_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slab_module, "kernels", SimpleNamespace(transfer=transfer))
+    model = nn.Linear(3, 2)
+    opt = IVON(model, num_data=10)
+    for slab in opt._ready():
+        slab._fused = True
+    means = model.weight.detach().clone()
+    with opt.sampled_params():
+        model(torch.ones(4, 3)).sum().backward()
+        left = model.weight.data  # its memory is not to be written to either
+        model.weight.data = left.clone()
+    assert torch.equal(model.weight, means)
+    assert not torch.equal(left, means)
+    model.weight.data = torch.full((2, 3), 5.0)
+    opt.step()
+    assert ((model.weight - 5.0).abs() < 1.0).all()
+    assert not torch.equal(model.weight, torch.full((2, 3), 5.0))

@@ -36,6 +36,8 @@ from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 _generations = count()
 # Numbers of samples that are drawn to look, not to learn: far from those of any step.
 _PEEKS = 1 << 30
+# By default the compiler starts a process for every core, each of which imports torch.
+_ONE_KERNEL = {"compile_threads": 1}
 
 
 class VariationalOptimizer(Optimizer, ABC):
@@ -418,11 +420,11 @@ class VariationalOptimizer(Optimizer, ABC):
 
     @cached_property
     def _fused_move(self) -> Callable[..., None]:
-        return torch.compile(self._move, dynamic=True)
+        return torch.compile(self._move, dynamic=True, options=_ONE_KERNEL)
 
     @cached_property
     def _fused_std(self) -> Callable[..., Tensor]:
-        return torch.compile(self.std, dynamic=True)
+        return torch.compile(self.std, dynamic=True, options=_ONE_KERNEL)
 
     def _ready(self) -> Sequence[Slab]:
         """The slabs, after giving a state to parameters that have none."""

@@ -37,7 +37,7 @@ _generations = count()
 # Numbers of samples that are drawn to look, not to learn: far from those of any step.
 _PEEKS = 1 << 30
 # By default the compiler starts a process for every core, each of which imports torch.
-_ONE_KERNEL = {"compile_threads": 1}
+_ONE_KERNEL: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
 
 
 class VariationalOptimizer(Optimizer, ABC):

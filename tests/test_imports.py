@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "noise": {"kernels", "layout"},
     "kernels": {"layout", "noise"},
     "posterior": {"names", "noise"},
+    "curvature": {"names", "noise"},
     "optim": {"buffers", "layout", "names", "noise", "posterior"},
     "objective": {"posterior"},
     "metrics": set(),

@@ -1,6 +1,6 @@
 """Posterity learns a posterior over a network's weights, and hands it on."""
 
-from posterity import continual, diagnostics, metrics
+from posterity import continual, curvature, diagnostics, metrics
 from posterity.compress import magnitude, point_mass, prune, snr, sparsity
 from posterity.dropout import MCDropout, dropout_kl
 from posterity.mc import run
@@ -46,6 +46,7 @@ __all__ = [
     "blundell",
     "compile_step",
     "continual",
+    "curvature",
     "diagnostics",
     "dropout_kl",
     "elbo",

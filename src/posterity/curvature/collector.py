@@ -1,0 +1,249 @@
+"""What a backward pass gathers beyond the gradient.
+
+A *term* g_i of example i is the gradient of the batch's loss in a copy of the weights that only example i
+uses. Where examples do not meet (no BatchNorm in training mode) it is the gradient of the example's own loss,
+over the batch size for a mean loss. BatchNorm makes them meet: what example i does to the others through the
+batch's statistics is then in its term, and all terms together are always the gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import NamedTuple, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from posterity.curvature.tap import Taps
+from posterity.curvature.uses import Part, Run, Use
+
+
+@final
+@dataclass(frozen=True)
+class Kronecker:
+    """The factors of one block, see :class:`Factors`.
+
+    Attributes:
+        weight: Its parameter's name.
+        bias: Its bias's name, if that is part of the block.
+        rows: Which rows of both, if not all.
+        A: Of inputs, ``[I, I]``, or ``[I + 1, I + 1]`` with a bias.
+        S: Of gradients of the outputs, ``[O, O]``.
+    """
+
+    weight: str
+    bias: str | None
+    rows: tuple[int, int] | None
+    A: Tensor
+    S: Tensor
+
+
+class Curvature(NamedTuple):
+    """Means over examples, by the name of a parameter.
+
+    Attributes:
+        kronecker: Blocks that have factors.
+        diagonal: The other parameters.
+    """
+
+    kronecker: dict[str, Kronecker]
+    diagonal: dict[str, Tensor]
+
+
+class Collector(ABC):
+    """Gathers from every backward pass inside ``with collector:``, for the parameters that it watches.
+
+    Sums go on from context to context, until :meth:`clear`.
+
+    Args:
+        params: A module, all of whose parameters are wanted, or tensors by name: parameters, or drawn
+            weights, with samples in front in a stacked pass. Those that need no gradient are left out.
+        batch_dim: The axis that counts examples in the inputs of linear layers, embeddings and LayerNorm,
+            where they have several axes to choose from.
+        strict: Whether to raise for a parameter that is used in a way that nothing can be collected from;
+            else it is put into ``refused``, and left out.
+
+    Attributes:
+        sums: Σ g_i² over examples and samples, by name, of the loss as backward saw it. Put zeros of your own
+            there to have them added to.
+        blocks: Sums of Kronecker factors, where the collector has them.
+        examples: How many there were, each counted once for every sample.
+        refused: Reasons, by name.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        batch_dim: int = 0,
+        strict: bool = True,
+    ) -> None:
+        if batch_dim < 0:
+            raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
+        self._taps, self._strict = Taps(self, batch_dim), strict
+        self._wanted: dict[int, tuple[Tensor, Part]] = {}
+        self._entered = False
+        self.refused: dict[str, str] = {}
+        self.watch({} if params is None else params)
+        self.clear()
+
+    def watch(self, params: nn.Module | Mapping[str, Tensor], *, stacked: bool = False) -> Self:
+        """From here on, gather for these tensors: ``with collector.watch(drawn): …``.
+
+        Args:
+            params: As for the collector itself.
+            stacked: Whether they are samples ``[K, …]`` for ``stacked_pass``, except those that all share.
+        """
+        if self._entered:
+            raise RuntimeError("a collector is inside its context: watch other parameters after it")
+        named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
+        self.stacked = stacked
+        self._wanted = {id(p): (p, Part(name)) for name, p in named.items() if p.requires_grad}
+        return self
+
+    def clear(self) -> None:
+        """Forget the sums."""
+        self.sums: dict[str, Tensor] = {}
+        self.blocks: dict[str, Kronecker] = {}
+        self.examples = 0
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a collector was entered again inside itself")
+        if not self._wanted:
+            raise RuntimeError(
+                "a collector has nothing to watch: no parameter that needs a gradient was given"
+            )
+        self.refused.clear()
+        self._extra: dict[int, tuple[Tensor, Part]] = {}
+        self._run = Run()
+        self._reached: set[str] = set()
+        self._collected: set[str] = set()
+        self._entered = True
+        # Whose gradient is made, without a word from any layer, was used where nobody could see it.
+        reach = self._reached.add
+        self._hooks = [
+            tensor.register_hook(lambda _, name=part.name: reach(name))  # type: ignore[no-untyped-call]
+            for tensor, part in self._wanted.values()
+        ]
+        self._taps.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._taps.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._entered = False
+        self._extra = {}
+        for hook in self._hooks:
+            hook.remove()
+        if kind is not None:
+            return
+        if not self._collected | self._reached | self.refused.keys():
+            raise RuntimeError(
+                "nothing was collected: run forward and backward inside, with the tensors that are watched"
+            )
+        missed = sorted(self._reached - self._collected - self.refused.keys())
+        if missed:
+            self.refuse(missed, "is used by an operation that cannot be seen")
+
+    # What its taps ask and tell.
+
+    def part(self, tensor: Tensor) -> Part | None:
+        """Which wanted parameter a tensor is, if any."""
+        found = self._wanted.get(id(tensor)) or self._extra.get(id(tensor))
+        return None if found is None else found[1]
+
+    def add_part(self, tensor: Tensor, part: Part) -> None:
+        """A tensor that is some rows of a wanted parameter."""
+        self._extra[id(tensor)] = tensor, part
+
+    def begin(self, use: Use, examples: int) -> bool:
+        """A layer is called with so many examples; whether to listen."""
+        names = [part.name for part in use.parts]
+        if torch._C._current_graph_task_id() != -1:
+            self.refuse(names, "is used in a backward pass, as checkpointing does")
+            return False
+        if self._run.heard:
+            self._run = Run()
+        if self._run.examples not in (0, examples):
+            self.refuse(names, f"sees {examples} examples where a layer before saw {self._run.examples}")
+            return False
+        twice = {part.name for part in use.parts if any(map(part.meets, self._run.used[part.name]))}
+        if twice:
+            self.refuse(sorted(twice), "is used twice before a backward pass")
+            return False
+        self._run.examples = examples
+        for part in use.parts:
+            self._run.used[part.name].append(part)
+        use.run = self._run
+        return True
+
+    def refuse(self, names: Sequence[str], reason: str) -> None:
+        """Parameters are used in a way that nothing can be collected from."""
+        if self._strict:
+            raise RuntimeError(
+                f"{', '.join(map(repr, names))} {reason}, from which no single examples' gradients can be "
+                "collected: do not watch it, or see curvature.vmap_squares"
+            )
+        self.refused.update(dict.fromkeys(names, reason))
+
+    def heard(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+        """A use's inputs and gradient, ``[K, B, …]``; the weight's gradient, if it brings it."""
+        self._collected.update(part.name for part in use.parts)
+        sample = use.parts[0].sample
+        if sample not in use.run.heard:
+            use.run.heard.add(sample)
+            self.examples += grad.shape[0] * grad.shape[1]
+        return self._take(use, x, grad, extras)
+
+    @abstractmethod
+    def brings_gradient(self, use: Use) -> bool:
+        """Whether heard() gives the weight's gradient."""
+
+    @abstractmethod
+    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+        """Add what this method gathers."""
+
+    # What the methods share.
+
+    def _add_squares(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+        """Add Σ g² of a use; the weight's gradient, if the layer brings it."""
+        into = None
+        if use.weight is not None:
+            into, squares = use.layer.squares(x, grad, extras)
+            self._add(use.weight, squares)
+        if use.bias is not None:
+            self._add(use.bias, use.layer.bias_terms(grad).square().sum(0))
+        return into
+
+    def _add(self, part: Part, squares: Tensor) -> None:
+        if part.name in self.refused:
+            return
+        if part.rows is None and part.name not in self.sums:
+            self.sums[part.name] = squares
+            return
+        start, stop, count = part.rows or (0, len(squares), len(squares))
+        if part.name not in self.sums:
+            self.sums[part.name] = squares.new_zeros(count, *squares.shape[1:])
+        self.sums[part.name][start:stop].add_(squares)
+
+    def _mean(self, batch_size: int | None, samples: int) -> Curvature:
+        """Of the examples' own losses: a mean loss's gradients are theirs over the batch size."""
+        if samples < 1:
+            raise ValueError(f"samples must be at least 1, not {samples}")
+        seen = self.examples // samples
+        if seen < 1 or seen * samples != self.examples or batch_size not in (None, seen):
+            raise ValueError(
+                f"the layers saw {self.examples} examples, not {samples} × {batch_size or 'a batch'}: count "
+                "those of all passes since clear(), and keep them on one axis up to the last layer"
+            )
+        scale = seen / samples
+        blocks = {
+            key: replace(block, A=block.A / self.examples, S=block.S * scale)
+            for key, block in self.blocks.items()
+        }
+        return Curvature(blocks, {name: total * scale for name, total in self.sums.items()})

@@ -1,0 +1,83 @@
+"""Kronecker factors: what K-FAC, Noisy K-FAC and a Kronecker Laplace approximation are made of."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from posterity.curvature.collector import Collector, Curvature, Kronecker
+from posterity.curvature.conv import wide_dtype
+from posterity.curvature.uses import Part, Use
+
+
+@final
+class Factors(Collector):
+    """Kronecker factors of linear layers and convolutions, squares of all other parameters.
+
+    A block is a weight with its bias, if that is wanted too: inputs get a last entry 1, and the weight
+    ``[W | b]``, with filters flat, is ``[O, I + 1]``. With inputs a_t and the example's gradients g_t of the
+    outputs at T positions (places in a picture, words of a text; one if nothing is shared), the factors are
+
+        A = E[Σ_t a_t a_tᵀ],  S = E[Σ_t g_t g_tᵀ] / T
+
+    as in KFC (Grosse & Martens 2016), with means over examples. The block of the Fisher matrix is A ⊗ S of
+    the columns of [W | b] end to end, or ``torch.kron(S, A)`` of its rows, as ``flatten()`` has them. It is
+    exact for T = 1 if inputs and gradients are independent. Convolutions in groups have squares only.
+
+    ``blocks`` has sums over examples and samples, by the weight's name (and rows, if a layer uses some only).
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with Factors(model) as factors:
+        ...     model(torch.randn(8, 3)).square().mean().backward()
+        >>> block = factors.mean().kronecker["weight"]
+        >>> block.A.shape, block.S.shape, block.bias
+        (torch.Size([4, 4]), torch.Size([2, 2]), 'bias')
+    """
+
+    def mean(self, batch_size: int | None = None, samples: int = 1) -> Curvature:
+        """Factors and squares of the examples' own losses, averaged over examples and weight samples.
+
+        Args:
+            batch_size: As in :meth:`posterity.curvature.Squares.mean`.
+            samples: Likewise.
+        """
+        return self._mean(batch_size, samples)
+
+    def brings_gradient(self, use: Use) -> bool:
+        """Whether heard() gives the weight's gradient."""
+        return use.layer.brings_gradient and not use.layer.multiplies
+
+    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+        if use.weight is None or not use.layer.multiplies:
+            return self._add_squares(use, x, grad, extras)
+        if self.refused.keys() & {part.name for part in use.parts}:
+            for part in use.parts:
+                self.refused.setdefault(part.name, "is in one block with a parameter that is refused")
+        else:
+            self._add_factors(use, use.weight, x, grad)
+        return None
+
+    def _add_factors(self, use: Use, weight: Part, x: Tensor, grad: Tensor) -> None:
+        rows = None if weight.rows is None else weight.rows[:2]
+        key = weight.name if rows is None else f"{weight.name}[{rows[0]}:{rows[1]}]"
+        wide, extended = wide_dtype(grad.dtype), use.bias is not None
+        grads = use.layer.grads(grad)
+        g = grads.flatten(1).to(wide)
+        samples, x = (len(x), x[:1]) if x.stride(0) == 0 else (1, x)  # the same inputs for all samples
+        # They are the same in every backward pass of a graph, too.
+        for inputs in use.layer.inputs(x, grad) if use.fresh or key not in self.blocks else ():
+            a, size = inputs.to(wide), len(inputs)
+            if key not in self.blocks:
+                zeros = a.new_zeros(size + extended, size + extended), g.new_zeros(len(g), len(g))
+                self.blocks[key] = Kronecker(weight.name, use.bias and use.bias.name, rows, *zeros)
+            A = self.blocks[key].A
+            A[:size, :size].addmm_(a, a.mT, alpha=samples)
+            if extended:
+                ones = a.sum(1)
+                A[-1, :-1].add_(ones, alpha=samples)
+                A[:-1, -1].add_(ones, alpha=samples)
+                A[-1, -1].add_(samples * a.shape[1])
+        self.blocks[key].S.addmm_(g, g.mT, alpha=1 / grads.shape[2])

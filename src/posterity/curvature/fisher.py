@@ -1,0 +1,222 @@
+"""Fisher matrices of a model on a batch: empirical, by sampled labels, or exact.
+
+All three are sums over backward passes of some *columns*, gradients c of a loss in the model's outputs f.
+With p = softmax(f) for classes, or a Gaussian of variance 1 around f, the mean over examples of
+Jᵀ (Σ_c c cᵀ) J is
+
+    empirical   c = p − onehot(y), or f − y                        the data's labels
+    mc          c = (p − onehot(y_m)) / √M, or eps_m / √M          M labels drawn from the model itself
+    exact       c = √p_j (onehot(j) − p), or onehot(j), for all j  a root of the Hessian of the loss in f
+
+The exact one is the generalised Gauss-Newton matrix, and the expectation of the second.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from posterity import noise
+from posterity.curvature.collector import Curvature
+from posterity.curvature.conv import wide_dtype
+from posterity.curvature.factors import Factors
+from posterity.curvature.squares import Squares
+from posterity.names import NameFilter, select
+
+Kind: TypeAlias = Literal["empirical", "mc", "exact"]
+Structure: TypeAlias = Literal["diagonal", "kronecker"]
+Likelihood: TypeAlias = Literal["classification", "regression"]
+
+
+def fisher(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    kind: Kind = "exact",
+    structure: Structure = "diagonal",
+    likelihood: Likelihood = "classification",
+    names: NameFilter = "*",
+    draws: int = 1,
+    seed: int | None = None,
+    step: int = 0,
+    batch_dim: int = 0,
+    fallback: Literal["vmap"] | None = None,
+    chunk: int = 32,
+) -> Curvature:
+    """The mean Fisher matrix of single examples, at the model's parameters and in the model's mode.
+
+    Gradients in ``p.grad`` are left alone. Call ``model.eval()`` first, unless BatchNorm's batch statistics
+    and dropout are meant.
+
+    Args:
+        model: A module that gives logits or means, ``[B, C]``.
+        x: A batch of inputs.
+        y: Labels ``[B]``, or targets ``[B, C]``; for the empirical Fisher only.
+        kind: ``"empirical"``, ``"mc"`` with sampled labels, or ``"exact"``, one backward pass per output.
+        structure: ``"diagonal"`` or ``"kronecker"``, see :class:`~posterity.curvature.Factors`.
+        likelihood: ``"classification"``, or ``"regression"`` with noise of variance 1.
+        names: Filter of the parameters' names.
+        draws: Labels sampled for each example.
+        seed: Of sampled labels; without one they are others at each call.
+        step: Chooses, with the seed, the labels: give batches different ones.
+        batch_dim: As for :class:`~posterity.curvature.Squares`.
+        fallback: ``"vmap"`` for the diagonal of parameters that collectors refuse, see :func:`vmap_squares`.
+        chunk: Examples at once there.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        >>> sorted(fisher(model, torch.randn(8, 4)).diagonal)
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+        >>> fisher(model, torch.randn(8, 4), structure="kronecker").kronecker["0.weight"].A.shape
+        torch.Size([5, 5])
+    """
+    _check(kind, structure, likelihood, fallback, draws, chunk)
+    if (kind == "empirical") != (y is not None):
+        raise ValueError("give y for the empirical Fisher, and for no other: they do not look at it")
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    picked = select(named, names)
+    params = {name: p for name, p in named.items() if name in picked}
+    collector = (Squares if structure == "diagonal" else Factors)(
+        params, batch_dim=batch_dim, strict=fallback is None
+    )
+    with torch.enable_grad(), collector:
+        out = model(x)
+        if out.dim() != 2 or len(out) == 0 or out.shape[1] <= (likelihood == "classification"):
+            raise ValueError(
+                f"the model must give outputs [B, C], for two classes or more, not {list(out.shape)}"
+            )
+        if seed is None:
+            seed, step = noise.fresh()
+        columns = list(_columns(out.detach(), y, kind, likelihood, draws, seed, step))
+        for number, column in enumerate(columns, 1):
+            torch.autograd.grad(
+                out,
+                list(params.values()),
+                column / len(out),
+                retain_graph=number < len(columns),
+                allow_unused=True,
+            )
+    found = Curvature({}, {})
+    if collector.examples:
+        found = collector.mean() if isinstance(collector, Factors) else Curvature({}, collector.mean())
+    if collector.refused:
+        rest = {name: params[name] for name in collector.refused}
+        examples = x.movedim(batch_dim, 0)
+
+        def loss(call: Callable[[Tensor], Tensor], example: Tensor, column: Tensor) -> Tensor:
+            return (call(example.movedim(0, batch_dim)) * column).sum()
+
+        for column in columns:
+            for name, terms in vmap_squares(model, loss, (examples, column), rest, chunk=chunk).items():
+                found.diagonal[name] = found.diagonal.get(name, 0) + terms
+    return found
+
+
+def vmap_squares(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    batch: tuple[Tensor, ...],
+    params: Mapping[str, Tensor] | None = None,
+    *,
+    chunk: int = 32,
+) -> dict[str, Tensor]:
+    """(1/B) Σ_i g_i² of any model, by ``vmap`` over examples: slow, and all of a chunk's gradients are held.
+
+    Args:
+        model: Any module in which examples do not meet.
+        loss_fn: ``loss_fn(call, *batch)`` gives the mean loss, with ``call`` in the place of the model.
+        batch: Tensors with examples in front.
+        params: Weights by name; the model's own trainable ones if not given.
+        chunk: Examples at once.
+
+    Example:
+        >>> model = nn.Linear(3, 3)
+        >>> def loss_fn(call, x):  # uses its weight twice
+        ...     return call(call(x).tanh()).square().mean()
+        >>> vmap_squares(model, loss_fn, (torch.randn(4, 3),))["weight"].shape
+        torch.Size([3, 3])
+    """
+    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+        raise ValueError(
+            "single examples have no batch statistics: call model.eval(), or do without the fallback"
+        )
+    if params is None:
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def loss(weights: Mapping[str, Tensor], *example: Tensor) -> Tensor:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(model, dict(weights), args, kwargs)
+
+        return loss_fn(call, *(each[None] for each in example))
+
+    each = vmap(grad(loss), in_dims=(None, *[0] * len(batch)), randomness="different")
+    weights = {name: p.detach() for name, p in params.items()}
+    sums = {name: torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for name, p in weights.items()}
+    with warnings.catch_warnings():
+        # Operations without a batching rule still run, one example after another.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        for part in zip(*(torch.split(tensor, chunk) for tensor in batch), strict=True):
+            for name, terms in each(weights, *part).items():
+                sums[name] += terms.to(sums[name].dtype).square().sum(0)
+    return {name: total / len(batch[0]) for name, total in sums.items()}
+
+
+@torch.no_grad()
+def _columns(
+    out: Tensor, y: Tensor | None, kind: Kind, likelihood: Likelihood, draws: int, seed: int, step: int
+) -> Iterator[Tensor]:
+    """Gradients ``[B, C]`` of losses in the outputs, in single precision at least."""
+    out = out if out.dtype == torch.float64 else out.float()
+    probs, classes = out.softmax(-1), out.shape[-1]
+    if y is not None:
+        wanted = y.shape == out.shape[:1] if likelihood == "classification" else y.shape == out.shape
+        if not wanted:
+            raise ValueError(
+                f"y has shape {list(y.shape)}, outputs {list(out.shape)}: give labels [B], or targets [B, C]"
+            )
+        yield probs - F.one_hot(y, classes) if likelihood == "classification" else out - y
+    elif kind == "exact":
+        for j, one in enumerate(torch.eye(classes, dtype=out.dtype, device=out.device)):
+            yield (
+                probs[:, j, None].sqrt() * (one - probs)
+                if likelihood == "classification"
+                else one.expand_as(out)
+            )
+    else:
+        shape = out.shape[:1] if likelihood == "classification" else out.shape
+        for m in range(draws):
+            eps = noise.normal(
+                range(m, m + 1),
+                shape,
+                seed=seed,
+                step=step,
+                block="labels",
+                device=out.device,
+                dtype=out.dtype,
+            )[0]
+            if likelihood == "classification":
+                passed = probs.cumsum(-1) < torch.special.ndtr(eps)[:, None]
+                label = passed.sum(-1).clamp_max(classes - 1)
+                eps = probs - F.one_hot(label, classes)
+            yield eps * draws**-0.5
+
+
+def _check(kind: str, structure: str, likelihood: str, fallback: str | None, draws: int, chunk: int) -> None:
+    for name, value, known in (
+        ("kind", kind, ("empirical", "mc", "exact")),
+        ("structure", structure, ("diagonal", "kronecker")),
+        ("likelihood", likelihood, ("classification", "regression")),
+        ("fallback", fallback, (None, "vmap")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
+    if draws < 1 or chunk < 1:
+        raise ValueError(f"draws and chunk must be at least 1, not {draws} and {chunk}")

@@ -1,0 +1,226 @@
+"""What each kind of layer has to say of single examples: their gradients' squares, and Kronecker factors.
+
+All functions see whole stacks, ``x [K, B, …]`` and ``grad [K, B, …]``, the loss's gradient in the layer's
+outputs: K weight samples (1 where nothing is stacked) and B examples. An example under one of the samples is
+one term: squares are taken of each, and summed over all K·B.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from posterity.curvature.conv import Sizes, at_once, conv2d_squares, wide_dtype, windows
+
+
+class Layer(ABC):
+    """A kind of layer, as it was called."""
+
+    # Whether squares() brings the gradient too, so that autograd need not make it again.
+    brings_gradient: ClassVar[bool] = False
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the weight is a matrix that multiplies inputs, so that there are columns of them."""
+        return False
+
+    @abstractmethod
+    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+        """The weight's Σ g of every sample ``[K, *shape]``, or None, and Σ g² over examples and samples."""
+
+    @abstractmethod
+    def bias_terms(self, grad: Tensor) -> Tensor:
+        """The examples' gradients of the bias, ``[K·B, O]``."""
+
+    def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
+        """What the matrix multiplies at all T positions, ``[I, n·T]`` for some examples after others."""
+        raise NotImplementedError
+
+    def grads(self, grad: Tensor) -> Tensor:
+        """The gradients of its products, ``[O, K·B, T]``."""
+        raise NotImplementedError
+
+
+@final
+class Linear(Layer):
+    """``x [K, B, T…, I]``, ``grad [K, B, T…, O]``."""
+
+    multiplies = True
+
+    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+        """``(grad²)ᵀ x²``; with several positions, which share the weight, example by example."""
+        wide = wide_dtype(grad.dtype)
+        if grad.dim() == 3:
+            own = grad.to(wide).square()
+            # What all samples share is multiplied once.
+            own, rows = (own.sum(0), x[0]) if x.stride(0) == 0 else (own.flatten(0, 1), x.flatten(0, 1))
+            return None, own.mT @ rows.to(wide).square()
+        squares = grad.new_zeros(grad.shape[-1], x.shape[-1], dtype=wide)
+        x, grad = _positions(x.to(grad.dtype)), _positions(grad)
+        step = at_once(grad, squares.numel())
+        for rows, own in zip(torch.split(x, step), torch.split(grad, step), strict=True):
+            squares += (own.mT @ rows).to(wide).square_().sum(0)
+        return None, squares
+
+    def bias_terms(self, grad: Tensor) -> Tensor:
+        """Sums over positions."""
+        return _positions(grad).sum(1, dtype=wide_dtype(grad.dtype))
+
+    def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
+        """As they are."""
+        yield x.reshape(-1, x.shape[-1]).mT
+
+    def grads(self, grad: Tensor) -> Tensor:
+        """As they are."""
+        return _positions(grad).movedim(2, 0)
+
+
+@final
+@dataclass(frozen=True)
+class Conv(Layer):
+    """``x [K, B, C, H, W]``, ``grad [K, B, O, P, Q]``; without heights if there is one axis.
+
+    Attributes:
+        sizes: Of the convolution.
+        axes: 1 or 2.
+        before: Zeros that padding="same" puts on the sides of each axis, last axis first.
+    """
+
+    brings_gradient = True
+    sizes: Sizes
+    axes: int
+    before: tuple[int, ...]
+
+    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+        """From the same products, example by example."""
+        sums, squares = conv2d_squares(*self._planes(x, grad), self.sizes)
+        return (sums, squares) if self.axes == 2 else (sums.squeeze(-2), squares.squeeze(-2))
+
+    def bias_terms(self, grad: Tensor) -> Tensor:
+        """Sums over the picture."""
+        return grad.flatten(0, 1).flatten(2).sum(2, dtype=wide_dtype(grad.dtype))
+
+    @property
+    def multiplies(self) -> bool:
+        """Unless channels are in groups."""
+        return self.sizes.groups == 1
+
+    def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
+        """What each output sees, in the order of the filters' numbers."""
+        planes, _ = self._planes(x, grad)
+        return (seen.flatten(1) for _, seen in windows(planes.flatten(0, 1), self.sizes))
+
+    def grads(self, grad: Tensor) -> Tensor:
+        """By places of the picture."""
+        return grad.flatten(0, 1).flatten(2).movedim(1, 0)
+
+    def _planes(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.pad(x.to(grad.dtype), self.before) if any(self.before) else x.to(grad.dtype)
+        return (x, grad) if self.axes == 2 else (x.unsqueeze(-2), grad.unsqueeze(-2))
+
+
+@final
+@dataclass(frozen=True)
+class BatchNorm(Layer):
+    """``x [K, B, C, T…]``, with the batch's own statistics, or mean and variance ``[K, C]`` as extras."""
+
+    eps: float
+
+    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+        """Of normalised inputs; what an example does to the batch's statistics is in ``grad`` already."""
+        x = x.to(wide_dtype(x.dtype)).reshape(*x.shape[:3], -1)
+        if extras:
+            mean, var = (each.to(x)[:, None, :, None] for each in extras)
+        else:
+            var, mean = torch.var_mean(x, (1, 3), correction=0, keepdim=True)
+        normal = (x - mean) * torch.rsqrt(var + self.eps)
+        return None, _channels(normal * grad.reshape(x.shape)).square().sum(0)
+
+    def bias_terms(self, grad: Tensor) -> Tensor:
+        """Sums over positions."""
+        return _channels(grad.to(wide_dtype(grad.dtype)))
+
+
+@final
+@dataclass(frozen=True)
+class LayerNorm(Layer):
+    """``x [K, B, T…, *shape]``."""
+
+    shape: tuple[int, ...]
+    eps: float
+
+    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+        """Of normalised inputs, summed over positions."""
+        normal = F.layer_norm(x.to(wide_dtype(x.dtype)), self.shape, eps=self.eps)
+        return None, self.bias_terms(normal * grad).square().sum(0)
+
+    def bias_terms(self, grad: Tensor) -> Tensor:
+        """Sums over positions."""
+        return grad.reshape(grad.shape[0] * grad.shape[1], -1, *self.shape).sum(
+            1, dtype=wide_dtype(grad.dtype)
+        )
+
+
+@final
+@dataclass(frozen=True)
+class GroupNorm(Layer):
+    """``x [K, B, C, T…]``."""
+
+    groups: int
+    eps: float
+
+    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+        """Of normalised inputs, summed over positions."""
+        normal = F.group_norm(x.flatten(0, 1).to(wide_dtype(x.dtype)), self.groups, eps=self.eps)
+        return None, _channels(normal.view(x.shape) * grad).square().sum(0)
+
+    def bias_terms(self, grad: Tensor) -> Tensor:
+        """Sums over positions."""
+        return _channels(grad.to(wide_dtype(grad.dtype)))
+
+
+@final
+@dataclass(frozen=True)
+class Embedding(Layer):
+    """``x [K, B, T…]``, whole numbers, ``grad [K, B, T…, D]``.
+
+    Attributes:
+        rows_in_all: Of the table.
+        padding: The row that learns nothing, if there is one.
+    """
+
+    rows_in_all: int
+    padding: int | None
+
+    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+        """A word that an example has several times has the sum of their gradients, s, and Σ_t g_t·s = s²."""
+        words = x.reshape(x.shape[0] * x.shape[1], -1)
+        own = grad.reshape(*words.shape, grad.shape[-1]).to(wide_dtype(grad.dtype))
+        if self.padding is not None:
+            own = own * (words != self.padding)[..., None]
+        squares = own.new_zeros(self.rows_in_all, own.shape[-1])
+        step = at_once(own, words.shape[1] ** 2)
+        for word, each in zip(torch.split(words, step), torch.split(own, step), strict=True):
+            same = (word[:, :, None] == word[:, None, :]).to(each)
+            squares.index_add_(0, word.flatten(), ((same @ each) * each).flatten(0, 1))
+        return None, squares
+
+    def bias_terms(self, grad: Tensor) -> Tensor:
+        """There is none."""
+        raise NotImplementedError
+
+
+def _positions(x: Tensor) -> Tensor:
+    """``[K, B, T…, F]`` as ``[K·B, T, F]``."""
+    return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
+
+
+def _channels(x: Tensor) -> Tensor:
+    """Sums of ``[K, B, C, T…]`` over positions: ``[K·B, C]``."""
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2], -1).sum(2)

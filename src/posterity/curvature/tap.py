@@ -1,0 +1,237 @@
+"""Where the backward pass of a layer is listened to.
+
+:class:`Taps` sees every call of torch while it is entered. Behind each layer that uses a wanted parameter it
+puts a node that does nothing, forward, and backward hands the layer's inputs and its outputs' gradient to
+whoever listens. It sees operations, not modules, so the model may be called as it is, by ``functional_call``
+with drawn weights, or by ``vmap`` with stacks of them. Entered after
+:class:`~posterity.routes.StackedRoutes`, it leaves the layer's own work to those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch  # vmap's own: which tensors are stacked, and where
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from posterity.curvature.calls import Call, layer_call
+from posterity.curvature.stacks import (
+    inside,
+    outside,
+    rows_of,
+    sample_of,
+    samples_axis,
+    samples_first,
+    stacking,
+)
+from posterity.curvature.uses import Listener, Part, Use
+
+
+class Place(NamedTuple):
+    """Where a layer's inputs and outputs have their samples and examples.
+
+    Attributes:
+        axis: Of the examples, samples aside.
+        fold: Examples, where they are one axis together with the positions, positions outside; else None.
+        samples: K, or 1.
+    """
+
+    axis: int
+    fold: int | None
+    samples: int
+
+    def front(self, x: Tensor, axis: int | None) -> Tensor:
+        """``[K, B, …]`` of a tensor with its samples on some axis."""
+        x = x[None] if axis is None else x.movedim(axis, 0)
+        x = x if self.fold is None else x.reshape(len(x), -1, self.fold, *x.shape[2:])
+        return x.movedim(self.axis + 1, 1).expand(self.samples, *[-1] * (x.dim() - 1))
+
+
+@final
+class Taps(TorchFunctionMode):
+    """Inside, layers with wanted parameters tell a listener of their backward passes.
+
+    Args:
+        listener: Who is told.
+        batch_dim: The axis that counts examples, where a layer leaves a choice.
+    """
+
+    def __init__(self, listener: Listener, batch_dim: int = 0) -> None:
+        super().__init__()
+        self._listener, self._batch_dim = listener, batch_dim
+        self._attending: int | None = None  # examples, while an attention layer runs
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        parts = [(each, self._listener.part(inside(each))) for each in _tensors((*args, *kwargs.values()))]
+        found = {part: each for each, part in parts if part is not None}
+        if not found or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._attention(args, kwargs)
+        call = layer_call(func, args, kwargs)
+        if call is not None:
+            use = Use(call.layer, self._wanted(call.weight), self._wanted(call.bias))
+            if set(use.parts) == set(found):
+                return self._tapped(func, args, kwargs, call, use)
+        versions = [each._version for each in found.values()]
+        out = func(*args, **kwargs)
+        changed = versions != [each._version for each in found.values()]
+        for result in _tensors((out,)):
+            if inside(result).requires_grad and (changed or not self._rows(result, found)):
+                names = sorted({part.name for part in found})
+                self._listener.refuse(names, f"is used by {getattr(func, '__name__', func)}()")
+                break
+        return out
+
+    def _wanted(self, tensor: Tensor | None) -> Part | None:
+        return None if tensor is None else self._listener.part(inside(tensor))
+
+    def _rows(self, result: Tensor, found: Mapping[Part, Tensor]) -> bool:
+        """Whether a result is some rows, or one sample, of what was found, and so is wanted itself."""
+        for part, whole in found.items():
+            rows = rows_of(result, whole)
+            sample = sample_of(result, whole) if self._listener.stacked and part.sample is None else None
+            if sample is not None:
+                some = Part(part.name, None, sample)
+            elif rows is not None:
+                first, _, count = part.rows or (0, 0, len(whole))
+                some = Part(part.name, (first + rows[0], first + rows[1], count), part.sample)
+            else:
+                continue
+            self._listener.add_part(inside(result), some)
+            return True
+        return False
+
+    def _attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Attention with its projections seen: torch turns its examples to axis 1 before it calls it."""
+        query = args[0] if args else kwargs["query"]
+        before, self._attending = self._attending, query.shape[1] if query.dim() == 3 else 1
+        try:
+            with self:  # torch has left it to look at this call
+                return _attention_forward(*args, **kwargs)
+        finally:
+            self._attending = before
+
+    def _place(self, call: Call, samples: int) -> Place | None:
+        if self._attending is not None:
+            return Place(1, self._attending if call.x.dim() == 2 else None, samples)
+        if call.leading < 1:
+            return None
+        return Place(min(self._batch_dim, call.leading - 1), None, samples)
+
+    def _tapped(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], call: Call, use: Use
+    ) -> Any:
+        level, samples = stacking()
+        place = self._place(call, samples)
+        names = [part.name for part in use.parts]
+        ours = self._listener.stacked and all(part.sample is None for part in use.parts)
+        if level is NotImplemented or (level is not None and not ours):
+            self._listener.refuse(names, "is used inside a transform of torch.func that stacks no samples")
+        elif place is None:
+            self._listener.refuse(
+                names, f"is used on inputs {list(call.x.shape)} without an axis of examples"
+            )
+        elif self._listener.begin(use, place.fold or call.x.shape[place.axis]):
+            return self._listened(func, args, kwargs, call, use, place, level)
+        return func(*args, **kwargs)
+
+    def _listened(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        call: Call,
+        use: Use,
+        place: Place,
+        level: int | None,
+    ) -> Any:
+        weight = call.weight
+        brings = use.weight is not None and self._listener.brings_gradient(use)
+        if brings and weight is not None:  # then autograd has no need to make the gradient
+            held = weight.detach()
+            args = [held if each is weight else each for each in args]
+            kwargs = {key: held if each is weight else each for key, each in kwargs.items()}
+        out = func(*args, **kwargs)
+        if not inside(out).requires_grad and not brings:
+            return out
+        axis, y = samples_axis(out), inside(out)
+        if level is not None and axis is None:  # the same for all samples, whose gradients are not
+            axis, y = 0, out.expand(place.samples, *out.shape).clone()
+        tap = _Ends(self._listener, use, place, axis, samples_axis(call.x), samples_axis(weight))
+        extras = [samples_first(each) for each in call.extras]
+        into = inside(weight) if brings and weight is not None else None
+        with outside(level):
+            result = _Tap.apply(y, into, tap, inside(call.x), *extras)  # type: ignore[no-untyped-call]
+        return result if axis is None or level is None else functorch._add_batch_dim(result, axis, level)
+
+
+class _Ends(NamedTuple):
+    """What a tap needs to know of both sides of a layer."""
+
+    listener: Listener
+    use: Use
+    place: Place
+    out_axis: int | None
+    x_axis: int | None
+    weight_axis: int | None
+
+
+class _Tap(torch.autograd.Function):
+    """Nothing, forward; backward, the listener hears what comes by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor | None, ends: _Ends, x: Tensor, *extras: Tensor
+    ) -> Tensor:
+        ctx.ends, ctx.dtype = ends, None if weight is None else weight.dtype
+        ctx.save_for_backward(x, *extras)
+        # The same memory, but no view in the eyes of autograd: what follows may change it in place.
+        return y.data
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *extras = ctx.saved_tensors
+        listener, use, place, out_axis, x_axis, weight_axis = ctx.ends
+        # Nobody looks at these operations, and none is cast.
+        with torch._C.DisableTorchFunction(), torch.autocast(grad.device.type, enabled=False):
+            into = listener.heard(use, place.front(x, x_axis), place.front(grad, out_axis), extras)
+            use.fresh = False
+            if ctx.dtype is not None:
+                into = into.sum(0) if weight_axis is None else into.movedim(0, weight_axis)
+                into = into.to(ctx.dtype)
+        return grad, into, None, None, *(None for _ in extras)
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's, as it is, that shows what it calls to a mode, but not itself."""
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_attention_forward = _unseen(F.multi_head_attention_forward)
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,262 @@
+"""What cannot be collected is refused in a sentence, never silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from curvature.problems import PROBLEMS
+from posterity.curvature import Factors, Squares, vmap_squares
+from posterity.curvature.stacks import rows_of
+from posterity.mc import stacked_pass
+
+
+class Model(nn.Module):
+    """A linear layer, used in some way."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.inner.weight, self.inner.bias)
+
+
+class Product(torch.autograd.Function):
+    """Modes do not see functions of autograd."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.saved_tensors[0].T @ grad
+
+
+OTHER_USES = {
+    "a product": (lambda x, w, b: x @ w.T + 0 * F.linear(x, w, b), r"'inner.weight' is used by __get__\(\)"),
+    "a scale": (lambda x, w, b: F.linear(x, w) * b, r"'inner.bias' is used by mul\(\)"),
+    "a norm": (lambda x, w, b: F.linear(x, w, b) + torch.linalg.norm(w), "'inner.weight' is used by "),
+    "a cast": (lambda x, w, b: F.linear(x.double(), w.double()), r"'inner.weight' is used by double\(\)"),
+    "a list": (lambda x, w, b: F.linear(x, torch.cat([w, w]), None), r"'inner.weight' is used by cat\(\)"),
+    "an input": (
+        lambda x, w, b: F.linear(x, w) + F.linear(b[None], torch.ones(3, 3)),
+        "'inner.bias' is used",
+    ),
+    "columns": (lambda x, w, b: F.linear(x[:, :2], w[:, :2]), r"'inner.weight' is used by __getitem__\(\)"),
+    "a change in place": (
+        lambda x, w, b: F.linear(x, w.mul_(2)),
+        r"'inner.weight' is used by mul_\(\)",
+    ),
+    "twice": (
+        lambda x, w, b: F.linear(F.linear(x, w, b), w),
+        "'inner.weight' is used twice before a backward",
+    ),
+    "rows twice": (
+        lambda x, w, b: F.linear(x, w[:2]) + F.linear(x, w[1:]),
+        "'inner.weight' is used twice before a backward",
+    ),
+    "out of sight": (
+        lambda x, w, b: Product.apply(x, w),
+        "'inner.weight' is used by an operation that cannot",
+    ),
+    "positions as examples": (
+        lambda x, w, b: F.linear(x, w) + F.linear(x.repeat(2, 1), torch.eye(3), b)[: len(x)],
+        "'inner.bias' sees 10 examples where a layer before saw 5",
+    ),
+    "no examples": (lambda x, w, b: F.linear(x[0], w), r"'inner.weight' is used on inputs \[3\] without"),
+    "a vmap of one's own": (
+        lambda x, w, b: vmap(lambda one: F.linear(one[None], w)[0])(x),
+        "'inner.weight' is used inside a transform of torch.func that stacks no samples",
+    ),
+    "checkpoints": (
+        lambda x, w, b: checkpoint(F.linear, x.requires_grad_(), w, use_reentrant=True),
+        "'inner.weight' is used by an operation that cannot be seen",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [Squares, Factors])
+@pytest.mark.parametrize("case", OTHER_USES)
+def test_other_uses_are_refused_by_name(case: str, kind: type[Squares]) -> None:
+    use, message = OTHER_USES[case]
+    model, x = Model(use), torch.randn(5, 3)
+    watched = dict(model.named_parameters())
+    if case == "a change in place":  # parameters themselves cannot be changed there, drawn weights can
+        model.inner.weight.requires_grad_(False)
+        del model.inner.weight
+        model.inner.weight = torch.randn(3, 3, requires_grad=True) * 1.0
+        watched["inner.weight"] = model.inner.weight
+    with pytest.raises(RuntimeError, match=message), kind(watched):
+        model(x).square().sum(-1).mean().backward()
+
+
+@pytest.mark.parametrize("case", ["a product", "a scale", "twice", "rows twice", "a list"])
+def test_what_is_refused_can_be_done_by_vmap(case: str) -> None:
+    model, x = Model(OTHER_USES[case][0]).double(), torch.randn(5, 3).double()
+
+    def loss_fn(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return model(x).square().sum(-1).mean()
+
+    with Squares(model, strict=False) as squares:
+        loss_fn(model, x).backward()
+    found = {**squares.sums, **vmap_squares(model, loss_fn, (x,), chunk=2)}
+    assert squares.refused.keys() & {"inner.weight", "inner.bias"}
+    assert not squares.refused.keys() & squares.sums.keys()
+    for name, p in model.named_parameters():
+        grads = [torch.autograd.grad(loss_fn(model, one[None]), p, allow_unused=True)[0] for one in x]
+        if grads[0] is not None:
+            torch.testing.assert_close(found[name], torch.stack(grads).square().mean(0))
+
+
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_embeddings_with_other_gradients_are_refused(option: str) -> None:
+    model = nn.Embedding(5, 2, **{option: True})
+    with pytest.raises(RuntimeError, match=r"'weight' is used by embedding\(\)"), Squares(model):
+        model(torch.tensor([0, 1, 1])).sum().backward()
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_vmap_inside_a_stack_is_refused(looks: bool) -> None:
+    """Both where samples are stacked and where they come one by one."""
+
+    def use(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        assert not looks or w.detach().sum().item() != 0
+        return vmap(lambda one: F.linear(one[None], w)[0])(x)
+
+    drawn = {"inner.weight": torch.randn(3, 3, 3, requires_grad=True)}
+    with (
+        pytest.raises(RuntimeError, match=r"'inner\.weight' is used inside a transform of torch\.func"),
+        Squares().watch(drawn, stacked=True),
+    ):
+        stacked_pass(Model(use), drawn, {}, (torch.randn(5, 3),), {}, stacked=True)
+
+
+def test_a_refused_bias_takes_its_block_along() -> None:
+    model = Model(lambda x, w, b: F.linear(x, w, b) * b)
+    for kind, left in ((Squares, ["inner.weight"]), (Factors, [])):
+        with kind(model, strict=False) as collector:
+            model(torch.randn(5, 3)).square().mean().backward()
+        assert sorted(collector.sums) == left
+        assert not collector.blocks
+        assert sorted({*collector.refused, *left}) == ["inner.bias", "inner.weight"]
+
+
+def test_a_refusal_is_of_one_context() -> None:
+    model, x = Model(lambda x, w, b: F.linear(x, w) * b), torch.randn(5, 3)
+    squares = Squares(model, strict=False)
+    for use, refused in ((model.use, ["inner.bias"]), (F.linear, [])):
+        model.use = use
+        with squares:
+            model(x).square().mean().backward()
+        assert list(squares.refused) == refused
+    assert sorted(squares.sums) == ["inner.bias", "inner.weight"]
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_harmless_looks_at_a_weight_are_not_refused() -> None:
+    def use(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        assert w.shape == (3, 3)
+        assert float(w.detach().norm()) > 0
+        with torch.no_grad():
+            (w * 2).sum()
+        return F.linear(x, w.to(x.dtype), b)
+
+    model = Model(use)
+    with Squares(model) as squares:
+        model(torch.randn(5, 3)).square().mean().backward()
+    assert sorted(squares.sums) == ["inner.bias", "inner.weight"]
+
+
+def test_rows_of_a_weight_are_one_with_it() -> None:
+    model, x = Model(lambda x, w, b: F.linear(x, w, b)).double(), torch.randn(5, 3).double()
+    with Squares(model) as whole:
+        model(x).square().mean().backward()
+    model.use = lambda x, w, b: torch.cat([F.linear(x, w[:1], b[:1]), F.linear(x, *(w[1:], b[1:]))], 1)
+    with Squares(model) as parts:
+        model(x).square().mean().backward()
+    for name, total in whole.sums.items():
+        torch.testing.assert_close(parts.sums[name], total)
+
+
+def test_a_context_in_which_nothing_happens_is_an_error() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with (
+        pytest.raises(RuntimeError, match="nothing was collected: run forward and backward inside"),
+        Squares(model),
+    ):
+        loss = model(x).mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="nothing was collected"), Squares(nn.Linear(3, 2)):
+        model(x).mean().backward()
+    with pytest.raises(RuntimeError, match="nothing to watch"), Squares(model.requires_grad_(False)):
+        pass
+
+
+def test_misuse() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    squares = Squares(model)
+    with pytest.raises(RuntimeError, match="entered again inside itself"), squares, squares:
+        pass
+    with pytest.raises(RuntimeError, match="watch other parameters after it"), squares:
+        squares.watch(model)
+    with pytest.raises(ZeroDivisionError), squares:
+        raise ZeroDivisionError
+    with squares:  # and it is as good as new
+        model(x).square().mean().backward()
+    with pytest.raises(ValueError, match="the layers saw 4 examples, not 1 × 8"):
+        squares.mean(8)
+    with pytest.raises(ValueError, match="the layers saw 4 examples, not 3 × a batch"):
+        squares.mean(samples=3)
+    with pytest.raises(ValueError, match="samples must be at least 1, not 0"):
+        squares.mean(samples=0)
+    with pytest.raises(ValueError, match="the layers saw 0 examples"):
+        Squares(model).mean()
+    with pytest.raises(ValueError, match="batch_dim must be at least 0, not -1"):
+        Squares(model, batch_dim=-1)
+
+
+@pytest.mark.parametrize("name", ["conv", "GroupNorm", "transformer"])
+def test_vmap_is_a_loop_over_examples(name: str) -> None:
+    problem = PROBLEMS[name]
+    model, x, target = problem.build()
+    found = vmap_squares(model, problem.loss, (x, target), chunk=2)
+    expected = problem.naive(model, x, target)
+    assert found.keys() == expected.keys()
+    for each, value in expected.items():
+        torch.testing.assert_close(found[each], value, rtol=1e-9, atol=1e-12)
+
+
+def test_what_rows_are() -> None:
+    flat = torch.randn(10, 3)
+    whole, square = flat[2:6], flat[2:5]
+    assert rows_of(whole[1:3], whole) == (1, 3)
+    assert rows_of(whole.view(4, 3), whole) == (0, 4)
+    other = [flat[:4], flat[4:8], whole.clone(), whole[::2], whole[:, :2], whole[0], whole.view(12), whole.T]
+    assert [rows_of(each, whole) for each in other] == [None] * len(other)
+    assert rows_of(square.T, square) is None
+    assert rows_of(flat.view(30)[7:16].view(3, 3), square) is None
+
+
+def test_batch_statistics_have_no_fallback() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match=r"single examples have no batch statistics: call model.eval\(\)"):
+        vmap_squares(model, lambda call, x: call(x).mean(), (torch.randn(4, 3),))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    x = torch.randn(4, 3, requires_grad=True)
+    with Squares(model):
+        (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()

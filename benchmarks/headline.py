@@ -34,6 +34,10 @@ def ours(record: dict[str, Any], row: dict[str, Any]) -> float:
     return row["columns"][record["ours"]]["value"]
 
 
+def number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
 def hardware(record: dict[str, Any]) -> str:
     place = record["environment"]
     if record["config"]["device"] == "cuda":
@@ -54,7 +58,7 @@ def table(folder: Path = RESULTS) -> str:
             for ratio in row["ratios"]:
                 if ratio["met"] is not None:
                     of, to = (
-                        f"{name} {row['columns'][name]['value']:.3g} {unit}"
+                        f"{name} {number(row['columns'][name]['value'])} {unit}"
                         for name in (ratio["of"], ratio["to"])
                     )
                     where = f"{hardware(record)}, {row['setting']}"

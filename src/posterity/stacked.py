@@ -148,10 +148,13 @@ class BatchNorm(_Stacked):
         ctx.save_for_backward(x, weight, output[1], output[3])
         ctx.bias_dim = None if bias is None else bias.dim()
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # else zeros would be written for those
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         back, *into = kernels.batch_norm_grad(x, grad.contiguous(), weight, mean, rstd)
         shared = (weight is None or weight.dim() == 1, ctx.bias_dim == 1)
@@ -214,9 +217,12 @@ class CrossEntropy(_Stacked):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(output[1])
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
         (slope,) = ctx.saved_tensors
         return (slope * grad[:, None, None]).to(slope.dtype), None, None

@@ -30,7 +30,9 @@ MAY_IMPORT = {
     "train_step": {"buffers", "noise", "mc", "optim", "routes"},
     "variational": {"names", "posterior", "mc"},
     "dropout": {"mc", "noise"},
-    "predict": {"posterior", "dropout", "mc", "variational"},
+    "progress": set(),
+    "predict": {"posterior", "dropout", "mc", "progress", "variational"},
+    "laplace": {"buffers", "curvature", "mc", "names", "posterior", "predict", "progress", "variational"},
 }
 FILES = sorted((SRC / "posterity").rglob("*.py"))
 

@@ -1,6 +1,6 @@
 """Posterity learns a posterior over a network's weights, and hands it on."""
 
-from posterity import continual, curvature, diagnostics, metrics
+from posterity import continual, curvature, diagnostics, laplace, metrics
 from posterity.compress import magnitude, point_mass, prune, snr, sparsity
 from posterity.dropout import MCDropout, dropout_kl
 from posterity.mc import run
@@ -11,6 +11,7 @@ from posterity.posterior import (
     ByName,
     Density,
     DiagonalGaussian,
+    EigenGaussian,
     Factorised,
     IsotropicGaussian,
     Leaf,
@@ -33,6 +34,7 @@ __all__ = [
     "Density",
     "DiagonalGaussian",
     "DivergenceWarning",
+    "EigenGaussian",
     "Factorised",
     "IsotropicGaussian",
     "Leaf",
@@ -51,6 +53,7 @@ __all__ = [
     "dropout_kl",
     "elbo",
     "kl",
+    "laplace",
     "magnitude",
     "metrics",
     "names_of",

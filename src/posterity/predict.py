@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from posterity.dropout import MCDropout
 from posterity.mc import How, one_pass, run
 from posterity.posterior import Posterior
+from posterity.progress import shown
 from posterity.variational import Variational
 
 Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
@@ -149,7 +150,7 @@ def predict(
     posterior.check(model)
     with torch.inference_mode(), _evaluating(model):
         network = _networks(model, posterior, samples=samples, mode=mode, seed=seed, how=how, chunk=chunk)
-        batches = _shown(torch.split(x, batch_size), progress)
+        batches = shown(torch.split(x, batch_size), "predicting", progress)
         outputs = torch.cat([network(step, batch) for step, batch in enumerate(batches)], dim=1)
     return Prediction(outputs.clone(), mode)  # an ordinary tensor again: users may train on it
 
@@ -189,14 +190,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _shown(batches: Iterable[Tensor], progress: bool) -> Iterable[Tensor]:
-    if not progress:
-        return batches
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError as error:
-        raise ImportError("a progress bar needs rich: pip install 'posterity[lab]'") from error
-    return track(list(batches), description="predicting", console=Console(stderr=True))

@@ -12,7 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import posterity
-from posterity import DiagonalGaussian, Factorised, IsotropicGaussian, Leaf, MatrixGaussian, kl
+from posterity import (
+    DiagonalGaussian,
+    EigenGaussian,
+    Factorised,
+    IsotropicGaussian,
+    Leaf,
+    MatrixGaussian,
+    kl,
+)
 
 SHAPES = {"fc.weight": (3, 4), "fc.bias": (3,), "scale": ()}
 
@@ -45,6 +53,18 @@ def layer_together(moments: Moments, keep: Tensor | None = None) -> dict[str | t
     return {("fc.weight", "fc.bias"): leaf, "scale": DiagonalGaussian(scale, std)}
 
 
+def layer_in_its_basis(moments: Moments, keep: Tensor | None = None) -> dict[str | tuple[str, ...], Leaf]:
+    """The same block, with the stds along the eigenvectors of some matrices."""
+    (weight, spread), (bias, wide), (scale, std) = moments.values()
+    rows, columns = (
+        torch.linalg.eigh(each.double()).eigenvectors.to(spread)
+        for each in (spread @ spread.T, torch.cat([spread, wide[:, None]], 1).T.cov(correction=0))
+    )
+    stds = torch.cat([spread, wide[:, None]], 1)
+    leaf = EigenGaussian((weight, bias), rows, columns, stds, keep=keep)
+    return {("fc.weight", "fc.bias"): leaf, "scale": DiagonalGaussian(scale, std)}
+
+
 FAMILIES = [
     Family("diagonal", each(DiagonalGaussian)),
     Family(
@@ -61,6 +81,10 @@ FAMILIES = [
     Family("matrix", layer_together),
     Family(
         "matrix-pruned", lambda moments: layer_together(moments, (torch.arange(15) % 4 != 1).reshape(3, 5))
+    ),
+    Family("eigen", layer_in_its_basis),
+    Family(
+        "eigen-pruned", lambda moments: layer_in_its_basis(moments, (torch.arange(15) % 4 != 1).reshape(3, 5))
     ),
 ]
 families = pytest.mark.parametrize("family", FAMILIES, ids=repr)
@@ -82,6 +106,9 @@ def written_out(leaf: Leaf) -> torch.distributions.MultivariateNormal:
     """The kept weights of a block with their whole covariance: the definition, and far too slow."""
     if isinstance(leaf, MatrixGaussian):
         covariance = torch.kron(leaf.rows @ leaf.rows.T, leaf.columns @ leaf.columns.T)  # vec by rows
+    elif isinstance(leaf, EigenGaussian):
+        basis = torch.kron(leaf.rows, leaf.columns)  # vec by rows
+        covariance = basis * leaf.scale.flatten().square() @ basis.T
     else:
         covariance = leaf.std().square().flatten().diag()
     keep = leaf.kept.flatten()

@@ -1,8 +1,17 @@
 """What a backward pass gathers beyond the gradient: per-example squares, Kronecker factors."""
 
-from posterity.curvature.collector import Collector, Curvature, Kronecker
+from posterity.curvature.collector import Collector, Curvature, Kronecker, Uncollected
 from posterity.curvature.factors import Factors
 from posterity.curvature.fisher import fisher, vmap_squares
 from posterity.curvature.squares import Squares
 
-__all__ = ["Collector", "Curvature", "Factors", "Kronecker", "Squares", "fisher", "vmap_squares"]
+__all__ = [
+    "Collector",
+    "Curvature",
+    "Factors",
+    "Kronecker",
+    "Squares",
+    "Uncollected",
+    "fisher",
+    "vmap_squares",
+]

@@ -21,6 +21,25 @@ from posterity.curvature.tap import Taps
 from posterity.curvature.uses import Part, Run, Use
 
 
+class Uncollected(RuntimeError):
+    """A parameter is used in a way that nothing can be collected from.
+
+    Attributes:
+        reason: Which, and how.
+
+    Example:
+        >>> Uncollected("'weight' is used twice").reason
+        "'weight' is used twice"
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"{reason}, from which no single examples' gradients can be collected: do not watch it, or see "
+            "curvature.vmap_squares"
+        )
+
+
 @final
 @dataclass(frozen=True)
 class Kronecker:
@@ -185,10 +204,7 @@ class Collector(ABC):
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Parameters are used in a way that nothing can be collected from."""
         if self._strict:
-            raise RuntimeError(
-                f"{', '.join(map(repr, names))} {reason}, from which no single examples' gradients can be "
-                "collected: do not watch it, or see curvature.vmap_squares"
-            )
+            raise Uncollected(f"{', '.join(map(repr, names))} {reason}")
         self.refused.update(dict.fromkeys(names, reason))
 
     def heard(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from posterity import noise
 from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.eigen import EigenGaussian
 from posterity.posterior.factorised import Factorised
 from posterity.posterior.matrix import MatrixGaussian, solved
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian
@@ -185,7 +186,9 @@ def _(q: DiagonalGaussian, p: IsotropicGaussian) -> Tensor:
 
 @register_kl(MatrixGaussian, DiagonalGaussian)
 @register_kl(MatrixGaussian, IsotropicGaussian)
-def _(q: MatrixGaussian, p: DiagonalGaussian | IsotropicGaussian) -> Tensor:
+@register_kl(EigenGaussian, DiagonalGaussian)
+@register_kl(EigenGaussian, IsotropicGaussian)
+def _(q: MatrixGaussian | EigenGaussian, p: DiagonalGaussian | IsotropicGaussian) -> Tensor:
     # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
     return q.correlation() + kl(q.marginals(), p)
 
@@ -202,5 +205,24 @@ def _(q: MatrixGaussian, p: MatrixGaussian) -> Tensor:
     # In double precision: trace and n are large, and nearly equal where q has barely moved.
     trace = torch.stack([solved(lp.double(), lq.double(), 0).square().sum() for lp, lq in pairs]).prod()
     excess = (trace - math.prod(len(lq) for _, lq in pairs)).to(q.dtype)
+    shift = p.whitened(q.mean() - p.mean()).square().sum()
+    return 0.5 * (excess + shift) + p.log_volume() - q.log_volume()
+
+
+@register_kl(EigenGaussian, EigenGaussian)
+def _(q: EigenGaussian, p: EigenGaussian) -> Tensor:
+    """The same, where tr(Σp⁻¹ Σq) is Σ over both grids of (Rᵀp Rq)² (Cᵀp Cq)² scale_q² / scale_p²."""
+    if q.keep is not None:
+        p = p.pruned(q.keep)
+    if q.thinned:
+        trace = solved(p.cholesky().double(), q.cholesky().double(), 0).square().sum()
+    else:
+        turn_rows, turn_columns = (
+            (ours.double().mT @ theirs.double()).square()
+            for ours, theirs in ((p.rows, q.rows), (p.columns, q.columns))
+        )
+        seen = turn_rows @ q.scale.double().square() @ turn_columns.mT
+        trace = (seen / p.scale.double().square()).sum()
+    excess = (trace - int(q.kept.sum())).to(q.dtype)
     shift = p.whitened(q.mean() - p.mean()).square().sum()
     return 0.5 * (excess + shift) + p.log_volume() - q.log_volume()

@@ -1,0 +1,162 @@
+"""The eigenvalues of a curvature: the posterior and the evidence that follow from them, for any prior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, final, get_args
+
+import torch
+from torch import Tensor
+
+from posterity.posterior import DiagonalGaussian, EigenGaussian, Factorised, Leaf
+from posterity.posterior.factorised import Key
+
+Prior: TypeAlias = float | Literal["marginal", "marginal-by-block"]
+
+
+@final
+@dataclass(frozen=True)
+class Spectrum:
+    """One block's weights, and the eigenvalues of its curvature.
+
+    Attributes:
+        tensors: Names of its parameters.
+        mean: Their values, in single precision at least.
+        values: Eigenvalues of N F / τ in double precision, in the block's shape.
+        basis: Eigenvectors among outputs and among inputs; without them, every weight is one.
+
+    Example:
+        >>> block = Spectrum(("w",), (torch.ones(2),), torch.tensor([3.0, 0.0]))
+        >>> block.leaf(1.0).std()
+        tensor([0.5000, 1.0000])
+    """
+
+    tensors: tuple[str, ...]
+    mean: tuple[Tensor, ...]
+    values: Tensor
+    basis: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def square(self) -> float:
+        """‖θ*‖²."""
+        return sum(float(each.double().square().sum()) for each in self.mean)
+
+    def leaf(self, precision: float) -> Leaf:
+        """q over the block, under a prior of that precision."""
+        std = (self.values + precision).rsqrt()
+        if self.basis is None:
+            return DiagonalGaussian(self.mean[0], std)
+        return EigenGaussian(self.mean, *self.basis, std)
+
+    def log_evidence(self, precision: float) -> float:
+        """The block's part of the log evidence: ½ Σ_i [log δ − δ θ*_i² − log(λ_i + δ)]."""
+        occam = torch.log1p(self.values / precision).sum()
+        return -0.5 * (float(occam) + precision * self.square)
+
+
+def best_precision(spectra: Sequence[Spectrum]) -> float:
+    """The prior precision δ of the largest evidence, one for all the given blocks.
+
+    In s = log δ the evidence is concave, its slope ½ (Σ λ / (λ + δ) − δ ‖θ*‖²): Newton's steps, halving the
+    bracket where they leave it.
+    """
+    size = sum(each.values.numel() for each in spectra)
+    square, top = sum(each.square for each in spectra), max(float(each.values.max()) for each in spectra)
+    if square == 0.0 or top == 0.0:
+        where = repr("+".join(spectra[0].tensors)) if len(spectra) == 1 else "all blocks"
+        raise ValueError(
+            f"the {'weights' if square == 0.0 else 'eigenvalues'} of {where} are zero, for which no prior "
+            "precision has the largest evidence: give prior_precision as a number"
+        )
+    # The slope is at least ½ (½ − δ ‖θ*‖²) below the largest λ, and at most ½ (size − δ ‖θ*‖²) anywhere.
+    low, high = math.log(min(top, 0.5 / square)), math.log(size / square)
+    at = 0.5 * (low + high)
+    for _ in range(200):
+        precision = math.exp(at)
+        shares = [each.values / (each.values + precision) for each in spectra]
+        slope = sum(float(each.sum()) for each in shares) - precision * square
+        bend = sum(float((each * (1.0 - each)).sum()) for each in shares) + precision * square
+        low, high = (at, high) if slope > 0 else (low, at)
+        newton = at + slope / bend
+        after = newton if low < newton < high else 0.5 * (low + high)
+        if abs(after - at) < 1e-12:
+            break
+        at = after
+    return math.exp(at)
+
+
+@final
+@dataclass(frozen=True)
+class Laplace:
+    """What :func:`fit` found: the posterior, and how well model and prior explain the data.
+
+    Attributes:
+        spectra: Weights and curvature by the block's name.
+        prior_precision: That of every block.
+        log_likelihood: log p(D | θ*), of all ``num_data`` examples.
+        num_data: N.
+        temperature: τ.
+        noise_variance: Given or estimated, for regression.
+
+    Example:
+        >>> from posterity.laplace import fit
+        >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
+        >>> found = fit(torch.nn.Linear(3, 1), (x, y), likelihood="regression", noise_variance=1.0)
+        >>> found.log_evidence >= found.with_prior(1.0).log_evidence  # by default, the best there is
+        True
+        >>> found.posterior().sample(5)["weight"].shape
+        torch.Size([5, 1, 3])
+    """
+
+    spectra: Mapping[str, Spectrum]
+    prior_precision: Mapping[str, float]
+    log_likelihood: float
+    num_data: int
+    temperature: float
+    noise_variance: float | None
+
+    def posterior(self) -> Factorised:
+        """q: means at the trained weights, precision N F / τ + δ."""
+        blocks: dict[Key, Leaf] = {
+            each.tensors: each.leaf(self.prior_precision[name]) for name, each in self.spectra.items()
+        }
+        return Factorised(blocks)
+
+    @property
+    def log_evidence(self) -> float:
+        """Log marginal likelihood log p(D), approximately: higher is better, between models of the same data.
+
+        It presumes that the weights are where likelihood and prior together are largest.
+        """
+        parts = [each.log_evidence(self.prior_precision[name]) for name, each in self.spectra.items()]
+        return self.log_likelihood / self.temperature + sum(parts)
+
+    def with_prior(self, prior_precision: Prior) -> Laplace:
+        """The same weights and curvature under another prior, without another look at the data."""
+        check_prior(prior_precision)
+        if prior_precision == "marginal-by-block":
+            chosen = {name: best_precision([each]) for name, each in self.spectra.items()}
+        elif prior_precision == "marginal":
+            chosen = dict.fromkeys(self.spectra, best_precision([*self.spectra.values()]))
+        else:
+            chosen = dict.fromkeys(self.spectra, float(prior_precision))
+        return replace(self, prior_precision=chosen)
+
+
+def check_prior(prior_precision: Prior) -> None:
+    """Raise unless it is one of the ways to choose, or a number above 0."""
+    if prior_precision not in get_args(get_args(Prior)[1]):
+        if isinstance(prior_precision, str):
+            raise ValueError(
+                "prior_precision must be a number, 'marginal', 'marginal-by-block', or, for fit(), "
+                f"'validation', not {prior_precision!r}"
+            )
+        positive("prior_precision", prior_precision)
+
+
+def positive(name: str, value: float) -> None:
+    """Raise unless a number is finite and above 0."""
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be finite and greater than 0, not {value}")

@@ -1,0 +1,94 @@
+"""Prediction with a model that is linear in its weights, for which a Laplace approximation is made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from posterity import buffers
+from posterity.laplace.inputs import undisturbed
+from posterity.mc import one_pass
+from posterity.posterior import Posterior
+from posterity.predict import Prediction
+from posterity.variational import Variational
+
+
+def linearised(
+    model: nn.Module,
+    posterior: Posterior,
+    x: Tensor,
+    *,
+    samples: int = 10,
+    batch_size: int = 256,
+    seed: int = 0,
+    chunk: int | None = None,
+) -> Prediction:
+    """Predict with the model linear in its weights around the means: f(x, μ) + J(x) (θ − μ), θ drawn from q.
+
+    The Fisher matrix is the Hessian of this model, so it suits posteriors that are wide; with the net itself
+    (:func:`~posterity.predict`) their networks underfit (Immer et al. 2021).
+
+    Args:
+        model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
+            does not name keep their values.
+        posterior: Where weights come from.
+        x: Inputs, as many as you like: they are run in batches.
+        samples: Sampled networks S; the same ones for every batch.
+        batch_size: Inputs at once.
+        seed: Chooses the networks, the same as in ``predict``.
+        chunk: At most this many networks at once, to cap memory.
+
+    Example:
+        >>> from posterity.laplace import fit
+        >>> x, y = torch.randn(40, 4), torch.randint(0, 3, (40,))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> linearised(model, fit(model, (x, y)).posterior(), x).probs.shape
+        torch.Size([40, 3])
+    """
+    if samples < 1 or batch_size < 1:
+        raise ValueError(f"samples and batch_size must be at least 1, not {samples} and {batch_size}")
+    if len(x) == 0:
+        raise ValueError("there is nothing to predict: x is empty")
+    if isinstance(model, Variational):
+        model = model.module
+    posterior.check(model)
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    mean = {name: each.to(own[name].dtype) for name, each in posterior.mean().items()}
+    drawn = posterior.sample(samples, seed=seed)
+    shifts = {name: (each - posterior.mean()[name]).to(own[name].dtype) for name, each in drawn.items()}
+
+    def outputs(inputs: Tensor) -> Tensor:
+        def network(weights: dict[str, Tensor]) -> Tensor:
+            # Copies: a transformed function may not change what it was not given.
+            state = buffers.snapshot(model)
+            return one_pass(model, weights, state, (inputs,), {})
+
+        def network_along(shift: dict[str, Tensor]) -> Tensor:
+            at_mean, moved = cast("tuple[Tensor, Tensor]", jvp(network, (mean,), (shift,)))
+            return at_mean + moved
+
+        return vmap(network_along, chunk_size=chunk, randomness="different")(shifts)
+
+    with torch.no_grad(), undisturbed(model), _differentiable(), warnings.catch_warnings():
+        # torch's own, when it first reads its forward derivatives.
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+        return Prediction(torch.cat([outputs(each) for each in torch.split(x, batch_size)], dim=1))
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Attention by operations that have forward derivatives, which the fused ones have not."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)

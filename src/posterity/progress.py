@@ -1,0 +1,25 @@
+"""Progress bars, for those who want them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def shown(parts: Iterable[T], doing: str, wanted: bool) -> Iterable[T]:
+    """The same parts, with a bar that says what is being done to them if it is wanted.
+
+    Example:
+        >>> list(shown([1, 2], "counting", False))
+        [1, 2]
+    """
+    if not wanted:
+        return parts
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError("a progress bar needs rich: pip install 'posterity[lab]'") from error
+    return track(parts, description=doing, console=Console(stderr=True))

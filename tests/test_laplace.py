@@ -1,0 +1,441 @@
+"""Laplace fits of trained models: what they leave alone, take and refuse, and what they are worth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import posterity
+from posterity import DiagonalGaussian, EigenGaussian, laplace, metrics, predict
+
+
+def conv_net() -> nn.Sequential:
+    """In training mode, as a training loop leaves it."""
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2, groups=2, bias=False),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(36, 3),
+    )
+    net(torch.randn(50, 1, 6, 6))
+    return net
+
+
+def pictures() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(2)
+    return torch.randn(20, 1, 6, 6, generator=g), torch.randint(0, 3, (20,), generator=g)
+
+
+class Counting(nn.Module):
+    """Moves a buffer and draws numbers, even in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        torch.rand(1)
+        return self.layer(x)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    for net, x in ((conv_net(), pictures()[0]), (Counting(), torch.randn(20, 3))):
+        y = torch.randint(0, 2, (20,))
+        F.cross_entropy(net(x), y).backward()
+        net[1].eval() if isinstance(net, nn.Sequential) else net.layer.eval()
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+        grads = {name: p.grad.clone() for name, p in net.named_parameters()}
+        modes = [module.training for module in net.modules()]
+        rng = torch.get_rng_state()
+        loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+        found = laplace.fit(net, loader, prior_precision="validation", validation=loader, samples=2)
+        laplace.linearised(net, found.posterior(), x)
+        with pytest.raises(ValueError, match="labels must be whole numbers from 0 to"):
+            laplace.fit(net, (x, y + 5))
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+        assert all(torch.equal(p.grad, grads[name]) for name, p in net.named_parameters())
+        assert all(p.requires_grad for p in net.parameters())
+        assert [module.training for module in net.modules()] == modes
+
+
+def test_the_mode_of_the_model_does_not_matter() -> None:
+    stds = [
+        laplace.fit(net, pictures(), prior_precision=1.0).posterior().std()
+        for net in (conv_net(), conv_net().eval())
+    ]
+    assert all(torch.equal(value, stds[1][name]) for name, value in stds[0].items())
+
+
+def test_layers_have_the_leaves_that_their_curvature_has() -> None:
+    q = laplace.fit(conv_net(), pictures()).posterior()
+    kinds = {name: type(leaf) for name, leaf in q.blocks.items()}
+    assert kinds == {
+        "0.weight+0.bias": EigenGaussian,
+        "1.weight": DiagonalGaussian,
+        "1.bias": DiagonalGaussian,
+        "3.weight": DiagonalGaussian,  # a convolution in groups
+        "6.weight+6.bias": EigenGaussian,
+    }
+    p = predict(conv_net(), q, pictures()[0], samples=5)
+    assert p.probs.shape == (20, 3)
+    assert torch.isfinite(p.probs).all()
+
+
+def test_weights_outside_the_filter_keep_their_values() -> None:
+    net, (x, y) = conv_net(), pictures()
+    q = laplace.fit(net, (x, y), names="6.*", prior_precision=2.0).posterior()
+    assert q.tensors == {"6.weight+6.bias": ("6.weight", "6.bias")}
+    draws = q.sample(1, seed=0)
+    with torch.no_grad():
+        features = net.eval()[:6](x)
+    expected = F.linear(features, draws["6.weight"][0], draws["6.bias"][0])
+    torch.testing.assert_close(predict(net, q, x, samples=1).samples[0], expected)
+    # Layer by layer: what else is fitted does not change a layer's curvature.
+    whole = laplace.fit(net, (x, y), prior_precision=2.0).posterior()
+    torch.testing.assert_close(whole.std()["6.weight"], q.std()["6.weight"])
+    net[0].requires_grad_(False)
+    assert not {"0.weight", "0.bias"} & {*laplace.fit(net, (x, y)).posterior().mean()}
+    biases = laplace.fit(net, (x, y), names=lambda name: name.endswith("bias")).posterior()
+    assert {*biases.blocks} == {"1.bias", "6.bias"}
+
+
+def test_weights_that_nothing_uses_have_the_width_of_the_prior() -> None:
+    net = nn.Linear(3, 2)
+    net.other = nn.Linear(3, 2)
+    q = laplace.fit(net, (torch.randn(9, 3), torch.randint(0, 2, (9,))), prior_precision=4.0).posterior()
+    assert (q.std()["other.weight"] == 0.5).all()
+    assert (q.std()["weight"] < 0.5).all()
+
+
+def test_half_precision_weights_have_a_posterior_in_single_precision() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).bfloat16()
+    x, y = torch.randn(40, 6).bfloat16(), torch.randint(0, 3, (40,))
+    for structure in ("diagonal", "kronecker"):
+        q = laplace.fit(net, (x, y), structure=structure, prior_precision=1.0).posterior()
+        assert {value.dtype for value in (*q.mean().values(), *q.std().values())} == {torch.float32}
+        assert predict(net, q, x).samples.dtype == torch.bfloat16
+        assert torch.isfinite(laplace.linearised(net, q, x).probs).all()
+        wide = laplace.fit(net.float(), (x.float(), y), structure=structure, prior_precision=1.0).posterior()
+        net.bfloat16()
+        for name, std in wide.std().items():  # products of a few numbers, each rounded to 8 bits
+            assert ((q.std()[name] - std).abs() < 0.05 * std).all()
+
+
+def test_singular_factors_and_a_weak_prior() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 40), torch.randint(0, 5, (3,))  # directions that no example has a say in
+    q = laplace.fit(nn.Linear(40, 5), (x, y), prior_precision=1e-6).posterior()
+    assert q.std()["weight"].max() < 1e3
+    assert q.std()["weight"].max() > 900
+
+
+def test_many_outputs_are_sampled_by_default() -> None:
+    x = torch.randn(30, 4)
+
+    def std(outputs: int, **options: object) -> Tensor:
+        torch.manual_seed(0)
+        net, y = nn.Linear(4, outputs), torch.arange(30) % outputs
+        return laplace.fit(net, (x, y), prior_precision=1.0, **options).posterior().std()["weight"]
+
+    assert torch.equal(std(33), std(33, kind="mc"))
+    assert torch.equal(std(32), std(32, kind="exact"))
+    assert torch.equal(std(33), std(33, seed=0))
+    assert not torch.equal(std(33), std(33, seed=1))
+    assert not torch.equal(std(5, kind="empirical"), std(5))
+
+
+def test_labels_are_drawn_anew_in_every_batch() -> None:
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(4, 3), torch.randn(1, 4).expand(20, 4), torch.zeros(20, dtype=torch.long)
+    mc = [
+        laplace.fit(net, (x, y), kind="mc", batch_size=size, prior_precision=1.0).spectra["weight+bias"]
+        for size in (1, 20)
+    ]
+    exact = laplace.fit(net, (x, y), prior_precision=1.0).spectra["weight+bias"]
+    # The same label twenty times has rank 1, which neither the exact Fisher nor twenty labels have.
+    for found in mc:
+        assert found.values[1].max() > 0.1 * exact.values[1].max()
+
+
+def test_a_variational_model_is_fitted_at_its_means() -> None:
+    net, data = nn.Linear(4, 3), (torch.randn(12, 4), torch.randint(0, 3, (12,)))
+    model = posterity.variational(net, std_init=0.5)
+    a, b = (laplace.fit(each, data).posterior() for each in (net, model))
+    assert all(torch.equal(value, b.std()[name]) for name, value in a.std().items())
+    assert torch.equal(*(laplace.linearised(each, a, data[0]).samples for each in (net, model)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("kind", ["exact", "empirical"])
+def test_labels_may_be_of_any_whole_type(kind: str, dtype: torch.dtype) -> None:
+    net, x, y = nn.Linear(4, 3), torch.randn(12, 4), torch.randint(0, 3, (12,))
+    a, b = (laplace.fit(net, (x, each), kind=kind, prior_precision=1.0) for each in (y, y.to(dtype)))
+    assert a.log_evidence == b.log_evidence
+
+
+def test_the_validated_prior_is_the_one_of_the_grid_that_predicts_best() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    grid = (0.01, 1.0, 100.0)
+    x, held_out = torch.randn(60, 4), torch.randn(40, 4)
+    y, targets = (net(each).detach() + 0.5 * torch.randn(len(each), 1) for each in (x, held_out))
+    for predictive in (predict, laplace.linearised):
+        found = laplace.fit(
+            net,
+            (x, y),
+            likelihood="regression",
+            noise_variance=0.05,
+            prior_precision="validation",
+            validation=(held_out, targets),
+            grid=grid,
+            samples=30,
+            predictive=predictive,
+            batch_size=16,
+        )
+        average, single = {}, {}
+        for precision in grid:
+            q = found.with_prior(precision).posterior()
+            out = predictive(net, q, held_out, samples=30).samples
+            logs = torch.distributions.Normal(out, 0.05**0.5).log_prob(targets).sum(-1)
+            average[precision], single[precision] = float(logs.logsumexp(0).mean()), float(logs.mean())
+        assert {*found.prior_precision.values()} == {max(average, key=average.get)}
+        # The networks together are worth more than each: by their own scores, the narrowest would win.
+        assert max(average, key=average.get) < max(single, key=single.get) == 100.0
+
+
+def test_a_progress_bar_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    net, data = nn.Linear(4, 3), (torch.randn(12, 4), torch.randint(0, 3, (12,)))
+    a, b = (laplace.fit(net, data, batch_size=5, progress=progress) for progress in (False, True))
+    assert a.log_evidence == b.log_evidence
+    assert "collecting curvature" in capsys.readouterr().err
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.layer(x).tanh()))
+
+
+def test_a_layer_that_collectors_refuse() -> None:
+    net, data = Twice(), (torch.randn(12, 4), torch.randint(0, 3, (12,)))
+    message = (
+        r"'layer.bias', 'layer.weight' is used twice before a backward pass, from which no curvature can be "
+        r"collected: leave it out by names=, or pass fallback='vmap'"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        laplace.fit(net, data)
+    assert {*laplace.fit(net, data, names="head.*").posterior().blocks} == {"head.weight+head.bias"}
+    assert {*laplace.fit(net, data, fallback="vmap").posterior().blocks} == {
+        "layer.weight",
+        "layer.bias",
+        "head.weight+head.bias",
+    }
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, bottom = self.weight.chunk(2)
+        return F.linear(x, top) * F.linear(x.tanh(), bottom)
+
+
+def test_a_weight_used_in_parts_has_a_diagonal_only() -> None:
+    net, data = Halves(), (torch.randn(12, 4), torch.randint(0, 3, (12,)))
+    with pytest.raises(ValueError, match=r"'weight' is used in parts, .* or pass structure='diagonal'"):
+        laplace.fit(net, data)
+    assert laplace.fit(net, data, structure="diagonal").posterior().std()["weight"].shape == (6, 4)
+
+
+X, Y = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prior_precision": -1.0}, "prior_precision must be finite and greater than 0, not -1"),
+        ({"prior_precision": 0.0}, "prior_precision must be finite and greater than 0, not 0"),
+        ({"prior_precision": "evidence"}, "must be a number, 'marginal', .* not 'evidence'"),
+        ({"prior_precision": "validation"}, "validation= and prior_precision='validation' go together"),
+        ({"validation": (X, Y)}, "validation= and prior_precision='validation' go together"),
+        ({"prior_precision": "validation", "validation": []}, "the validation loader gave no batch"),
+        ({"prior_precision": "validation", "validation": (X, Y), "grid": ()}, "grid is empty"),
+        ({"prior_precision": "validation", "validation": (X, Y), "grid": (1.0, -1.0)}, "not -1"),
+        ({"temperature": 0.0}, "temperature must be finite and greater than 0, not 0"),
+        ({"noise_variance": 1.0}, "noise_variance is for likelihood='regression'"),
+        ({"likelihood": "poisson"}, "likelihood must be 'classification' or 'regression', not 'poisson'"),
+        ({"likelihood": "regression", "noise_variance": -2.0}, "noise_variance must be finite and greater"),
+        ({"num_data": 0}, "num_data must be at least 1, not 0"),
+        ({"samples": 0}, "samples must be at least 1, not 0"),
+        ({"structure": "full"}, "structure must be one of 'diagonal', 'kronecker', not 'full'"),
+        ({"kind": "true"}, "kind must be one of 'empirical', 'mc', 'exact', not 'true'"),
+        ({"names": "head.*"}, r"no parameter is named like 'head\.\*'; the names are 'weight', 'bias'"),
+        ({"names": lambda name: False}, "names= picks no parameter"),
+        ({"loader": []}, "the loader gave no batch"),
+        ({"loader": (X, Y[:5])}, "6 inputs and 5 targets"),
+        ({"loader": (X, Y + 3)}, "labels must be whole numbers from 0 to 2"),
+        ({"loader": (X, Y.float())}, "labels must be whole numbers from 0 to 2"),
+        ({"loader": (X, torch.ones(6, 1))}, r"y has shape \[6, 1\], outputs \[6, 3\]: give labels \[B\]"),
+        (
+            {"loader": (X, torch.ones(6)), "likelihood": "regression"},
+            r"y has shape \[6\], outputs \[6, 3\]: .* targets \[B, C\] for regression",
+        ),
+        ({"loader": (X[:, None], Y)}, r"the model must give outputs \[B, C\], .* not \[6, 1, 3\]"),
+        ({"loader": (X * torch.nan, Y)}, "'weight' or its curvature is not finite: look for nan"),
+    ],
+)
+def test_bad_input_is_refused(options: dict[str, object], message: str) -> None:
+    loader = options.get("loader", (X, Y))
+    rest = {name: value for name, value in options.items() if name != "loader"}
+    with pytest.raises(ValueError, match=message):
+        laplace.fit(nn.Linear(4, 3), loader, **rest)
+
+
+def test_what_is_no_pair_of_tensors_is_refused() -> None:
+    for data, message in (
+        (TensorDataset(X, Y), "a Dataset gives single examples: pass DataLoader"),
+        ([{"x": X, "y": Y}], r"a batch must be a pair of tensors \(x, y\), not dict"),
+        ([X, X, X], r"a batch must be a pair of tensors \(x, y\), not Tensor"),
+        ([(X, Y, Y)], r"a batch must be a pair of tensors \(x, y\), not tuple"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            laplace.fit(nn.Linear(4, 3), data)
+
+
+def test_a_model_without_gradients_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"wants gradients: call model.requires_grad_\(\) first"):
+        laplace.fit(nn.Linear(4, 3).requires_grad_(False), (X, Y))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"fit outside torch.inference_mode\(\)"):
+        laplace.fit(nn.Linear(4, 3), (X, Y))
+    with torch.inference_mode():
+        made_there = nn.Linear(4, 3)
+    with pytest.raises(RuntimeError, match="a model that was not made there"):
+        laplace.fit(made_there, (X, Y))
+    with torch.no_grad():
+        assert laplace.fit(nn.Linear(4, 3), (X, Y)).num_data == 6
+
+
+def test_where_the_evidence_has_no_maximum_a_number_is_asked_for() -> None:
+    zero = nn.Linear(4, 3)
+    for p in zero.parameters():
+        nn.init.zeros_(p)
+    with pytest.raises(ValueError, match=r"the weights of 'weight\+bias' are zero, .* as a number"):
+        laplace.fit(zero, (X, Y))
+    blind = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 3, bias=False))
+    with pytest.raises(ValueError, match="the eigenvalues of all blocks are zero"):
+        laplace.fit(blind, (0.0 * X, Y))
+    line = nn.Linear(4, 1)
+    with pytest.raises(ValueError, match=r"the mean squared error is 0.0, .* give noise_variance="):
+        laplace.fit(line, (X, line(X).detach()), likelihood="regression")
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 9, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.words(ids)).mean(1))
+
+
+def test_layers_that_torch_would_fuse_can_be_linearised() -> None:
+    torch.manual_seed(0)
+    net, x, y = Attentive(), torch.randint(0, 7, (30, 5)), torch.randint(0, 3, (30,))
+    q = laplace.fit(net, (x, y), prior_precision=1e8).posterior()
+    assert {"block.self_attn.in_proj_weight+block.self_attn.in_proj_bias", "words.weight"} <= {*q.blocks}
+    # Under so strong a prior deviations are small, and a net and its linear part hardly differ.
+    a, b = (f(net, q, x, samples=3, seed=1).samples for f in (predict, laplace.linearised))
+    mean = predict(net, q, x, mode="mean").samples
+    assert (a - b).norm() < 0.02 * (a - mean).norm()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_what_linearised_prediction_refuses() -> None:
+    net = nn.Linear(4, 3)
+    q = laplace.fit(net, (X, Y)).posterior()
+    with pytest.raises(ValueError, match="samples and batch_size must be at least 1, not 0 and 256"):
+        laplace.linearised(net, q, X, samples=0)
+    with pytest.raises(ValueError, match="x is empty"):
+        laplace.linearised(net, q, X[:0])
+    with pytest.raises(ValueError, match="'weight' has shape"):
+        laplace.linearised(nn.Linear(5, 3), q, X)
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    data = load_digits()
+    x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1000], order[1000:]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    opt = torch.optim.Adam(net.parameters(), lr=1e-2)
+    for _ in range(200):
+        opt.zero_grad()
+        # The prior N(0, 1) as weight decay: the evidence presumes weights that were trained with it.
+        decay = sum(p.square().sum() for p in net.parameters()) / (2 * len(train))
+        (F.cross_entropy(net(x[train]), y[train]) + decay).backward()
+        opt.step()
+    return net, (x[train], y[train]), (x[test], y[test])
+
+
+# Stated margins, in nats: the posterior must not cost more on known inputs. Drawing all layers' weights costs
+# much more with the net itself, which is why there is a linearised prediction.
+@pytest.mark.parametrize(
+    ("names", "predictive", "margin"),
+    [("2.*", predict, 0.1), ("2.*", laplace.linearised, 0.1), ("*", laplace.linearised, 0.25)],
+    ids=["last layer", "last layer, linearised", "all layers, linearised"],
+)
+def test_digits_are_known_and_noise_is_not(
+    digits: tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+    names: str,
+    predictive: object,
+    margin: float,
+) -> None:
+    net, train, (x, y) = digits
+    found = laplace.fit(net, train, names=names)
+    q = found.posterior()
+    noise = torch.rand(400, 64, generator=torch.Generator().manual_seed(2))
+    known, unknown = (predictive(net, q, each, samples=50) for each in (x, noise))
+    plain, blind = (predict(net, q, each, mode="mean") for each in (x, noise))
+    assert metrics.accuracy(known.probs, y) > metrics.accuracy(plain.probs, y) - 0.01
+    assert metrics.nll(known.probs, y) < metrics.nll(plain.probs, y) + margin
+    assert unknown.entropy.mean() > 1.1 * blind.entropy.mean()
+    assert metrics.auroc(known.entropy, unknown.entropy) > metrics.auroc(plain.entropy, blind.entropy) - 0.01
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu() -> None:
+    net, (x, y) = conv_net(), pictures()
+    loader = DataLoader(TensorDataset(x, y), batch_size=8)  # batches on the CPU
+    there = laplace.fit(net, loader, prior_precision=1.0).posterior().std()
+    net.cuda()
+    rng = torch.cuda.get_rng_state()
+    found = laplace.fit(net, loader, prior_precision=1.0)
+    assert torch.equal(torch.cuda.get_rng_state(), rng)
+    for name, std in found.posterior().std().items():
+        assert std.is_cuda
+        torch.testing.assert_close(std.cpu(), there[name], rtol=1e-3, atol=1e-5)
+    assert found.with_prior("marginal").log_evidence >= found.log_evidence
+    chosen = laplace.fit(net, loader, prior_precision="validation", validation=loader, samples=2)
+    assert predict(net, chosen.posterior(), x.cuda()).probs.is_cuda
+    assert laplace.linearised(net, chosen.posterior(), x.cuda()).probs.is_cuda

@@ -253,7 +253,7 @@ def test_statistics_that_overflow_are_refused(rule: Rule) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert model.weight.grad is not None
     model.weight.grad.zero_()
-    next(iter(opt._sums)).grad_noise.fill_(torch.inf)
+    next(iter(opt._sums)).second.fill_(torch.inf)
     with pytest.raises(FloatingPointError, match=r"E\[gradient · noise\] is not finite"):
         opt.step(batch_size=16)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -48,7 +48,7 @@ class Collecting:
         if self._collector is not None:
             self._collector.clear()
 
-    def take(self, names: Sequence[str], samples: int) -> tuple[Mapping[str, Tensor], int]:
+    def take(self, names: Iterable[str], samples: int) -> tuple[Mapping[str, Tensor], int]:
         """Σ_i g_i² of the loss as backward saw it, over samples, by name; and the examples behind each.
 
         Args:

@@ -330,8 +330,9 @@ class VariationalOptimizer(Optimizer, ABC):
             (slab, {i: grad for i, p in enumerate(slab.params) if (grad := grad_of(p)) is not None})
             for slab in self._slabs
         ]
-        names = [slab.layout.names[i] for slab, found in grads for i in found]
-        squares, examples = self._collecting.take(names, samples)
+        squares, examples = self._collecting.take(
+            (slab.layout.names[i] for slab, found in grads for i in found), samples
+        )
         for slab, found in grads:
             if found:
                 self._sums.of(slab).add(found, noises.get(slab), weight)

@@ -43,9 +43,9 @@ def compile_step(
     """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
 
     It draws the same noise and takes the same statistics as ``optimizer.step(closure)``. On a GPU the whole
-    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; learning rates
-    may change at any time. There a loss that is not finite leaves the posterior as it is, and is raised by
-    one of the next calls, when its value has reached the host.
+    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; learning
+    rates, and what else a rule calls ``live``, may change at any time. There a loss that is not finite leaves
+    the posterior as it is, and is raised by one of the next calls, when its value has reached the host.
 
     Args:
         model: The module whose parameters the optimiser holds.

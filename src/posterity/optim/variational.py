@@ -53,7 +53,7 @@ class VariationalOptimizer(Optimizer, ABC):
         defaults: The method's hyper-parameters, for groups that do not set their own.
         mc_samples: Weight samples per ``step(closure)``.
         seed: Seed of the weight noise.
-        deterministic: Filter of parameter names that get no posterior; Adam trains them.
+        deterministic: Filter of parameter names that get no posterior; Adam trains them, or the rule itself.
         deterministic_lr: Adam's learning rate for those.
 
     Example:

@@ -65,4 +65,6 @@ class Collecting:
                     f"{name!r} {reason}, from which {self._rule} has no single examples' gradients: freeze "
                     "it, or leave it to another optimiser"
                 )
-        return collector.sums, collector.examples // samples
+        taken = collector.sums, collector.examples // samples
+        collector.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
+        return taken

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import posterity
-from conformance.rules import Rule, X, Y, by_closure, everything, loss_fn, net, rules
+from conformance.rules import Rule, X, Y, by_closure, everything, layer_rules, loss_fn, net, rules, same
 from posterity import train_step
 
 
@@ -27,8 +27,11 @@ class Graph(train_step._Graph):
         held = {p: grad for p, grad, _ in self.grads}
         counts = [slab.steps.clone() for slab in opt._slabs]
         shown = {p: p.grad for p in self.params}
+        entries = [{key: group[key] for key in opt.live} for group in opt.param_groups]
         opt._live = self.live
         try:
+            for group in opt.param_groups:
+                group.update(dict.fromkeys(opt.live, torch.nan))  # a device cannot read them
             loss = self._body()
             for p, grad in held.items():
                 assert p.grad is not None
@@ -36,6 +39,8 @@ class Graph(train_step._Graph):
             self.loss.data.copy_(loss)
         finally:
             opt._live = None
+            for group, values in zip(opt.param_groups, entries, strict=True):
+                group.update(values)
             for slab, before in zip(opt._slabs, counts, strict=True):
                 slab.steps.copy_(before)
             for p, grad in shown.items():
@@ -313,3 +318,68 @@ def test_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         posterity.compile_step(model, loss_fn, opt)
     with pytest.raises(RuntimeError, match="distributed training is not supported yet"):
         by_closure(model, opt)
+
+
+@layer_rules
+def test_a_temperature_that_changes_at_every_step_needs_no_other_graph(rule: Rule) -> None:
+    results = []
+    temperature = posterity.warmup(10, start=0.1)
+    for graphs in (False, True):
+        model = net()
+        opt = rule.make(model, deterministic="norm.*")
+        step = captured(model, opt)
+        for i in range(12):
+            for group in opt.param_groups:
+                group["temperature"] = temperature(i)
+            step(X, Y) if graphs else by_closure(model, opt)
+        assert len(step._graphs) == len(step._seen) == graphs
+        results.append(everything(model, opt))
+    near(*results)
+    opt.param_groups[0]["damping"] *= 2  # what is not live does
+    step(X, Y)
+    assert len(step._seen) == 2
+
+
+@layer_rules
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_drop_of_the_learning_rate_leaves_the_velocity_to_its_option(rule: Rule, keep: bool) -> None:
+    results = []
+    for graphs in (False, True):
+        model = net()
+        opt = rule.make(model, keep_velocity=keep)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [6], 0.01)
+        step = captured(model, opt)
+        for i in range(8):
+            before = model.last.weight.detach().clone()
+            step(X, Y) if graphs else by_closure(model, opt)
+            schedule.step()
+            if i == 5:
+                pace = (model.last.weight - before).norm()
+            elif i == 6:
+                slowed = (model.last.weight - before).norm() / pace
+        assert len(step._graphs) == graphs
+        # The momentum of 0.8 stays, or the step is a hundredth; the curvature moves by a factor below 2.
+        assert (0.4 < slowed < 1.6) if keep else (slowed < 0.03)
+        results.append(everything(model, opt))
+    near(*results)
+
+
+@layer_rules
+def test_squares_that_overflow_in_a_graph_move_nothing(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    scale = torch.ones(())
+    step = train_step.CapturedStep(
+        posterity.compile_step(model, lambda m, x, y: loss_fn(m, x, y) * scale, opt)  # type: ignore[arg-type]
+    )
+    for _ in range(3):
+        step(X, Y)
+    before = everything(model, opt)
+    scale.fill_(1e25)  # gradients are finite, their squares are not
+    step(X, Y)
+    assert same(before, everything(model, opt))
+    scale.fill_(1.0)
+    with pytest.raises(FloatingPointError, match="not touched"):
+        step(X, Y)
+    step(X, Y)
+    assert not torch.equal(before["last.weight"], model.last.weight)

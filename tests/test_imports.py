@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "kernels": {"layout", "noise"},
     "posterior": {"names", "noise"},
     "curvature": {"names", "noise"},
-    "optim": {"buffers", "layout", "names", "noise", "posterior"},
+    "optim": {"buffers", "curvature", "layout", "names", "noise", "posterior"},
     "objective": {"posterior"},
     "metrics": set(),
     "continual": set(),

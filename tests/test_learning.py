@@ -49,6 +49,24 @@ def by_ivon(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
     return opt.posterior()
 
 
+def by_vogn(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
+    opt = posterity.VOGN(net, num_data=len(x), lr=3e-3, betas=(0.9, 0.99), mc_samples=2)
+    step = posterity.compile_step(net, loss_fn, opt)
+    temperature = posterity.warmup(len(x) // BATCH, start=0.1)
+    for i, batch in enumerate(batches(x, y)):
+        opt.param_groups[0]["temperature"] = temperature(i)
+        step(*batch)
+    return opt.posterior()
+
+
+def by_ogn(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
+    # Squares at the means die away with the training loss, which makes the Gaussian too wide: cool it.
+    opt = posterity.OGN(net, num_data=len(x), lr=3e-3, betas=(0.9, 0.99), temperature=0.05)
+    for batch in batches(x, y):
+        opt.step(lambda batch=batch: loss_fn(net, *batch), batch_size=len(batch[0]))
+    return opt.posterior()
+
+
 def by_backprop(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
     model = posterity.variational(net, std_init=0.03)
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -60,7 +78,7 @@ def by_backprop(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
     return model.posterior
 
 
-@pytest.mark.parametrize("method", [by_bgd, by_ivon, by_backprop])
+@pytest.mark.parametrize("method", [by_bgd, by_ivon, by_vogn, by_ogn, by_backprop])
 def test_learns_digits_and_knows_what_it_does_not_know(
     method: Callable[[nn.Module, Tensor, Tensor], posterity.Factorised],
 ) -> None:
@@ -77,3 +95,42 @@ def test_learns_digits_and_knows_what_it_does_not_know(
     assert posterity.metrics.auroc(p.entropy, noise.entropy) > 0.8
     half = posterity.predict(net, posterity.prune(q, 0.5), x_test, samples=20)
     assert posterity.metrics.accuracy(half.probs, y_test) > 0.9
+
+
+class Block(nn.Module):
+    """A residual block as users write them."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.second, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.short = nn.Conv2d(inputs, outputs, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.norm1(self.first(x)))
+        return F.relu(self.norm2(self.second(hidden)) + self.short(x))
+
+
+def test_one_line_changes_in_the_training_of_a_resnet() -> None:
+    x, y, x_test, y_test = (t.view(-1, 1, 8, 8) if t.dim() == 2 else t for t in data())
+    torch.manual_seed(0)
+    net = nn.Sequential(Block(1, 8), Block(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    norms = posterity.names_of(net, nn.BatchNorm2d)
+    # Not opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    opt = posterity.VOGN(
+        net, num_data=len(x), lr=0.01, betas=(0.9, 0.99), temperature=0.1, deterministic=norms
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        for rows in torch.randperm(len(x), generator=generator).split(BATCH):
+
+            def closure(rows: Tensor = rows) -> Tensor:
+                opt.zero_grad()
+                loss = loss_fn(net, x[rows], y[rows])
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+    net.eval()
+    p = posterity.predict(net, opt.posterior(), x_test, samples=10)
+    assert posterity.metrics.accuracy(p.probs, y_test) > 0.85

@@ -6,7 +6,7 @@ from posterity.dropout import MCDropout, dropout_kl
 from posterity.mc import run
 from posterity.names import names_of
 from posterity.objective import blundell, elbo, warmup
-from posterity.optim import BGD, IVON, DivergenceWarning, VariationalOptimizer
+from posterity.optim import BGD, IVON, OGN, VOGN, DivergenceWarning, VariationalOptimizer
 from posterity.posterior import (
     ByName,
     Density,
@@ -30,6 +30,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BGD",
     "IVON",
+    "OGN",
+    "VOGN",
     "ByName",
     "Density",
     "DiagonalGaussian",

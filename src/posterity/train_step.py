@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeAlias, final
 
 import torch
@@ -27,8 +28,8 @@ _GRAPHS = 4
 _LONG = 100
 # Kinds of batch that are remembered as seen once.
 _KEYS = 256
-# Entries of a group that a graph reads anew at every replay, or does not read.
-_LIVE = ("params", "param_names", "lr", "initial_lr", "steps")
+# Entries of a group that a graph does not read.
+_UNREAD = ("params", "param_names", "initial_lr", "steps")
 
 
 def compile_step(
@@ -42,9 +43,9 @@ def compile_step(
     """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
 
     It draws the same noise and takes the same statistics as ``optimizer.step(closure)``. On a GPU the whole
-    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; learning rates
-    may change at any time. There a loss that is not finite leaves the posterior as it is, and is raised by
-    one of the next calls, when its value has reached the host.
+    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; learning
+    rates, and what else a rule calls ``live``, may change at any time. There a loss that is not finite leaves
+    the posterior as it is, and is raised by one of the next calls, when its value has reached the host.
 
     Args:
         model: The module whose parameters the optimiser holds.
@@ -124,30 +125,35 @@ class TrainStep:
                 views = draw.slab.layout.views(draw.flat) if one else draw.weights()
                 for block, (p, weights) in enumerate(zip(draw.slab.params, views, strict=True)):
                     theta[p] = weights.requires_grad_(p.requires_grad)
-                    if p.requires_grad:
+                    if p.requires_grad and opt.collects is None:
                         sinks[weights] = opt.sink(draw, block)
             for p in params:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in theta.items()}
-            if one:  # nothing to stack; the first sample moves the model's own buffers
-                state = buffers.copied(before) if rows.start else {}
-                loss = one_pass(self.target, named, state, batch, {})[None]
-            else:
-                with StackedRoutes(sinks):
-                    loss, moved = stacked_pass(self.target, named, before, batch, {}, stacked=True)
-                if rows.start == 0:
-                    buffers.restore(self.target, moved)
-            if loss.dim() != 1:
-                shape = list(loss.shape[1:])
-                raise ValueError(
-                    f"loss_fn must return the mean loss of a batch, one number, not shape {shape}"
-                )
-            losses.append(loss.detach())
             wanted = [p for p in params if p.requires_grad]
             if not wanted:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
-            leaves = [theta.get(p, p) for p in wanted]
-            grads = torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
+            with ExitStack() as modes:
+                if not one:
+                    modes.enter_context(StackedRoutes(sinks))
+                modes.enter_context(opt.collecting(theta, stacked=not one))
+                if one:  # nothing to stack; the first sample moves the model's own buffers
+                    state = buffers.copied(before) if rows.start else {}
+                    loss = one_pass(self.target, named, state, batch, {})[None]
+                else:
+                    loss, moved = stacked_pass(self.target, named, before, batch, {}, stacked=True)
+                    if rows.start == 0:
+                        buffers.restore(self.target, moved)
+                if loss.dim() != 1:
+                    shape = list(loss.shape[1:])
+                    raise ValueError(
+                        f"loss_fn must return the mean loss of a batch, one number, not shape {shape}"
+                    )
+                losses.append(loss.detach())
+                if opt.collects is None:
+                    modes.close()  # the backward pass has nobody to tell
+                leaves = [theta.get(p, p) for p in wanted]
+                grads = torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
             found = {
                 p: grad if p in theta and not one else grad[None]
                 for p, grad in zip(wanted, grads, strict=True)
@@ -235,7 +241,7 @@ class CapturedStep:
         return len(self._graphs) < _GRAPHS
 
     def _key(self, batch: tuple[Tensor, ...]) -> Any:
-        """What a graph has fixed: shapes, modes, where weights and state lie, hyper-parameters but lr."""
+        """What a graph has fixed: shapes, modes, where weights and state lie, fixed hyper-parameters."""
         opt, params = self.step.optimizer, self.step.names
         return (
             tuple((x.shape, x.dtype, x.device) for x in batch),
@@ -255,7 +261,7 @@ class CapturedStep:
                 value if isinstance(value, Hashable) else str(value)
                 for group in opt.param_groups
                 for key, value in group.items()
-                if key not in _LIVE
+                if key not in (*_UNREAD, *opt.live)
             ),
         )
 
@@ -275,9 +281,12 @@ class _Graph:
         self.live = Live(
             torch.zeros((), dtype=torch.int32, device=device),
             {p: number + 1 - steps for p, number in updates.items()},
-            [torch.tensor(float(group["lr"]), device=device) for group in opt.param_groups],
+            [
+                {key: torch.tensor(float(group[key]), device=device) for key in opt.live}
+                for group in opt.param_groups
+            ],
         )
-        self.lr = [float(group["lr"]) for group in opt.param_groups]
+        self.entries = [{key: float(group[key]) for key in opt.live} for group in opt.param_groups]
         self.clock = -1  # what the device's clock reads
         self.batch = [x.to(device).clone() for x in batch]
         self.sizes = [opt._batch_size(group, step.batch_size(batch)) for group in opt.param_groups]
@@ -340,10 +349,11 @@ class _Graph:
         if steps != self.clock:  # not the next one: state was loaded, or another graph ran
             self.live.clock.fill_(steps)
         self.clock = steps + 1
-        for number, group in enumerate(opt.param_groups):
-            if group["lr"] != self.lr[number]:
-                self.lr[number] = float(group["lr"])
-                self.live.lr[number].fill_(self.lr[number])
+        for group, known, there in zip(opt.param_groups, self.entries, self.live.entries, strict=True):
+            for key in opt.live:
+                if group[key] != known[key]:
+                    known[key] = float(group[key])
+                    there[key].fill_(known[key])
         for mine, given in zip(self.batch, batch, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()

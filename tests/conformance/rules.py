@@ -20,11 +20,23 @@ class Rule:
     name: str
     make: Callable[..., VariationalOptimizer]
     bad: dict[str, Any]  # hyper-parameters that must be refused
+    draws: bool = True  # whether it learns from weight samples
+    layers: bool = False  # whether it learns from layers alone, and trains what is deterministic itself
 
     def __repr__(self) -> str:
         return self.name
 
 
+_GAUSS_NEWTON = {
+    "num_data": 0,
+    "prior_precision": -1.0,
+    "temperature": 0.0,
+    "betas": (1.0, 0.9),
+    "hess_init": 0.0,
+    "damping": -1e-3,
+    "augmentation": 0.0,
+    "lr": -1.0,
+}
 RULES = [
     Rule(
         "BGD",
@@ -49,8 +61,29 @@ RULES = [
             "mc_samples": 0,
         },
     ),
+    Rule(
+        "VOGN",
+        lambda params, **kw: posterity.VOGN(
+            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), **kw}
+        ),
+        {**_GAUSS_NEWTON, "mc_samples": 0},
+        layers=True,
+    ),
+    Rule(
+        "OGN",
+        lambda params, mc_samples=1, seed=0, **kw: posterity.OGN(
+            params, **{"num_data": 100, "lr": 0.01, "betas": (0.8, 0.3), **kw}
+        ),
+        _GAUSS_NEWTON,
+        draws=False,
+        layers=True,
+    ),
 ]
 rules = pytest.mark.parametrize("rule", RULES, ids=repr)
+drawing_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.draws], ids=repr)
+layer_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.layers], ids=repr)
+# Those that take any weight, however it is used.
+tensor_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.layers], ids=repr)
 
 X = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (16,), generator=torch.Generator().manual_seed(2))

@@ -11,7 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import posterity
-from conformance.rules import ALL_WAYS, Rule, X, by_closure, by_context, everything, loss_fn, net, rules, same
+from conformance.rules import (
+    ALL_WAYS,
+    Rule,
+    X,
+    by_closure,
+    by_context,
+    by_stack,
+    drawing_rules,
+    everything,
+    loss_fn,
+    net,
+    rules,
+    same,
+    tensor_rules,
+)
 
 
 @rules
@@ -32,11 +46,22 @@ def test_a_parameter_frozen_midway_stays_and_is_still_sampled_afresh(
             draws.append(model.first.weight.clone())
             loss_fn(model).backward()
         opt.step(batch_size=16)
-    assert not torch.equal(*draws)
-    assert not torch.equal(draws[0], before)
+    assert torch.equal(*draws) != rule.draws
+    assert torch.equal(draws[0], before) != rule.draws
 
 
 @rules
+def test_a_frozen_model_has_nothing_to_learn_and_says_so(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="no gradient at sampled weights"):
+        by_closure(model, opt)
+    with pytest.raises(RuntimeError, match="wants a gradient: unfreeze one"):
+        by_stack(model, opt)
+
+
+@drawing_rules
 def test_contexts_without_gradients_are_fresh_networks_and_leave_no_trace(rule: Rule) -> None:
     model, twin = net(), net()
     opt, other = rule.make(model), rule.make(twin)
@@ -158,7 +183,7 @@ def test_names_are_distinct_and_a_refused_group_is_not_added(rule: Rule) -> None
     assert len(opt.param_groups) == 2
 
 
-@rules
+@tensor_rules
 @pytest.mark.filterwarnings("ignore:.*cannot be vectorised")
 def test_buffers_that_forward_reads_and_writes_agree_in_all_ways(rule: Rule) -> None:
     results = []
@@ -187,7 +212,7 @@ def test_a_model_halved_after_building_gets_full_precision_means(rule: Rule) -> 
     assert not torch.equal(opt.state[model.weight]["mean"], model.weight.float())
 
 
-@rules
+@tensor_rules
 def test_odd_parameters_buffers_and_modes(rule: Rule) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -230,15 +255,22 @@ def test_a_refused_scaler_or_closure_does_no_lasting_harm(rule: Rule) -> None:
     with pytest.raises(TypeError, match="the closure must return the loss, not NoneType"):
         opt.step(lambda: None, batch_size=16)
     by_closure(model, opt)
+
+
+@drawing_rules
+def test_a_broken_number_of_samples_is_refused(rule: Rule) -> None:
     with pytest.raises(ValueError, match="mc_samples must be a whole number"):
         rule.make(net(), mc_samples=2.5)
 
 
-def test_ivon_refuses_a_std_that_it_cannot_represent() -> None:
+@pytest.mark.parametrize("make", [posterity.IVON, posterity.VOGN, posterity.OGN])
+def test_a_std_that_a_rule_cannot_represent_is_refused(
+    make: Callable[..., posterity.VariationalOptimizer],
+) -> None:
     for std in (0.0, 1e-30):
-        opt = posterity.IVON(nn.Linear(2, 1), num_data=100)
+        opt = make(nn.Linear(2, 1), num_data=100)
         leaf = posterity.DiagonalGaussian(torch.zeros(1, 2), std)
-        with pytest.raises(ValueError, match="'weight': IVON needs a std that is positive"):
+        with pytest.raises(ValueError, match=f"'weight': {make.__name__} needs a std that is positive"):
             opt.load_posterior(posterity.Factorised({"weight": leaf}))
 
 
@@ -253,9 +285,10 @@ def test_statistics_that_overflow_are_refused(rule: Rule) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert model.weight.grad is not None
     model.weight.grad.zero_()
-    next(iter(opt._sums)).grad_noise.fill_(torch.inf)
-    with pytest.raises(FloatingPointError, match=r"E\[gradient · noise\] is not finite"):
-        opt.step(batch_size=16)
+    next(iter(opt._sums)).second.fill_(torch.inf)
+    what = "the mean of squared gradients" if rule.layers else r"E\[gradient · noise\]"
+    with pytest.raises(FloatingPointError, match=f"{what} is not finite"):
+        opt.step(batch_size=1)
 
 
 @rules

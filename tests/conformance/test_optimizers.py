@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import posterity
 from conformance.rules import (
+    ALL_WAYS,
     Rule,
     X,
     Y,
@@ -20,11 +21,14 @@ from conformance.rules import (
     by_closure,
     by_context,
     by_stack,
+    drawing_rules,
     everything,
+    layer_rules,
     loss_fn,
     net,
     rules,
     same,
+    tensor_rules,
 )
 from posterity import VariationalOptimizer
 
@@ -118,7 +122,7 @@ def test_the_means_come_back_after_an_exception(rule: Rule) -> None:
     by_closure(model, opt)
     before = everything(model, opt)
     with pytest.raises(KeyError), opt.sampled_params():
-        assert not torch.equal(model.first.weight, before["first.weight"])
+        assert torch.equal(model.first.weight, before["first.weight"]) != rule.draws
         loss_fn(model).backward()
         raise KeyError
 
@@ -187,7 +191,7 @@ def test_clipping_is_seen(rule: Rule) -> None:
     start = net().state_dict()
     moved = [float((r["last.weight"] - start["last.weight"]).abs().max()) for r in results]
     assert moved[1] < (moved[0] / 10 if rule.name == "BGD" else moved[0])
-    # Clipping changes E[g] alone: the stds come from E[g·eps].
+    # Clipping changes E[g] alone: the stds come from E[g·eps] or from squares.
     assert torch.equal(results[0]["std last.weight"], results[1]["std last.weight"])
 
 
@@ -202,7 +206,7 @@ def test_grad_holds_the_mean_over_samples(rule: Rule) -> None:
             assert model.last.weight.grad is not None
             singles.append(model.last.weight.grad.clone())
     torch.testing.assert_close(model.last.weight.grad, torch.stack(singles).mean(0))
-    assert not torch.equal(singles[0], singles[1])  # fresh weights for every sample
+    assert torch.equal(singles[0], singles[1]) != rule.draws  # fresh weights for every sample
 
 
 @rules
@@ -221,7 +225,7 @@ def test_backwards_in_one_context_add_up(rule: Rule) -> None:
     torch.testing.assert_close(*results)
 
 
-@rules
+@drawing_rules
 def test_zero_grad_inside_a_context_keeps_earlier_samples_and_outside_drops_all(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
@@ -338,7 +342,7 @@ def test_the_global_generator_is_untouched(rule: Rule) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-@rules
+@drawing_rules
 def test_noise_depends_on_seed_step_and_sample_only(rule: Rule) -> None:
     draws = {}
     for seed in (0, 0, 1):
@@ -426,7 +430,7 @@ def test_named_parameters_and_bare_tensors_will_do(rule: Rule) -> None:
         posterity.predict(model, opt.posterior(), X)
 
 
-@rules
+@tensor_rules
 def test_deterministic_parameters_learn_without_noise(rule: Rule) -> None:
     model = net()
     opt = rule.make(model, deterministic=posterity.names_of(model, nn.BatchNorm1d), deterministic_lr=0.01)
@@ -440,7 +444,7 @@ def test_deterministic_parameters_learn_without_noise(rule: Rule) -> None:
     assert not any(name.startswith("norm") for name in opt.posterior().blocks)
 
 
-@rules
+@tensor_rules
 def test_deterministic_parameters_follow_torch_adam(rule: Rule) -> None:
     model, twin = net(), net()
     opt = rule.make(model, deterministic="*", deterministic_lr=0.01)
@@ -451,6 +455,48 @@ def test_deterministic_parameters_follow_torch_adam(rule: Rule) -> None:
         loss_fn(twin).backward()
         adam.step()
     torch.testing.assert_close(model.last.weight, twin.last.weight, rtol=1e-4, atol=1e-6)
+
+
+@layer_rules
+def test_a_rule_of_layers_trains_deterministic_parameters_itself(rule: Rule) -> None:
+    model = net()
+    groups = [{"params": list(model.named_parameters()), "lr": 0.03, "prior_precision": 5.0}]
+    opt = rule.make(groups, deterministic="norm.*")
+    drawn, fixed = opt.param_groups
+    assert (fixed["lr"], fixed["prior_precision"], drawn["prior_precision"]) == (0.03, 0.0, 5.0)
+    before = model.norm.weight.detach().clone()
+    with opt.sampled_params():
+        assert torch.equal(model.norm.weight, before)
+    by_closure(model, opt)
+    assert opt.state[model.norm.weight].keys() == opt.state[model.last.weight].keys()
+    grad, hess = model.norm.weight.grad, opt.state[model.norm.weight]["hess"]
+    torch.testing.assert_close(model.norm.weight, before - 0.03 * grad / (hess + fixed["damping"]))
+    assert not any(name.startswith("norm") for name in opt.posterior().blocks)
+    with pytest.raises(ValueError, match="damping must be greater than 0 where there is no prior_precision"):
+        rule.make(net(), deterministic="norm.*", damping=0.0)
+
+
+@layer_rules
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.filterwarnings("ignore:.*cannot be vectorised")
+def test_a_rule_of_layers_refuses_weights_that_are_used_otherwise(
+    rule: Rule, way: Callable[..., None]
+) -> None:
+    tied = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 3))
+    tied[1].weight = tied[0].weight
+    normed = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7)), nn.Linear(7, 3))
+    for model, name, reason in (
+        (tied, "0.weight", "is used twice before a backward pass"),
+        (normed, "0.parametrizations.weight.original", "is used by"),
+    ):
+        opt = rule.make(model)
+        before = everything(model, opt)
+        with pytest.raises(
+            RuntimeError, match=f"'{name}' {reason}.*{rule.name} has no single examples' gradients: freeze it"
+        ):
+            way(model, opt)
+        assert same(before, everything(model, opt))
+        opt.step(lambda layer=model[-1]: layer(torch.ones(16, layer.in_features)).square().mean())
 
 
 @rules
@@ -550,7 +596,7 @@ def test_a_deep_copy_of_model_and_optimiser_goes_on_alike(rule: Rule) -> None:
     assert int(twin_model.norm.num_batches_tracked) == 3
 
 
-@rules
+@tensor_rules
 def test_tied_weights_are_one_block(rule: Rule) -> None:
     model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 3))
     model[1].weight = model[0].weight

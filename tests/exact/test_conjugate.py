@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from posterity import BGD, IVON, DiagonalGaussian, IsotropicGaussian, Variational, elbo, variational
+from posterity import (
+    BGD,
+    IVON,
+    OGN,
+    VOGN,
+    DiagonalGaussian,
+    IsotropicGaussian,
+    Variational,
+    elbo,
+    variational,
+)
 from posterity.optim.statistics import Statistics
 
 N, D = 40, 3
@@ -59,6 +69,76 @@ def test_ivon_reaches_the_best_diagonal_gaussian(temperature: float) -> None:
     torch.testing.assert_close(mean, exact_mean, rtol=1e-8, atol=1e-10)
     # The tempered posterior exp(−(NLL + τ·prior)/τ): precision N·h/τ + prior_precision.
     torch.testing.assert_close(opt.std(state, group) ** 2, variance, rtol=1e-8, atol=0)
+
+
+def expected_squares(mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    """E[(1/N) Σ_i g_i²] of single examples' gradients x_i (x_iᵀθ − y_i).
+
+    It is x_i² times the mean square of the residual: its square at the mean, and its variance under q.
+    """
+    residual = X @ mean - Y.flatten()
+    return (X.square() * (residual.square() + X.square() @ variance)[:, None]).mean(0)
+
+
+def gauss_newton_variance(
+    mean: torch.Tensor, temperature: float, damping: float, noise: float
+) -> torch.Tensor:
+    """The v = τ / (N (ĥ(v) + τ δ/N + γ)), squared gradients with their residuals in the Hessian's place."""
+    v = torch.zeros(D).double()
+    for _ in range(200):
+        hess = expected_squares(mean, noise * v)
+        v = 1.0 / (N * hess / temperature + PRIOR_PRECISION + N * damping / temperature)
+    return v
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("make", [VOGN, OGN])
+def test_gauss_newton_reaches_its_own_fixed_point(
+    make: type[VOGN] | type[OGN], temperature: float, damping: float
+) -> None:
+    opt = make(
+        [torch.zeros(D).double().requires_grad_()],
+        num_data=N,
+        prior_precision=PRIOR_PRECISION,
+        temperature=temperature,
+        damping=damping,
+        betas=(0.5, 0.9),
+        lr=0.05,
+    )
+    group = opt.param_groups[0]
+    mean = torch.zeros(D).double()
+    state = opt.init(mean, None, group)
+    for step in range(1, 1000):
+        variance = opt.std(state, group) ** 2 if opt.draws else torch.zeros(D).double()
+        grad = exact_statistics(mean, variance.sqrt(), step).grad
+        stats = Statistics(grad, grad[:0], N, step, expected_squares(mean, variance))
+        mean, state = opt.update(mean, state, stats, group)
+    exact_mean, _ = posterior(temperature)  # damping slows steps down and moves no fixed point
+    torch.testing.assert_close(mean, exact_mean, rtol=1e-8, atol=1e-10)
+    variance = gauss_newton_variance(exact_mean, temperature, damping, float(opt.draws))
+    torch.testing.assert_close(opt.std(state, group) ** 2, variance, rtol=1e-8, atol=0)
+
+
+def test_sampled_squares_are_unbiased() -> None:
+    layer = nn.Linear(D, 1, bias=False).double()
+    with torch.no_grad():
+        layer.weight.copy_(posterior()[0][None])
+    n = 1000
+    opt = VOGN(layer, num_data=N, hess_init=0.1)
+    mean, std = layer.weight.detach().flatten(), opt.posterior().std()["weight"].flatten()
+    singles, before = [], torch.zeros(D).double()
+    for _ in range(n):
+        with opt.sampled_params():
+            (0.5 * (layer(X) - Y).square().mean()).backward()
+        total = next(iter(opt._sums)).second[:D].clone()
+        singles.append(total - before)
+        before = total
+    squares = torch.stack(singles)
+    exact = expected_squares(mean, std**2)
+    assert ((squares.mean(0) - exact).abs() < 5 * squares.std(0) / n**0.5).all()
+    # The noise is a part of it that would be missed.
+    assert ((exact - expected_squares(mean, 0 * std)) > 10 * squares.std(0) / n**0.5).all()
 
 
 def test_bgd_adds_up_precision_like_bayes_rule() -> None:
@@ -152,4 +232,4 @@ def test_sampled_statistics_are_unbiased(rule: str) -> None:
     assert ((g.mean(0) - exact.grad).abs() < 5 * g.std(0) / n**0.5).all()
     assert ((ge.mean(0) - exact.grad_noise).abs() < 5 * ge.std(0) / n**0.5).all()
     sums = next(iter(opt._sums))
-    torch.testing.assert_close(sums.slab.layout.views(sums.grad_noise)[0] / n, ge.mean(0))
+    torch.testing.assert_close(sums.slab.layout.views(sums.second)[0] / n, ge.mean(0))

@@ -4,6 +4,7 @@ from posterity.optim.bgd import BGD
 from posterity.optim.ivon import IVON
 from posterity.optim.statistics import Statistics
 from posterity.optim.variational import VariationalOptimizer
+from posterity.optim.vogn import OGN, VOGN
 from posterity.optim.watch import DivergenceWarning
 
-__all__ = ["BGD", "IVON", "DivergenceWarning", "Statistics", "VariationalOptimizer"]
+__all__ = ["BGD", "IVON", "OGN", "VOGN", "DivergenceWarning", "Statistics", "VariationalOptimizer"]

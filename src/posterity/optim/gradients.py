@@ -54,12 +54,13 @@ def refuse_bad_gradients(groups: list[Group], sums: Accumulator, optimizer: str)
                 raise RuntimeError(
                     f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
                 )
-    flats = [flat for each in sums for flat in (each.mean_grad, each.grad_noise)]
+    flats = [flat for each in sums for flat in (each.mean_grad, each.second)]
     norms = [norm.item() for norm in torch._foreach_norm(flats, math.inf)]
     if not all(math.isfinite(norm) for norm in norms):
         grads = [(name, p.grad) for group in groups for name, p in members(group) if p.grad is not None]
         bad = [name for name, grad in grads if not torch.isfinite(grad).all()]
-        which = f"the gradient of {bad[0]!r}" if bad else "E[gradient · noise]"
+        second = "the mean of squared gradients" if sums.examples else "E[gradient · noise]"
+        which = f"the gradient of {bad[0]!r}" if bad else second
         raise FloatingPointError(f"{which} is not finite; {UNTOUCHED}")
 
 

@@ -41,14 +41,22 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
     return groups
 
 
-def split_groups(groups: list[Group], deterministic: set[str]) -> list[Group]:
-    """Each group without its deterministic members, which get a group of their own."""
+def split_groups(groups: list[Group], deterministic: set[str], without_noise: Group | None) -> list[Group]:
+    """Each group without its deterministic members, which get a group of their own.
+
+    Args:
+        groups: With named members.
+        deterministic: Names.
+        without_noise: What a group for these has other than the group they come from; None if nothing of that
+            is meant for them.
+    """
     split: list[Group] = []
     for group in groups:
         drawn = [(name, p) for name, p in group["params"] if name not in deterministic]
         fixed = [(name, p) for name, p in group["params"] if name in deterministic]
         split += [{**group, "params": drawn}] if drawn else []
-        split += [{"params": fixed, "deterministic": True}] if fixed else []
+        entries = {} if without_noise is None else {**group, **without_noise}
+        split += [{**entries, "params": fixed, "deterministic": True}] if fixed else []
     return split
 
 

@@ -14,13 +14,13 @@ class Live:
     Attributes:
         clock: The optimiser's count of steps, which addresses noise; int32, one element.
         ahead: What to add to it for the number of the update that a parameter is having.
-        lr: Learning rate of each group, by its number.
+        entries: Of each group, by its number: those whose values may change from step to step.
         ok: Whether the statistics of this step are finite.
     """
 
     clock: Tensor
     ahead: dict[Tensor, int]
-    lr: list[Tensor]
+    entries: list[dict[str, Tensor]]
     ok: Tensor | None = None
 
     def step(self, p: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import attrgetter
 from typing import NamedTuple, final
 
@@ -33,6 +33,10 @@ class Draw(NamedTuple):
         return self.slab.layout.stacked(self.flat, len(self.noise.samples))
 
 
+class _Unused(Exception):
+    """No backward pass was run inside."""
+
+
 @final
 class Sampling:
     """Runs a model under one sample after another of the weights that an optimiser holds.
@@ -60,6 +64,7 @@ class Sampling:
         params: list[Tensor],
         draw: Callable[[range], list[Draw]],
         absorb: Callable[[Callable[[Tensor], Tensor | None], list[Draw], int], None],
+        collecting: AbstractContextManager[object],
     ) -> Iterator[None]:
         """Inside, the parameters have drawn weights; gradients that were taken there are absorbed.
 
@@ -68,6 +73,7 @@ class Sampling:
             params: All parameters of the optimiser.
             draw: Draws the weights of some samples.
             absorb: Takes gradients, the draws behind them and the number of samples.
+            collecting: What forward and backward passes are run inside.
         """
         before = [p.grad for p in params]
         entry = self._first if number == 0 else self._later
@@ -86,13 +92,18 @@ class Sampling:
             for p in params:
                 p.grad = None
             self.entered = 0
-            yield
-            grads = [grad for p in params if (grad := p.grad) is not None]
-            if any(grad.is_sparse for grad in grads):
-                raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-            used = bool(grads)
-            if used:
+            with suppress(_Unused), collecting:
+                yield
+                grads = [grad for p in params if (grad := p.grad) is not None]
+                if not grads:
+                    raise _Unused  # without a backward pass there was nothing to collect
+                if any(grad.is_sparse for grad in grads):
+                    raise TypeError(
+                        "sparse gradients are not supported: build the Embedding with sparse=False"
+                    )
+            if grads:
                 absorb(attrgetter("grad"), drawn, 1)
+                used = True
         finally:
             if not used:  # an error, or a forward pass alone: as if nothing had happened
                 for p, grad in zip(params, before, strict=True):

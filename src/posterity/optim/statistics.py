@@ -22,25 +22,28 @@ class Statistics:
 
     Attributes:
         grad: E[g], the gradient of the *mean* loss, as clipping and hooks left it in ``p.grad``.
-        grad_noise: E[g·eps].
+        grad_noise: E[g·eps]; empty for a rule that collects curvature instead.
         batch_size: Examples behind the step, where the rule asked for it; else 0.
         step: How often this block was updated, this time included.
+        squares: E[(1/B) Σ_i g_i²] of the B examples' own gradients, for a rule that collects them.
     """
 
     grad: Tensor
     grad_noise: Tensor
     batch_size: int
     step: int | Tensor
+    squares: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @final
 @dataclass(eq=False)
 class Sums:
-    """Σ g and Σ g·eps of a slab over the samples of a step, in the precision of the posterior's state.
+    """Two sums of a slab over the samples of a step, in the precision of the posterior's state.
 
     Attributes:
         slab: Whose gradients.
-        both: Σ g and Σ g·eps, flat; of blocks that had no gradient it may hold anything.
+        both: Σ g, and Σ g·eps or what is collected of curvature, flat; of blocks that had no gradient it may
+            hold anything.
         poison: On a GPU, NaN if a sum is not finite.
         used: Blocks that had a gradient, by number.
         published: E[g] as it was put into ``p.grad``, if it was: flat, and the views that were.
@@ -65,8 +68,8 @@ class Sums:
         return self.both[0]
 
     @property
-    def grad_noise(self) -> Tensor:
-        """Σ g·eps."""
+    def second(self) -> Tensor:
+        """Σ g·eps, or Σ (1/B) Σ_i g_i²."""
         return self.both[1]
 
     def add(
@@ -74,18 +77,30 @@ class Sums:
     ) -> None:
         """Add gradients ``[k, ...]`` by block, taken under the given noise of some of its samples.
 
-        Those of one sample may lack the leading dimension. Deterministic parameters have no noise, and one
-        gradient that is a sum over samples, with a weight.
+        Those of one sample may lack the leading dimension. Where no noise matters, all have a weight; those
+        of deterministic parameters are one, a sum over samples.
         """
         fresh = self.used.isdisjoint(grads)
         self.used.update(grads)
         if noise is not None:
             noise.moments(grads, self.both, self.poison, rows, fresh=fresh)
         elif grads:
-            sums = self.slab.layout.views(self.grad)
-            values = [grad.reshape(sums[i].shape).to(self.grad.dtype) for i, grad in grads.items()]
-            torch._foreach_add_([sums[i] for i in grads], values, alpha=weight)
-            self.poison += torch.linalg.vector_norm(self.grad, float("inf")) * 0.0
+            shapes = self.slab.layout.shapes
+            whole = {i: grad if grad.dim() == len(shapes[i]) else grad.sum(0) for i, grad in grads.items()}
+            self._add_to(0, whole, weight)
+
+    def add_squares(self, squares: Mapping[int, Tensor], weight: float) -> None:
+        """Add squares of single examples' gradients, by block."""
+        self._add_to(1, squares, weight)
+
+    def _add_to(self, row: int, values: Mapping[int, Tensor], weight: float) -> None:
+        sums = self.slab.layout.views(self.both[row])
+        torch._foreach_add_(
+            [sums[i] for i in values],
+            [value.to(self.both.dtype) for value in values.values()],
+            alpha=weight,
+        )
+        self.poison += torch.linalg.vector_norm(self.both[row], float("inf")) * 0.0
 
     def publish(self, weight: float, last: bool) -> None:
         """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it.
@@ -120,6 +135,7 @@ class Accumulator:
     def __init__(self) -> None:
         self.samples = 0
         self.weight = 0.0  # of all samples together
+        self.examples: set[int] = set()  # behind each sample, where they are counted
         self._sums: dict[Slab, Sums] = {}
 
     def of(self, slab: Slab) -> Sums:
@@ -146,6 +162,7 @@ class Accumulator:
     def clear(self) -> None:
         """Start the next step."""
         self.samples, self.weight = 0, 0.0
+        self.examples.clear()
         self._sums.clear()
 
 

@@ -8,21 +8,23 @@ the method's rule (:meth:`VariationalOptimizer.step`). A method adds only pure f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import count
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from posterity.curvature import Collector
 from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
+from posterity.optim.collecting import Collecting
 from posterity.optim.gradients import GradientLedger, refuse_bad_gradients, refuse_process_group
 from posterity.optim.groups import Group, Params, checked_group, members, named_groups, split_groups
 from posterity.optim.handover import states_from
@@ -51,7 +53,7 @@ class VariationalOptimizer(Optimizer, ABC):
         defaults: The method's hyper-parameters, for groups that do not set their own.
         mc_samples: Weight samples per ``step(closure)``.
         seed: Seed of the weight noise.
-        deterministic: Filter of parameter names that get no posterior; Adam trains them.
+        deterministic: Filter of parameter names that get no posterior; Adam trains them, or the rule itself.
         deterministic_lr: Adam's learning rate for those.
 
     Example:
@@ -65,7 +67,17 @@ class VariationalOptimizer(Optimizer, ABC):
         >>> opt.step()
     """
 
-    needs_batch_size = False
+    # What a method says of its rule.
+    needs_batch_size: ClassVar[bool] = False
+    # The curvature that it consumes, instead of E[g·eps].
+    collects: ClassVar[type[Collector] | None] = None
+    # Whether gradients are wanted at drawn weights; else at the means.
+    draws: ClassVar[bool] = True
+    # Entries of a group that may change at every step; a captured step reads them anew.
+    live: ClassVar[tuple[str, ...]] = ("lr",)
+    # What differs in groups without a posterior, if the rule itself trains these; None: Adam does.
+    without_noise: ClassVar[Group | None] = None
+
     _slabs: Sequence[Slab] = ()
     # Makes a GradScaler announce itself, so that step() can refuse it.
     _step_supports_amp_scaling = True
@@ -87,7 +99,7 @@ class VariationalOptimizer(Optimizer, ABC):
         groups = named_groups(params)
         chosen = select([name for group in groups for name, _ in group["params"]], deterministic)
         shared = {"mc_samples": mc_samples, "seed": seed, "steps": 0, "deterministic": False}
-        super().__init__(split_groups(groups, chosen), {**defaults, **shared})
+        super().__init__(split_groups(groups, chosen, self.without_noise), {**defaults, **shared})
         self.__setstate__({})
 
     # What a method supplies: pure functions of one block.
@@ -164,6 +176,11 @@ class VariationalOptimizer(Optimizer, ABC):
         try:
             if closure is not None:
                 loss = self._run(closure)
+            if batch_size is not None and self._sums.examples - {batch_size}:
+                raise ValueError(
+                    f"the layers saw {min(self._sums.examples - {batch_size})} examples, not batch_size="
+                    f"{batch_size}: count those of all micro-batches, and keep them on the first axis"
+                )
             refuse_bad_gradients(self.param_groups, self._sums, type(self).__name__)
         except BaseException:
             self._sampling.restore()
@@ -199,6 +216,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients: inside a sampling context what it has added so far, outside everything."""
         super().zero_grad(set_to_none=set_to_none)
+        self._collecting.clear()
         if self._sampling.entered is None:
             self._reset()
 
@@ -207,9 +225,10 @@ class VariationalOptimizer(Optimizer, ABC):
         if self._slabs and self._sums.samples:
             raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
         if param_group.get("deterministic"):
-            param_group = {"lr": self._deterministic_lr, "betas": (0.9, 0.999), **param_group}
+            adam = {"lr": self._deterministic_lr, "betas": (0.9, 0.999)}
+            param_group = {**(adam if self.without_noise is None else self.without_noise), **param_group}
         group = checked_group({**self.defaults, **param_group}, self.param_groups)
-        if not group["deterministic"]:
+        if not self._adams(group):
             self.check(group)
         super().add_param_group(group)
         self._slabs = []
@@ -245,6 +264,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self._sums = Accumulator()
         self._ledger = GradientLedger()
         self._sampling = Sampling(self._module)
+        self._collecting = Collecting(self.collects, type(self).__name__)
         self._peeks: int = 0  # sampling contexts without gradients
         self.watch = LossWatch(type(self).__name__)
         self._live: Live | None = None
@@ -268,8 +288,8 @@ class VariationalOptimizer(Optimizer, ABC):
         drawn = []
         for slab in self._ready():
             slab.read()
-            group = self.param_groups[slab.number]
-            if group["deterministic"]:
+            group = self._group(slab)
+            if group["deterministic"] or not self.draws:
                 continue
             noise = Noise(
                 samples,
@@ -305,13 +325,37 @@ class VariationalOptimizer(Optimizer, ABC):
             samples: How many.
             weight: Of each.
         """
-        noises = {draw.slab: draw.noise for draw in drawn}
-        for slab in self._slabs:
-            found = {i: grad for i, p in enumerate(slab.params) if (grad := grad_of(p)) is not None}
+        noises = {draw.slab: draw.noise for draw in drawn if self.collects is None}
+        grads = [
+            (slab, {i: grad for i, p in enumerate(slab.params) if (grad := grad_of(p)) is not None})
+            for slab in self._slabs
+        ]
+        squares, examples = self._collecting.take(
+            (slab.layout.names[i] for slab, found in grads for i in found), samples
+        )
+        for slab, found in grads:
             if found:
                 self._sums.of(slab).add(found, noises.get(slab), weight)
+            if found and squares:
+                # Those of a mean loss: the examples' own gradients are as many times larger as they are many.
+                own = {i: squares[slab.layout.names[i]] for i in found}
+                self._sums.of(slab).add_squares(own, weight * examples)
+        if squares:
+            self._sums.examples.add(examples)
         self._sums.samples += samples
         self._sums.weight += samples * weight
+
+    def collecting(
+        self, drawn: Mapping[Tensor, Tensor] | None = None, *, stacked: bool = False
+    ) -> AbstractContextManager[object]:
+        """What forward and backward passes are run inside: they tell of the curvature that the rule wants.
+
+        Args:
+            drawn: Tensors in the place of parameters, if any.
+            stacked: Whether these are ``[samples, ...]``.
+        """
+        named = (pair for group in self.param_groups for pair in members(group))
+        return self._collecting.watch(named, drawn or {}, stacked=stacked)
 
     def sink(self, draw: Draw, block: int) -> Sink:
         """Where a layer's backward pass may bring a drawn weight's gradient by itself."""
@@ -330,12 +374,10 @@ class VariationalOptimizer(Optimizer, ABC):
             if not moved:
                 continue
             slab.count(moved)
-            group = self.param_groups[slab.number]
+            group = self._group(slab)
             if live is None:
                 slab.locate()
                 slab.read()  # a user may have changed weights since the draw
-            else:
-                group = {**group, "lr": live.lr[slab.number]}
             grad = sums.mean_grad
             counts = slab.steps.tolist()
             alike = len(moved) == len(slab.params) and len(set(counts)) == 1
@@ -345,7 +387,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     slab.mean[span],
                     {key: value[span] for key, value in slab.state.items() if key not in ("mean", "keep")},
                     grad[span],
-                    None if group["deterministic"] else sums.grad_noise[span],
+                    None if self._adams(group) else sums.second[span],
                     self._sums.weight,
                     sizes[slab.number],
                     counts[i] if live is None else live.step(p),
@@ -369,7 +411,7 @@ class VariationalOptimizer(Optimizer, ABC):
     # The machinery.
 
     def _one_sample(self, sample: int) -> AbstractContextManager[None]:
-        return self._sampling.sample(sample, self._params(), self.draw, self.absorb)
+        return self._sampling.sample(sample, self._params(), self.draw, self.absorb, self.collecting())
 
     def _run(self, closure: Callable[[], Tensor | float]) -> Tensor:
         """Run the closure under ``mc_samples`` weight samples; its mean loss."""
@@ -397,7 +439,7 @@ class VariationalOptimizer(Optimizer, ABC):
         mean: Tensor,
         state: State,
         grad: Tensor,
-        products: Tensor | None,
+        second: Tensor | None,
         weight: float,
         batch_size: int,
         step: int | Tensor,
@@ -406,10 +448,12 @@ class VariationalOptimizer(Optimizer, ABC):
         ok: Tensor | None,
     ) -> None:
         """The rule, and its result written over mean and state: all in place, so that it fuses."""
-        if products is None:
+        if second is None:
             new_mean, new_state = adam_update(mean, state, grad, step, group)
         else:
-            stats = Statistics(grad, products if weight == 1 else products / weight, batch_size, step)
+            second, none = second if weight == 1 else second / weight, second[:0]
+            noise, squares = (second, none) if self.collects is None else (none, second)
+            stats = Statistics(grad, noise, batch_size, step, squares)
             new_mean, new_state = self.update(mean, state, stats, group)
         if keep is not None:
             new_mean = new_mean * keep
@@ -455,7 +499,7 @@ class VariationalOptimizer(Optimizer, ABC):
             state["mean"] = mean
         if "step" not in state:
             state["step"] = zero()
-            state.update(adam_init(mean) if group["deterministic"] else self.init(mean, None, group))
+            state.update(adam_init(mean) if self._adams(group) else self.init(mean, None, group))
 
     def _state_tensors(self) -> list[Tensor]:
         return [value for state in self.state.values() for value in state.values()]
@@ -464,6 +508,15 @@ class VariationalOptimizer(Optimizer, ABC):
         """The parameter itself, or its full-precision mean where it is kept in half precision."""
         mean = self.state[p].get("mean")
         return p.detach() if mean is None else mean
+
+    def _adams(self, group: Group) -> bool:
+        """Whether Adam trains a group, not the rule."""
+        return bool(group["deterministic"]) and self.without_noise is None
+
+    def _group(self, slab: Slab) -> Group:
+        """A slab's group, as the step that is under way sees it."""
+        group = self.param_groups[slab.number]
+        return group if self._live is None else {**group, **self._live.entries[slab.number]}
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

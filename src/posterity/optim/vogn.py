@@ -1,0 +1,270 @@
+"""VOGN and OGN: natural-gradient variational inference in the form of Adam, with a Gauss-Newton curvature.
+
+Khan, Nielsen, Tangkaratt, Lin, Gal, Srivastava: "Fast and Scalable Bayesian Deep Learning by
+Weight-Perturbation in Adam", ICML 2018; Osawa, Swaroop, Jain, Eschenhagen, Turner, Yokota, Khan: "Practical
+Deep Learning with Bayesian Principles", NeurIPS 2019. Algorithm 1 of the latter, with g_i the gradient of
+example i's own loss at θ = μ + σ·eps:
+
+    ĝ = E[(1/B) Σ_i g_i],  ĥ = E[(1/B) Σ_i g_i²]      over weight samples; ĥ ≥ 0 stands for the Hessian
+    m ← β1 m + (ĝ + δ̃ μ)
+    s ← β2 s + (1−β2) ĥ
+    μ ← μ − α m / (s + δ̃ + γ)
+    σ² = τ / (N (s + δ̃ + γ))
+
+| paper | here | |
+|---|---|---|
+| μ | the model's parameters | |
+| m, s | ``state[p]["momentum"]``, ``state[p]["hess"]`` | |
+| s at the start | ``hess_init`` | |
+| α | ``lr`` | m sums up gradients: the pace is lr / (1 − β1) |
+| β1 | ``betas[0]`` | |
+| β2, the weight of the *new* ĥ | ``1 − betas[1]`` | ``betas`` are as Adam's |
+| N, ρ | ``num_data``, ``augmentation`` | the N above is ``num_data · augmentation`` |
+| δ, δ̃ | ``prior_precision``, ``temperature · prior_precision / N`` | |
+| τ, γ, K | ``temperature``, ``damping``, ``mc_samples`` | |
+
+OGN takes its gradients at μ, and is otherwise the same: its Gaussian is fitted, not learned from.
+
+**Tempering.** Two forms of the rule exist, which agree at τ = 1. Algorithm 1 prints s ← (1 − τβ2) s + β2 ĥ
+and σ² = 1 / (N (s + δ̃ + γ)), whose precision settles at N ĥ/τ + τδ + Nγ. The authors' code has the form
+above, which settles at N ĥ/τ + δ + Nγ/τ: without damping, the tempered posterior's.
+
+**Damping** is part of the posterior's precision, as in the authors' code.
+
+**Momentum and learning rate.** A step is α·m / (s + δ̃ + γ), and m does not contain α: when α drops, so does
+the step, at once. That is what the momentum correction of Goyal et al. 2017 does for rules whose buffer holds
+α·m, and this rule has no need of it. ``keep_velocity=True`` keeps v = α·m instead, v ← β1 v + α (ĝ + δ̃ μ).
+While α stays, both are the same; when α goes from a to b, v stays and dies away by β1, as if m were
+multiplied by a / b.
+
+**Deviations.** ĥ is exact for biases of convolutions and for BatchNorm, which the authors approximate.
+Parameters without a posterior are trained by the same rule at their values, with no prior, as the authors do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from posterity.curvature import Squares
+from posterity.names import NameFilter
+from posterity.optim.groups import Group, Params
+from posterity.optim.slab import State
+from posterity.optim.statistics import Statistics
+from posterity.optim.variational import VariationalOptimizer
+
+
+def vogn_hess(hess: Tensor, squares: Tensor, beta2: float) -> Tensor:
+    """s ← β2 s + (1−β2) ĥ."""
+    return beta2 * hess + (1 - beta2) * squares
+
+
+def vogn_std(hess: Tensor, temperature: float | Tensor, num_data: float, shift: float | Tensor) -> Tensor:
+    """σ = sqrt(τ / (N (s + δ̃ + γ))), ``shift`` being δ̃ + γ."""
+    return (temperature / (num_data * (hess + shift))).sqrt()
+
+
+class GaussNewton(VariationalOptimizer):
+    """The rule of VOGN and OGN, which differ in where they take gradients."""
+
+    collects = Squares
+    live = ("lr", "temperature")
+    without_noise: ClassVar[Group] = {"prior_precision": 0.0}
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        num_data: int,
+        lr: float = 1e-4,
+        prior_precision: float = 1.0,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.001),
+        damping: float = 1e-3,
+        augmentation: float = 1.0,
+        hess_init: float = 1.0,
+        keep_velocity: bool = False,
+        mc_samples: int = 1,
+        deterministic: NameFilter = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "num_data": num_data,
+                "lr": lr,
+                "prior_precision": prior_precision,
+                "temperature": temperature,
+                "betas": betas,
+                "damping": damping,
+                "augmentation": augmentation,
+                "hess_init": hess_init,
+                "keep_velocity": keep_velocity,
+            },
+            mc_samples=mc_samples,
+            seed=seed,
+            deterministic=deterministic,
+        )
+
+    def check(self, group: Group) -> None:
+        """Refuse values for which the rule is undefined."""
+        for key in ("num_data", "temperature", "hess_init", "augmentation"):
+            if not group[key] > 0:
+                raise ValueError(f"{key} must be greater than 0, not {group[key]}")
+        for key in ("prior_precision", "damping"):
+            if not group[key] >= 0:
+                raise ValueError(f"{key} must be 0 or more, not {group[key]}")
+        if not group["prior_precision"] + group["damping"] > 0:
+            raise ValueError("damping must be greater than 0 where there is no prior_precision")
+        for beta in group["betas"]:
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas must lie in [0, 1), not {group['betas']}")
+
+    def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
+        """Momentum and curvature."""
+        if std is None:
+            hess = torch.full_like(mean, group["hess_init"])
+        else:
+            num_data, _, shift = _scales(group)
+            hess = group["temperature"] / (num_data * std * std) - shift
+            if not bool(((hess + shift > 0) & torch.isfinite(hess)).all()):
+                raise ValueError(
+                    f"{type(self).__name__} needs a std that is positive, and neither tiny nor huge, of "
+                    "every weight"
+                )
+        return {"momentum": torch.zeros_like(mean), "hess": hess}
+
+    def std(self, state: State, group: Group) -> Tensor:
+        """σ = sqrt(τ / (N (s + δ̃ + γ)))."""
+        num_data, _, shift = _scales(group)
+        return vogn_std(state["hess"], group["temperature"], num_data, shift)
+
+    def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
+        """What multiplies the sum m of each weight's gradients of the mean loss: α / (s + δ̃ + γ)."""
+        rate: Tensor = group["lr"] / (state["hess"] + _scales(group)[2])
+        return rate
+
+    def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
+        """Curvature, momentum, then the preconditioned step with both."""
+        beta1, beta2 = group["betas"]
+        _, decay, shift = _scales(group)
+        into, out = (group["lr"], 1.0) if group["keep_velocity"] else (1.0, group["lr"])
+        hess = vogn_hess(state["hess"], stats.squares, beta2)
+        momentum = beta1 * state["momentum"] + into * (stats.grad + decay * mean)
+        return mean - out * momentum / (hess + shift), {"momentum": momentum, "hess": hess}
+
+
+@final
+class VOGN(GaussNewton):
+    """Variational Online Gauss-Newton: Adam's form, with a scale learned from single examples' gradients.
+
+    For every mini-batch: draw ``mc_samples`` weight vectors, average the gradient and the examples' squared
+    gradients, then step by both. Weights must be used by layers that tell of single examples (linear layers,
+    convolutions, norms, embeddings, attention); one that is used in another way is refused by name.
+
+    The defaults are the authors' for CIFAR-10, except ``prior_precision``, theirs being 100 (LeNet-5), 0.5
+    (AlexNet) and 50 (ResNet-18, with BatchNorm deterministic), and ``mc_samples``, 6, 3 and 5 there;
+    ``betas=(0.9, 0.1)`` on ImageNet. ``augmentation`` was 10 on CIFAR-10 and 5 on ImageNet. They warm up the
+    temperature: ``posterity.warmup(steps, start=0.1)`` gives it, see the example.
+
+    Args:
+        params: A module, or what torch.optim takes.
+        num_data: Training examples (N).
+        lr: Learning rate.
+        prior_precision: Precision of the prior N(0, ·).
+        temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
+        betas: Momentum, and averaging of the curvature: 0.001 follows each batch's, near 1 averages many.
+        damping: Added to the curvature of every weight, in steps and in the posterior.
+        augmentation: By how much data augmentation multiplies the number of examples.
+        hess_init: Curvature of the mean loss that the posterior starts from.
+        keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
+        mc_samples: Weight samples per step.
+        deterministic: Filter of names that get no posterior and no prior (see ``posterity.names_of`` for
+            BatchNorm); the same rule trains them, without noise.
+        seed: Seed of the weight noise.
+
+    Example:
+        >>> from posterity import warmup
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = VOGN(model, num_data=8, lr=0.01, mc_samples=3)
+        >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        >>> temperature = warmup(10, start=0.1)
+        >>> for step in range(3):
+        ...     for group in opt.param_groups:
+        ...         group["temperature"] = temperature(step)
+        ...     loss = opt.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> bool((opt.posterior().std()["weight"] > 0).all())
+        True
+    """
+
+
+@final
+class OGN(GaussNewton):
+    """Online Gauss-Newton: VOGN with gradients at the means, for a point and a Gaussian around it.
+
+    The posterior that it ends in has the precision of the squared gradients at the means, as a diagonal
+    Laplace approximation has; nothing is drawn in training.
+
+    Args:
+        params: A module, or what torch.optim takes.
+        num_data: Training examples (N).
+        lr: Learning rate.
+        prior_precision: Precision of the prior N(0, ·).
+        temperature: As for :class:`VOGN`, as are all that follow.
+        betas: Momentum, and averaging of the curvature.
+        damping: Added to the curvature of every weight.
+        augmentation: By how much data augmentation multiplies the number of examples.
+        hess_init: Curvature at the start.
+        keep_velocity: Whether a change of lr leaves the momentum at its pace.
+        deterministic: Filter of names that get no posterior and no prior.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = OGN(model, num_data=8, lr=0.01)
+        >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        >>> with opt.sampled_params():
+        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+        >>> opt.step()
+        >>> sorted(opt.posterior().blocks)
+        ['bias', 'weight']
+    """
+
+    draws = False
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        num_data: int,
+        lr: float = 1e-4,
+        prior_precision: float = 1.0,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.001),
+        damping: float = 1e-3,
+        augmentation: float = 1.0,
+        hess_init: float = 1.0,
+        keep_velocity: bool = False,
+        deterministic: NameFilter = (),
+    ) -> None:
+        super().__init__(
+            params,
+            num_data=num_data,
+            lr=lr,
+            prior_precision=prior_precision,
+            temperature=temperature,
+            betas=betas,
+            damping=damping,
+            augmentation=augmentation,
+            hess_init=hess_init,
+            keep_velocity=keep_velocity,
+            deterministic=deterministic,
+        )
+
+
+def _scales(group: Group) -> tuple[float, Any, Any]:
+    """N, δ̃ and δ̃ + γ; the last two are tensors in a captured step."""
+    num_data = group["num_data"] * group["augmentation"]
+    decay = group["temperature"] * group["prior_precision"] / num_data
+    return num_data, decay, decay + group["damping"]

@@ -1,0 +1,255 @@
+"""VOGN and OGN against a transcription of the algorithm, with a loop over examples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+import posterity
+from posterity import OGN, VOGN
+from posterity.noise import normal
+
+B = 6
+HYPER = {
+    "num_data": 50,
+    "prior_precision": 3.0,
+    "temperature": 0.4,
+    "betas": (0.8, 0.3),
+    "damping": 0.02,
+    "augmentation": 5.0,
+    "hess_init": 0.7,
+    "lr": 0.01,
+}
+
+
+def data(*shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, *shape, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (B,), generator=generator)
+
+
+def mlp() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return model.double(), *data(4)
+
+
+def conv_net() -> tuple[nn.Module, Tensor, Tensor]:
+    """With BatchNorm that is frozen to its statistics, so that examples have losses of their own."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
+    model[1].eval()
+    return model.double(), *data(2, 4, 4)
+
+
+def transcribed(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    steps: int,
+    samples: int,
+    fixed: str = "-",
+    noisy: bool = True,
+    lrs: Callable[[int], float] = lambda step: HYPER["lr"],
+    taus: Callable[[int], float] = lambda step: HYPER["temperature"],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Means and stds by the algorithm's lines, one example after another."""
+    n, (b1, b2) = HYPER["num_data"] * HYPER["augmentation"], HYPER["betas"]
+    mu = {name: p.detach().clone() for name, p in model.named_parameters()}
+    m, s = {k: 0 * v for k, v in mu.items()}, {k: 0 * v + HYPER["hess_init"] for k, v in mu.items()}
+    delta = {k: 0.0 if k.startswith(fixed) else HYPER["prior_precision"] for k in mu}
+    for t in range(steps + 1):
+        tau, lr = taus(min(t, steps - 1)), lrs(t)
+        shift = {k: tau * delta[k] / n + HYPER["damping"] for k in mu}
+        sigma = {k: (tau / (n * (s[k] + shift[k]))).sqrt() for k in mu}
+        if t == steps:
+            return mu, {k: v for k, v in sigma.items() if not k.startswith(fixed)}
+        g, h = {k: 0 * v for k, v in mu.items()}, {k: 0 * v for k, v in mu.items()}
+        for k in range(samples):
+            theta = {}
+            for name in mu:
+                eps = normal(range(k, k + 1), mu[name].shape, seed=0, step=t, block=name, dtype=torch.float64)
+                scale = 0.0 if name.startswith(fixed) or not noisy else sigma[name]
+                theta[name] = (mu[name] + scale * eps[0]).requires_grad_()
+            for i in range(B):
+                loss = F.cross_entropy(functional_call(model, theta, (x[i : i + 1],)), y[i : i + 1])
+                for name, grad in zip(theta, torch.autograd.grad(loss, list(theta.values())), strict=True):
+                    g[name] += grad / B / samples
+                    h[name] += grad**2 / B / samples
+        for k in mu:
+            m[k] = b1 * m[k] + (g[k] + tau * delta[k] / n * mu[k])
+            s[k] = b2 * s[k] + (1 - b2) * h[k]
+            mu[k] = mu[k] - lr * m[k] / (s[k] + shift[k])
+    raise AssertionError
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def compare(
+    model: nn.Module, opt: posterity.VariationalOptimizer, exact: tuple[dict[str, Tensor], dict[str, Tensor]]
+) -> None:
+    means, stds = exact
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), means[name], rtol=1e-9, atol=1e-12, msg=name)
+    found = opt.posterior().std()
+    assert found.keys() == stds.keys()
+    for name, std in stds.items():
+        torch.testing.assert_close(found[name], std, rtol=1e-9, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(("build", "fixed"), [(mlp, "-"), (conv_net, "1.")])
+def test_a_run_equals_the_transcription(
+    build: Callable[[], tuple[nn.Module, Tensor, Tensor]], fixed: str, samples: int, way: str
+) -> None:
+    model, x, y = build()
+    opt = VOGN(model, mc_samples=samples, deterministic=() if fixed == "-" else f"{fixed}*", **HYPER)
+    exact = transcribed(model, x, y, 6, samples, fixed)
+    step = posterity.compile_step(model, loss_fn, opt)
+    for _ in range(6):
+        step(x, y) if way == "compiled" else opt.step(lambda: loss_fn(model, x, y), batch_size=B)
+    compare(model, opt, exact)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_ogn_equals_the_transcription_without_noise(way: str) -> None:
+    model, x, y = conv_net()
+    opt = OGN(model, deterministic="1.*", **HYPER)
+    exact = transcribed(model, x, y, 6, 1, "1.", noisy=False)
+    step = posterity.compile_step(model, loss_fn, opt)
+    for _ in range(6):
+        step(x, y) if way == "compiled" else opt.step(lambda: loss_fn(model, x, y))
+    compare(model, opt, exact)
+
+
+def test_micro_batches_are_one_batch_and_schedules_are_followed() -> None:
+    model, x, y = mlp()
+    opt = VOGN(model, mc_samples=2, **HYPER)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [3], 0.1)
+    temperature = posterity.warmup(4, start=0.1)
+    exact = transcribed(
+        model, x, y, 6, 2, lrs=lambda t: HYPER["lr"] * (1.0 if t < 3 else 0.1), taus=temperature
+    )
+    for t in range(6):
+        opt.param_groups[0]["temperature"] = temperature(t)
+        for _ in range(2):
+            with opt.sampled_params():
+                for rows in (slice(0, 4), slice(4, 6)):
+                    part = (rows.stop - rows.start) / B
+                    (part * loss_fn(model, x[rows], y[rows])).backward()
+        opt.step(batch_size=B)
+        schedule.step()
+    compare(model, opt, exact)
+
+
+def test_keeping_the_velocity_multiplies_momentum_where_the_learning_rate_drops() -> None:
+    results = []
+    for keep in (False, True):
+        model, x, y = mlp()
+        opt = VOGN(model, keep_velocity=keep, **HYPER)
+        for t in range(6):
+            if t == 3:
+                opt.param_groups[0]["lr"] = 0.1 * HYPER["lr"]
+                if not keep:
+                    for p in model.parameters():
+                        opt.state[p]["momentum"] *= 10.0
+            opt.step(lambda m=model, x=x, y=y: loss_fn(m, x, y))
+        results.append(model[0].weight.detach().clone())
+    torch.testing.assert_close(*results, rtol=1e-10, atol=0)
+
+
+def test_examples_that_do_not_add_up_are_refused() -> None:
+    model, x, y = mlp()
+    opt = VOGN(model, **HYPER)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(ValueError, match="the layers saw 6 examples, not batch_size=5"):
+        opt.step(lambda: loss_fn(model, x, y), batch_size=5)
+    assert torch.equal(before, model[0].weight)
+    opt.step(lambda: loss_fn(model, x, y))
+
+
+def test_squares_that_a_context_has_dropped_are_dropped() -> None:
+    results = []
+    for twice in (False, True):
+        model, x, y = mlp()
+        opt = VOGN(model, **HYPER)
+        with opt.sampled_params():
+            if twice:
+                (3 * loss_fn(model, x, y)).backward()
+                opt.zero_grad()
+            loss_fn(model, x, y).backward()
+        opt.step(batch_size=B)
+        results.append(opt.posterior().std()["0.weight"])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_a_weight_whose_examples_cannot_be_seen_is_refused_by_name(way: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.layer(x)
+
+    model = Scaled().double()
+    x, y = data(4)
+    opt = VOGN(model, mc_samples=3, **HYPER)
+    step = posterity.compile_step(model, loss_fn, opt)
+    before = model.layer.weight.detach().clone()
+    message = r"'scale' is used by mul\(\), from which VOGN has no single examples' gradients: freeze it"
+    with pytest.raises(RuntimeError, match=message):
+        step(x, y) if way == "compiled" else opt.step(lambda: loss_fn(model, x, y))
+    assert torch.equal(before, model.layer.weight)
+    model.scale.requires_grad_(False)
+    step(x, y) if way == "compiled" else opt.step(lambda: loss_fn(model, x, y))
+    assert not torch.equal(before, model.layer.weight)
+
+
+def test_one_micro_batch_that_cannot_be_seen_is_enough_to_refuse() -> None:
+    model, x, y = mlp()
+    opt = VOGN(model, **HYPER)
+    with pytest.raises(RuntimeError, match=r"'2.weight' is used by t\(\)"), opt.sampled_params():
+        loss_fn(model, x, y).backward()
+        (model[:2](x) @ model[2].weight.t()).sum().backward()
+    with opt.sampled_params():
+        loss_fn(model, x, y).backward()
+        assert model[2].weight.detach().t().norm() > 0  # a look does no harm
+    opt.step()
+
+
+def test_nothing_is_drawn_for_ogn_but_its_posterior_has_a_std() -> None:
+    model, x, y = mlp()
+    opt = OGN(model, **HYPER)
+    weight = model[0].weight.detach().clone()
+    with opt.sampled_params():
+        assert torch.equal(weight, model[0].weight)
+        loss_fn(model, x, y).backward()
+    opt.step()
+    scale = 1 / (0.4 / (250 * (opt.state[model[0].weight]["hess"] + 0.4 * 3 / 250 + 0.02)))
+    torch.testing.assert_close(opt.posterior().std()["0.weight"], 1 / scale.sqrt())
+
+
+def test_a_posterior_taken_up_has_its_stds() -> None:
+    model, x, y = mlp()
+    opt = VOGN(model, **HYPER)
+    opt.step(lambda: loss_fn(model, x, y))
+    q = opt.posterior()
+    other = VOGN(mlp()[0], **{**HYPER, "temperature": 0.9})
+    other.load_posterior(q)
+    for name, std in q.std().items():
+        torch.testing.assert_close(other.posterior().std()[name], std)
+    assert math.isclose(other.param_groups[0]["temperature"], 0.9)

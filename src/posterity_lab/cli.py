@@ -316,7 +316,7 @@ def reproduce(
 
     if name is None:
         for each in EXPERIMENTS.values():
-            typer.echo(f"{each.name:12} {each.title}")
+            typer.echo(f"{each.name:13} {each.title}")
         return
     run(
         name,

@@ -1,4 +1,4 @@
-"""Test errors of a posterior: by every way of inference, and after pruning."""
+"""Test errors of a posterior: by every way of inference, after pruning, and whether it knows of them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,25 @@ def mode_errors(
     drawn = predict(model, posterior, x, samples=samples, mode="single", seed=seed)
     predictions = {mode: mean if mode == "mean" else replace(drawn, mode=mode) for mode in MODES}
     return {mode: 1.0 - metrics.accuracy(each.probs, y) for mode, each in predictions.items()}
+
+
+def error_auroc(probs: Tensor, y: Tensor) -> float:
+    """How well confidence, the largest probability, tells right predictions from wrong ones; 0.5 is chance.
+
+    Args:
+        probs: Class probabilities ``[B, C]``.
+        y: The classes.
+
+    Raises:
+        ValueError: All predictions are right, or all wrong.
+
+    Example:
+        >>> import torch
+        >>> error_auroc(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
+        1.0
+    """
+    confidence, label = probs.max(-1)
+    return metrics.auroc(1.0 - confidence[label == y], 1.0 - confidence[label != y])
 
 
 @dataclass(frozen=True)

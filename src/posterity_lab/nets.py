@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posterity_lab.hints import hint
+from posterity_lab.residual import resnet18
 
 Recipe: TypeAlias = Callable[[Sequence[int], int], nn.Module]
 
 # What a misspelled name is compared with; an MLP of any depth and width has a name of this form.
-EXAMPLES = ("mlp-400-400", "lenet5", "conv4", "vgg11", "resnet18")
+EXAMPLES = ("mlp-400-400", "lenet5", "conv4", "alexnet", "vgg11", "resnet18")
 # Channels of VGG11's convolutions; a pooling that halves the image follows where a stage ends.
 _VGG11_STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
@@ -132,51 +134,57 @@ def vgg11(channels: int, size: int, classes: int, batch_norm: bool = False) -> n
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * features * features, classes))
 
 
-class _Residual(nn.Module):
-    """Two convolutions with BatchNorm, added to their input; a 1x1 convolution where the shape changes."""
+def alexnet(channels: int, size: int, classes: int) -> nn.Sequential:
+    """AlexNet for small images: conv 64 (11x11, stride 4), 192 (5x5), 384, 256, 256 (3x3), one linear layer.
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut = nn.Sequential()
-        if (inputs, stride) != (outputs, 1):
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet18(channels: int, classes: int) -> nn.Sequential:
-    """ResNet-18 for small images: a 3x3 stem without pooling, then eight blocks of 64 to 512 channels.
-
-    At 3 channels and 10 classes it has 11.17 million parameters; any image size will do.
+    A pooling that halves the image follows the first, the second and the last convolution. At 3x32x32 and 10
+    classes it has 2.47 million parameters.
 
     Args:
         channels: Channels of the image.
+        size: Height and width of the image.
         classes: Outputs (logits).
 
     Example:
-        >>> resnet18(3, 10)(torch.zeros(2, 3, 32, 32)).shape
+        >>> alexnet(3, 32, 10)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-    layers: list[nn.Module] = [
-        nn.Conv2d(channels, 64, 3, padding=1, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-    ]
-    before = 64
-    for width in (64, 128, 256, 512):
-        layers += [_Residual(before, width, stride=1 if width == before else 2), _Residual(width, width, 1)]
-        before = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
+    features = (size + 3) // 4 // 8
+    if features < 1:
+        raise ValueError(f"AlexNet needs images of at least 29x29 pixels, not {size}x{size}: use lenet5")
+    layers: list[nn.Module] = []
+    for width, kernel, stride, pooled in (
+        (64, 11, 4, True),
+        (192, 5, 1, True),
+        (384, 3, 1, False),
+        (256, 3, 1, False),
+        (256, 3, 1, True),
+    ):
+        layers += [nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if pooled else []
+        channels = width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * features * features, classes))
+
+
+def with_dropout(model: nn.Module, rate: float) -> nn.Module:
+    """Put dropout before every ReLU of a model, in place, and return it; names of parameters stay.
+
+    Args:
+        model: Whose ReLUs are modules.
+        rate: Probability of dropping a number.
+
+    Example:
+        >>> with_dropout(mlp(4, [3], 2), 0.1)[2]
+        Sequential(
+          (0): Dropout(p=0.1, inplace=False)
+          (1): ReLU()
+        )
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(module, name, nn.Sequential(nn.Dropout(rate), child))
+    return model
 
 
 @torch.no_grad()
@@ -241,8 +249,10 @@ def build(name: str, shape: Sequence[int], classes: int) -> nn.Module:
     """The net of that name, with torch's default weights.
 
     Args:
-        name: ``lenet5``, ``conv4``, ``vgg11``, ``vgg11-bn``, ``resnet18``, or ``mlp-`` and the widths of the
-            hidden layers: ``mlp-400-400``.
+        name: ``lenet5``, ``conv4``, ``alexnet``, ``vgg11``, ``vgg11-bn``, ``resnet18``, or ``mlp-`` and the
+            widths of the hidden layers: ``mlp-400-400``. ``resnet18-imagenet`` has the stem for large images,
+            and BatchNorm unless ``-nobn`` follows; ``-dropout`` after it, ``lenet5`` or ``alexnet`` adds what
+            MC dropout needs, at the rates of the VOGN paper's authors.
         shape: Of one input, such as [1, 28, 28].
         classes: Outputs (logits).
 
@@ -276,10 +286,28 @@ def _vgg11_bn(shape: Sequence[int], classes: int) -> nn.Module:
     return vgg11(*_square("VGG11", shape), classes, batch_norm=True)
 
 
-def _resnet18(shape: Sequence[int], classes: int) -> nn.Module:
+def _alexnet(shape: Sequence[int], classes: int) -> nn.Module:
+    return alexnet(*_square("AlexNet", shape), classes)
+
+
+def _resnet18(
+    shape: Sequence[int],
+    classes: int,
+    stem: Literal["small", "imagenet"] = "small",
+    batch_norm: bool = True,
+) -> nn.Module:
     if len(shape) != 3:
         raise ValueError(f"ResNet-18 needs images [C, H, W], not {list(shape)}: use an mlp")
-    return resnet18(shape[0], classes)
+    return resnet18(shape[0], classes, stem=stem, batch_norm=batch_norm)
+
+
+def _dropping(make: Recipe, rate: float, shape: Sequence[int], classes: int) -> nn.Module:
+    return with_dropout(make(shape, classes), rate)
+
+
+def _lenet5_dropout(shape: Sequence[int], classes: int) -> nn.Module:
+    # The authors of the VOGN paper drop logits, too, in LeNet-5 alone.
+    return nn.Sequential(*with_dropout(_lenet5(shape, classes), 0.1).children(), nn.Dropout(0.1))
 
 
 def _square(net: str, shape: Sequence[int]) -> tuple[int, int]:
@@ -289,10 +317,17 @@ def _square(net: str, shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
+_resnet18_imagenet: Recipe = partial(_resnet18, stem="imagenet")
 _BY_NAME: dict[str, Recipe] = {
     "lenet5": _lenet5,
+    "lenet5-dropout": _lenet5_dropout,
     "conv4": _conv4,
+    "alexnet": _alexnet,
+    "alexnet-dropout": partial(_dropping, _alexnet, 0.5),
     "vgg11": _vgg11,
     "vgg11-bn": _vgg11_bn,
     "resnet18": _resnet18,
+    "resnet18-imagenet": _resnet18_imagenet,
+    "resnet18-imagenet-dropout": partial(_dropping, _resnet18_imagenet, 0.1),
+    "resnet18-imagenet-nobn": partial(_resnet18, stem="imagenet", batch_norm=False),
 }

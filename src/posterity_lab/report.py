@@ -238,6 +238,21 @@ def lines(
     axes.legend(loc="lower left", frameon=False)
 
 
+def close_up(axes: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """Begin a little below the lowest line: what matters may be the last few per cent.
+
+    Example:
+        >>> axes, series = figure()[1][0], {"BGD": ([0.9, 0.8], [0.02, 0.02])}
+        >>> lines(axes, [1, 2], series)
+        >>> close_up(axes, series)
+        >>> f"{axes.get_ylim()[0]:.2f}"
+        '0.73'
+    """
+    lowest = min(value - sd for values, sds in series.values() for value, sd in zip(values, sds, strict=True))
+    axes.set_ylim(bottom=max(0.0, lowest - 0.05))
+    axes.legend(loc="best", frameon=False)
+
+
 def histogram(
     axes: Axes,
     edges: Sequence[float],

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from posterity_lab.nets import build, conv4, initialise, lenet5, mlp, recipe, resnet18, vgg11
+from posterity_lab.nets import alexnet, build, conv4, initialise, lenet5, mlp, recipe, resnet18, vgg11
 
-NAMES = "mlp-400-400, lenet5, conv4, vgg11, resnet18"
+NAMES = "mlp-400-400, lenet5, conv4, alexnet, vgg11, resnet18"
 
 
 def test_mlp_flattens_and_has_relu_between_its_layers():
@@ -81,6 +81,50 @@ def test_resnet18_has_the_published_size_and_halves_the_image_three_times():
     before_pooling = net[:-3](torch.zeros(2, 3, 32, 32))
     assert before_pooling.shape == (2, 512, 4, 4)
     assert bool((before_pooling >= 0).all())
+
+
+def test_alexnet_has_the_published_layers():
+    net = alexnet(3, 32, 10)
+    shapes = [tuple(p.shape) for p in net.parameters() if p.dim() > 1]
+    kernels = [(64, 3, 11), (192, 64, 5), (384, 192, 3), (256, 384, 3), (256, 256, 3)]
+    assert shapes == [(out, into, size, size) for out, into, size in kernels] + [(10, 256)]
+    assert sum(p.numel() for p in net.parameters()) == 2_472_266
+    assert net[0](torch.zeros(2, 3, 32, 32)).shape == (2, 64, 8, 8)
+    assert alexnet(1, 29, 3)(torch.zeros(2, 1, 29, 29)).shape == (2, 3)
+    with pytest.raises(ValueError, match="at least 29x29 pixels, not 28x28: use lenet5"):
+        alexnet(1, 28, 10)
+
+
+def test_the_stem_for_large_images_leaves_eight_by_eight_features():
+    net = build("resnet18-imagenet", [3, 32, 32], 10)
+    assert net[:4](torch.zeros(2, 3, 32, 32)).shape == (2, 64, 8, 8)
+    assert net[:-3](torch.zeros(2, 3, 32, 32)).shape == (2, 512, 1, 1)
+
+
+def test_without_batch_norm_convolutions_have_biases():
+    net = build("resnet18-imagenet-nobn", [3, 32, 32], 10)
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in net.modules())
+    assert all(layer.bias is not None for layer in net.modules() if isinstance(layer, nn.Conv2d))
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "places"), [("lenet5", 0.1, 5), ("alexnet", 0.5, 5), ("resnet18-imagenet", 0.1, 17)]
+)
+def test_dropout_comes_before_every_relu(name, rate, places):
+    plain, dropping = (build(each, [3, 32, 32], 10) for each in (name, f"{name}-dropout"))
+    assert [key for key, _ in plain.named_parameters()] == [key for key, _ in dropping.named_parameters()]
+    dropping.load_state_dict(plain.state_dict())
+    layers = list(dropping.modules())
+    drops = [at for at, layer in enumerate(layers) if isinstance(layer, nn.Dropout)]
+    relus = [at for at, layer in enumerate(layers) if isinstance(layer, nn.ReLU)]
+    assert [at + 1 for at in drops][: len(relus)] == relus
+    assert len(drops) == places
+    assert {layers[at].p for at in drops} == {rate}
+    x = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(dropping.eval()(x), plain.eval()(x))
+    dropping.train()
+    assert not torch.equal(dropping(x), dropping(x))
 
 
 def test_a_residual_block_adds_its_input():
@@ -166,7 +210,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("name", ["lenet5", "conv4", "vgg11", "vgg11-bn"])
+@pytest.mark.parametrize("name", ["lenet5", "conv4", "alexnet", "vgg11", "vgg11-bn"])
 def test_a_net_for_square_images_refuses_others(name):
     with pytest.raises(ValueError, match=r"square images \[C, H, W\], not \[1, 28, 32\]"):
         build(name, [1, 28, 32], 10)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from posterity_lab import cli, report
-from posterity_lab.reproduce import EXPERIMENTS, images, records, tasks
+from posterity_lab.reproduce import EXPERIMENTS, images, records, tasks, toy
+from posterity_lab.reproduce.calibration import CALIBRATION
 from posterity_lab.reproduce.page import write
 from posterity_lab.reproduce.proofs import THEORY
 from posterity_lab.reproduce.study import Outcome, Study, Unit
@@ -48,6 +50,24 @@ def stream_metrics(first: float, second: float) -> dict[str, Any]:
         "matrix": [[1.0, 0.1], [first, second]],
         "summary": summary,
     }
+
+
+def calibration_metrics(accuracy: float, seconds: float, svhn: float | None = 0.9) -> dict[str, Any]:
+    scores = {"accuracy": accuracy, "nll": 0.5, "ece": 0.02, "auroc": 0.85}
+    return {
+        **scores,
+        "train_accuracy": 0.97,
+        "epoch_seconds": seconds,
+        "curve": [{"epoch": 1, **scores}, {"epoch": 2, **scores}],
+        "outside": "svhn is not here" if svhn is None else "svhn",
+        "outside_auroc": svhn,
+    }
+
+
+def toy_metrics(networks: int) -> dict[str, Any]:
+    at = torch.linspace(0.0, 1.0, 41)
+    grid = toy.packed((at[:, None] + at) / 2)
+    return {"accuracy": 0.99, "nll": 0.1, "mean": grid, "average": grid, "samples": [grid] * networks}
 
 
 def made(
@@ -95,6 +115,20 @@ def prove(tmp_path: Path) -> Path:
         "curvature_correlation": 0.999,
     }
     made(tmp_path, THEORY, "exact", "bgd", 0, proof)
+    return compare(tmp_path)
+
+
+def compare(tmp_path: Path) -> Path:
+    """What the VOGN paper is drawn from."""
+    for seed, seconds in enumerate((10.0, 14.0)):
+        metrics = calibration_metrics(0.84 + seed / 100, seconds)
+        made(tmp_path, CALIBRATION, "resnet18", "vogn", seed, metrics)
+    made(tmp_path, CALIBRATION, "resnet18", "adam", 0, calibration_metrics(0.86, 3.0))
+    made(tmp_path, CALIBRATION, "resnet18", "ivon", 0, calibration_metrics(0.86, 3.0, svhn=None))
+    made(tmp_path, CALIBRATION, "resnet18 neither", "vogn", 0, calibration_metrics(0.6, 9.0))
+    made(tmp_path, tasks.SMALL_PERMUTED, "100", "vogn", 0, stream_metrics(0.5, 0.9))
+    for method, networks in (("adam", 1), ("vogn", 10)):
+        made(tmp_path, toy.TOY, "moons", method, 0, toy_metrics(networks), points=40)
     return tmp_path
 
 
@@ -144,6 +178,42 @@ def test_the_paper_and_ours_are_side_by_side(shown: str) -> None:
     assert rows(section(text, "Overview"))["Table 1: classification error on MNIST"][:3] == ["3", "0", "4.5"]
 
 
+def test_the_table_on_cifar10_has_scores_times_and_what_is_missing(shown: str) -> None:
+    text = section(shown, "VOGN, table")
+    scores, times = (rows(part) for part in text.split("Time of an epoch"))
+    assert scores["resnet18 VOGN"] == [
+        *("91.62", "97.00 ± 0.00", "84.27", "84.50 ± 0.71", "0.477", "0.500 ± 0.000"),
+        *("0.040", "0.020 ± 0.000", "0.876", "0.850 ± 0.000", "0.900 ± 0.000"),
+    ]
+    assert scores["resnet18 IVON"] == [
+        "–",
+        "97.00",
+        "–",
+        "86.00",
+        "–",
+        "0.500",
+        "–",
+        "0.020",
+        "–",
+        "0.850",
+        "–",
+    ]
+    assert times["resnet18 VOGN"] == ["12.000 ± 2.828", "4.4", "4.0", "2", "2", "90 s"]
+    assert times["resnet18 IVON"][1:3] == ["–", "1.0"]
+    assert "resnet18 neither VOGN" not in scores
+    assert "Without another data set to tell apart: svhn is not here." in text
+
+
+def test_the_ablation_and_the_plane_are_shown(shown: str) -> None:
+    ablated = rows(section(shown, "VOGN, figure: momentum"))
+    assert ablated["resnet18 neither VOGN"][0] == "60.00"
+    assert "resnet18 Adam" not in ablated
+    toys = section(shown, "VOGN, figure: two classes")
+    assert rows(toys)["moons VOGN"] == ["99.0", "0.100"]
+    assert toys.count("<img") == 1
+    assert rows(section(shown, "VOGN: permuted"))["100 VOGN"][0] == "70.00"
+
+
 def test_every_section_says_how_to_run_it_again(folder: Path, shown: str) -> None:
     assert re.findall(r"To run it: posterity reproduce (\S+),", shown) == list(EXPERIMENTS)
     assert "It was not run yet." not in shown
@@ -166,7 +236,7 @@ def test_the_page_is_well_formed_and_fits_a_phone(shown: str) -> None:
     assert checker.wrong == []
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     assert text.count("<table>") == text.count('<div class="scroll"><table>') > 8
-    assert text.count('<div class="scroll wide"><img') == 1  # the four panels of the theory
+    assert text.count('<div class="scroll wide"><img') == 2  # the theory, the plane
 
 
 class Balanced(HTMLParser):

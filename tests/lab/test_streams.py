@@ -361,7 +361,9 @@ def test_masks_work_under_stacked_weight_samples(mask: Callable) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_data_on_a_gpu_is_drawn_there_in_the_same_order_without_waiting(numbered: Dataset, name: str) -> None:
+def test_data_on_a_gpu_is_drawn_there_in_the_same_order_without_waiting(
+    numbered: Dataset, name: str, no_waiting: Callable
+) -> None:
     there = Dataset("there", numbered.train.to("cuda"), numbered.test.to("cuda"), numbered.classes)
     here = list(SCHEDULES[name](permuted(numbered, tasks=3, seed=1)))
     shown = SCHEDULES[name](permuted(there, tasks=3, seed=1))
@@ -369,10 +371,7 @@ def test_data_on_a_gpu_is_drawn_there_in_the_same_order_without_waiting(numbered
     for start, end in pairwise(shown._bounds):
         block = shown.batches(start)
         drawn.append(next(block))  # the indices of a block are moved once
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             drawn += [next(block) for _ in range(start + 1, end)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert all(x.is_cuda and y.is_cuda for x, y in drawn)
     assert same(here, [(x.cpu(), y.cpu()) for x, y in drawn])

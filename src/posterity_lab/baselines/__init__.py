@@ -1,11 +1,13 @@
-"""What continual learning by a posterior is compared with: plain training, penalties, and VCL.
+"""What continual learning by a posterior is compared with: plain training, penalties, Bayes by
+Backprop, VOGN with boundaries.
 
 All are `posterity_lab.methods.Method`s, which also ask for the boundaries between tasks: at each of them
 :func:`posterity_lab.continual.run` calls ``boundary(data)`` with the training data of the task that is over.
 """
 
+from posterity_lab.baselines.backprop import bbb, vcl
+from posterity_lab.baselines.handed import vogn_told
 from posterity_lab.baselines.penalty import fisher
 from posterity_lab.baselines.point import adam, ewc, l2, sgd, si
-from posterity_lab.baselines.vcl import vcl
 
-__all__ = ["adam", "ewc", "fisher", "l2", "sgd", "si", "vcl"]
+__all__ = ["adam", "bbb", "ewc", "fisher", "l2", "sgd", "si", "vcl", "vogn_told"]

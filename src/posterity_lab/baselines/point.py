@@ -31,12 +31,13 @@ def sgd(model: nn.Module, *, lr: float, momentum: float = 0.0, mask: Mask | None
     return _Point(model, torch.optim.SGD(_trained(model), lr=lr, momentum=momentum, fused=True), mask)
 
 
-def adam(model: nn.Module, *, lr: float, mask: Mask | None = None) -> _Point:
+def adam(model: nn.Module, *, lr: float, weight_decay: float = 0.0, mask: Mask | None = None) -> _Point:
     """Adam.
 
     Args:
         model: What to train.
         lr: Learning rate.
+        weight_decay: Added to the gradient, times the weight, of all that does not belong to BatchNorm.
         mask: Which logits count in training.
 
     Example:
@@ -44,7 +45,7 @@ def adam(model: nn.Module, *, lr: float, mask: Mask | None = None) -> _Point:
         >>> method.posterior() is None
         True
     """
-    return _Point(model, _adam(model, lr), mask)
+    return _Point(model, _adam(model, lr, weight_decay), mask)
 
 
 def l2(model: nn.Module, *, lr: float, strength: float, mask: Mask | None = None) -> _Point:
@@ -183,6 +184,14 @@ def _trained(model: nn.Module) -> tuple[nn.Parameter, ...]:
     return params
 
 
-def _adam(model: nn.Module, lr: float) -> torch.optim.Adam:
+def _adam(model: nn.Module, lr: float, weight_decay: float = 0.0) -> torch.optim.Adam:
     params = _trained(model)
-    return torch.optim.Adam(params, lr=lr, fused=True, capturable=params[0].is_cuda)
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    spared = {p for norm in norms for p in norm.parameters()}
+    groups = [
+        {"params": [p for p in params if p not in spared], "weight_decay": weight_decay},
+        {"params": [p for p in params if p in spared], "weight_decay": 0.0},
+    ]
+    return torch.optim.Adam(
+        [group for group in groups if group["params"]], lr=lr, fused=True, capturable=params[0].is_cuda
+    )

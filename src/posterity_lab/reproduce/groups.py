@@ -53,6 +53,11 @@ class Group:
         seconds = fmean(record["seconds"] for record in self.whole)
         return f"{least}{seconds:.0f} s" if seconds < 600 else f"{least}{seconds / 60:.0f} min"
 
+    @property
+    def epochs(self) -> str:
+        """How long a run was trained."""
+        return str(self.whole[0]["config"]["epochs"]) if self.whole else "–"
+
     def values(self, of: Callable[[Record], float]) -> list[float]:
         """One number of every run."""
         return [of(record) for record in self.whole]
@@ -99,6 +104,22 @@ def groups(experiment: Experiment, records: Sequence[Record]) -> list[Group]:
 def settings(found: Sequence[Group]) -> list[str]:
     """The settings of some groups, each once, in their order."""
     return list(dict.fromkeys(group.setting for group in found))
+
+
+def within(found: Sequence[Group], setting: str) -> list[Group]:
+    """The groups of a setting that have a run which came to its end."""
+    return [group for group in found if group.setting == setting and group.whole]
+
+
+def columns(runs: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation over the runs, at each place.
+
+    Example:
+        >>> columns([[1.0, 2.0], [3.0, 2.0]])
+        ([2.0, 2.0], [1.4142135623730951, 0.0])
+    """
+    places = list(zip(*runs, strict=True))
+    return [fmean(each) for each in places], [stdev(each) if len(each) > 1 else 0.0 for each in places]
 
 
 def _place(key: tuple[str, str], order: list[tuple[str, str]]) -> int:

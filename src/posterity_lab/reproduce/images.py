@@ -1,38 +1,29 @@
 """One net, one data set: trainings that tables 1 to 3 and figures 2 and 3 of the BGD paper are drawn from.
 
-A training leaves test errors by every way of inference, errors after pruning, and how the stds spread. Every
-twentieth of its epochs it is tested and saved; a killed one goes on from there.
+A training leaves test errors by every way of inference, errors after pruning, and how the stds spread.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posterity import Factorised
 from posterity.compress import point_mass
 from posterity.diagnostics import histogram
 from posterity.predict import MODES
-from posterity_lab import data, nets
-from posterity_lab.data import Dataset, Split
 from posterity_lab.errors import mode_errors, pruning_curve
 from posterity_lab.methods import Method
-from posterity_lab.reproduce.learners import Autocast, learner, set_lr
-from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Values, grid
-from posterity_lab.run_files import CHECKPOINT, POSTERIOR, restore, save
-from posterity_lab.streams import normalised, padded
+from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, grid
+from posterity_lab.reproduce.training import Training, fit
+from posterity_lab.run_files import POSTERIOR
 
 FRACTIONS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
-_MARGIN = 4  # zeros around an image that is cropped at random
 _NETWORKS = 10  # drawn in a test
-_PARTS = 20  # how often a training is tested and saved
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
@@ -53,66 +44,8 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         >>> outcome.n, sorted(outcome.metrics["errors"])
         (360, ['average', 'mean', 'single', 'vote'])
     """
-    config = unit.config
-    dataset = prepared(config, device)
-    training, test = splits(dataset, config)
-    model = nets.initialise(nets.build(config["net"], training.x.shape[1:], dataset.classes), unit.seed)
-    # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
-    model = (model if config["net"].startswith("mlp") else Autocast(model)).to(device)
-    method = learner(unit.method, config, model, num_data=len(training), seed=unit.seed)
-    done, curve = _resumed(cache, method, device)
-    marks = {-(-config["epochs"] * part // _PARTS) for part in range(1, _PARTS + 1)}
-    for epoch in range(done, config["epochs"]):
-        model.train()
-        torch.manual_seed(_mixed(unit.seed, epoch))  # dropout and noise of a resumed run are the same
-        if config.get("drops"):
-            set_lr(method, config["lr"] * 0.1 ** (config["drops"] * epoch // config["epochs"]))
-        for x, y in batches(training, config, unit.seed, epoch):
-            method.step(x, y)
-        if epoch + 1 in marks:
-            curve.append({"epoch": epoch + 1, **_errors(model, method, test)})
-            cache.mkdir(parents=True, exist_ok=True)
-            state = {"epoch": epoch + 1, "curve": curve, "method": method.state_dict()}
-            save(cache / CHECKPOINT, state)
-        last = f", test error {curve[-1]['average']:.2%}" if curve else ""
-        show(epoch + 1, config["epochs"], f"epoch{last}")
-    return Outcome(_metrics(model, method, test, curve, cache), len(test))
-
-
-def prepared(config: Values, device: str) -> Dataset:
-    """The data set that a config names, padded and scaled as it says."""
-    dataset = data.load(config["data"], device=device)
-    if config.get("pad"):
-        dataset = padded(dataset, config["pad"])
-    return normalised(dataset, config["mean"], config["std"])
-
-
-def splits(dataset: Dataset, config: Values) -> tuple[Split, Split]:
-    """What to train on, and what to test on: held-out training images in a trial, else the test set."""
-    # One order for all seeds: no image is ever trained on in one and held out in another.
-    order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))
-    kept, held_out = order[config["held_out"] :], order[: config["held_out"]]
-    training = dataset.train.subset(kept)
-    return training, dataset.test if config["tested_on"] == "test" else dataset.train.subset(held_out)
-
-
-def batches(training: Split, config: Values, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """One pass, drawn on the data's device; where the config augments, every image cropped and flipped."""
-    if not config.get("augment"):
-        yield from data.batches(training, config["batch_size"], seed=seed, epoch=epoch)
-        return
-    count, size = len(training), training.x.shape[-1]
-    device, rows = training.y.device, torch.arange(size, device=training.y.device)
-    numbers = Split(torch.arange(count, device=device), training.y)
-    generator = torch.Generator().manual_seed(_mixed(seed, epoch))
-    offsets = torch.randint(2 * _MARGIN + 1, (count, 2), generator=generator).to(device)
-    flipped = torch.randint(2, (count, 1), generator=generator).bool().to(device)
-    larger = nn.functional.pad(training.x, [_MARGIN] * 4)
-    channels = torch.arange(larger.shape[1], device=device)[None, :, None, None]
-    for index, y in data.batches(numbers, config["batch_size"], seed=seed, epoch=epoch):
-        down = (offsets[index, :1] + rows)[:, None, :, None]
-        across = offsets[index, 1:] + torch.where(flipped[index], rows.flip(0), rows)
-        yield larger[index[:, None, None, None], channels, down, across[:, None, None, :]], y
+    training = fit(unit, device, cache, show, _errors)
+    return Outcome(_metrics(training, cache), len(training.test))
 
 
 def _posterior(model: nn.Module, method: Method) -> tuple[Factorised, int]:
@@ -121,20 +54,17 @@ def _posterior(model: nn.Module, method: Method) -> tuple[Factorised, int]:
     return (point_mass(model), 1) if posterior is None else (posterior, _NETWORKS)
 
 
-def _errors(model: nn.Module, method: Method, test: Split) -> dict[str, float]:
-    if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
-        raise FloatingPointError("weights are not finite: lower lr")
-    posterior, networks = _posterior(model, method)
-    found = mode_errors(model, posterior, test.x, test.y, samples=networks)
+def _errors(training: Training) -> dict[str, float]:
+    posterior, networks = _posterior(training.model, training.method)
+    found = mode_errors(training.model, posterior, training.test.x, training.test.y, samples=networks)
     return {str(mode): error for mode, error in found.items()}
 
 
-def _metrics(
-    model: nn.Module, method: Method, test: Split, curve: list[dict[str, Any]], cache: Path
-) -> dict[str, Any]:
+def _metrics(training: Training, cache: Path) -> dict[str, Any]:
+    model, method, curve = training.model, training.method, training.curve
     posterior, networks = _posterior(model, method)
     posterior.save(cache / POSTERIOR)
-    at = test.x, test.y
+    at = training.test.x, training.test.y
     pruning = {
         mode: asdict(pruning_curve(model, posterior, *at, FRACTIONS, samples=networks, mode=mode))
         for mode in ("single", "average")
@@ -154,26 +84,6 @@ def _spread(posterior: Factorised) -> dict[str, Any]:
     spread = histogram(posterior.std())
     edges = [float(f"{edge:.5g}") for edge in spread.edges.tolist()]
     return {"edges": edges, "counts": {name: each.tolist() for name, each in spread.counts.items()}}
-
-
-def _resumed(cache: Path, method: Method, device: str) -> tuple[int, list[dict[str, Any]]]:
-    path = cache / CHECKPOINT
-    if not path.exists():
-        return 0, []
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        done, curve = state["epoch"], state["curve"]
-    except OSError:
-        raise
-    except Exception as error:  # what torch raises depends on where the damage is
-        raise ValueError(f"{path} is damaged: delete it, and the unit begins anew") from error
-    restore(method, state, cache)
-    return done, curve
-
-
-def _mixed(seed: int, epoch: int) -> int:
-    """Another number than `data.batches` makes of the two, for what is drawn beside the order."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} noise".encode(), digest_size=4).digest(), "big")
 
 
 def mnist_cells(quick: bool) -> list[Cell]:
@@ -267,7 +177,7 @@ def cifar10_cells(quick: bool) -> list[Cell]:
             Cell(
                 net,
                 "sgd",
-                {**common, "lr": 0.01, "momentum": 0.9, "drops": 4},
+                {**common, "lr": 0.01, "momentum": 0.9, "milestones": [0.25, 0.5, 0.75]},
                 grid(lr=[0.01, 0.03, 0.1]),
                 trial,
             ),

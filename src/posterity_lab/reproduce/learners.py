@@ -8,11 +8,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from posterity import BGD, Density, Factorised, IsotropicGaussian, ScaleMixture, elbo, kl, run, variational
+import posterity
+from posterity import BGD, IVON, IsotropicGaussian, ScaleMixture, names_of
 from posterity_lab import baselines
-from posterity_lab.baselines.graph import Captured, Watch
 from posterity_lab.continual import by_rule
 from posterity_lab.methods import Method
 from posterity_lab.reproduce.study import Values
@@ -27,7 +26,15 @@ NAMES = {
     "si": "SI",
     "ewc": "EWC",
     "vcl": "VCL",
+    "mc-dropout": "MC dropout",
+    "ivon": "IVON",
+    "vogn": "VOGN",
+    "vogn-told": "VOGN, told of boundaries",
+    "kfac": "K-FAC",
+    "noisy-kfac": "Noisy K-FAC",
 }
+# What they are called in the library, where a build may lack them.
+_RULES = {"vogn": "VOGN", "vogn-told": "VOGN", "kfac": "KFAC", "noisy-kfac": "NoisyKFAC"}
 
 
 def learner(
@@ -57,15 +64,20 @@ def learner(
             rule = BGD(model, seed=seed, **given("std_init", "lr", "mc_samples"))
             return by_rule(model, rule, mask)
         case "bbb":
-            prior: Density = IsotropicGaussian(config["prior_std"])
-            return _Backprop(model, prior, num_data, **given("lr", "std_init"))
+            prior = IsotropicGaussian(config["prior_std"])
+            return baselines.bbb(
+                model, prior=prior, num_data=num_data, mask=mask, seed=seed, **given("lr", "std_init")
+            )
         case "bbb-mixture":
             mixture = ScaleMixture(**given("weight", "std_wide", "std_narrow"))
-            return _Backprop(model, mixture, num_data, **given("lr", "std_init"))
+            return baselines.bbb(
+                model, prior=mixture, num_data=num_data, mask=mask, seed=seed, **given("lr", "std_init")
+            )
         case "sgd":
             return baselines.sgd(model, mask=mask, **given("lr", "momentum"))
-        case "adam":
-            return baselines.adam(model, mask=mask, **given("lr"))
+        case "adam" | "mc-dropout":
+            decay = config.get("weight_decay", 0.0)
+            return baselines.adam(model, mask=mask, weight_decay=decay, **given("lr"))
         case "si":
             return baselines.si(model, mask=mask, **given("lr", "strength"))
         case "ewc":
@@ -74,14 +86,69 @@ def learner(
             return baselines.vcl(
                 model, num_data=num_data, mask=mask, seed=seed, **given("lr", "std_init", "kl_factor")
             )
+        case "ivon":
+            ivon = IVON(
+                model,
+                num_data=num_data,
+                betas=(config["momentum"], config["beta2"]),
+                seed=seed,
+                **given("lr", "prior_precision", "hess_init", "mc_samples"),
+            )
+            return by_rule(model, ivon, mask)
+        case "vogn-told":
+            return baselines.vogn_told(
+                model,
+                num_data=num_data,
+                betas=(config["momentum"], config["beta2"]),
+                mask=mask,
+                seed=seed,
+                **given("lr", "prior_precision", "damping", "mc_samples"),
+            )
+        case "vogn" | "kfac" | "noisy-kfac":
+            own = ("augmentation", "mc_samples") if method != "kfac" else ()
+            every = ("factors_every",) if method != "vogn" else ()
+            made = _rule(method)(
+                model,
+                num_data=num_data,
+                betas=(config["momentum"], config["beta2"]),
+                deterministic=names_of(model, nn.BatchNorm2d),
+                seed=seed,
+                **given("lr", "prior_precision", "damping", *own, *every),
+            )
+            return by_rule(model, made, mask)
     raise ValueError(f"there is no method {method!r}")
 
 
-def set_lr(method: Method, lr: float) -> None:
-    """Go on with another learning rate, which captured steps have fixed: they are captured anew."""
-    state = method.state_dict()
-    if any(group["lr"] != lr for group in state["optimizer"]["param_groups"]):
-        for group in state["optimizer"]["param_groups"]:
+def refuse_missing(method: str) -> None:
+    """Raise if this build of the library lacks what a method is made of.
+
+    Example:
+        >>> refuse_missing("bgd")
+    """
+    if method in _RULES:
+        _rule(method)
+
+
+def _rule(method: str) -> Any:
+    name = _RULES[method]
+    if not hasattr(posterity, name):
+        raise ValueError(
+            f"this build of posterity has no {name}, which {method} needs: leave it out by naming --methods"
+        )
+    return getattr(posterity, name)
+
+
+def scale_lr(method: Method, factor: float) -> None:
+    """Go on with ``factor`` times the learning rate of the start.
+
+    Captured steps of the lab have fixed it: they are captured anew.
+    """
+    groups = method.optimizer.param_groups
+    lrs = [factor * group.get("initial_lr", group["lr"]) for group in groups]
+    if any(group["lr"] != lr for group, lr in zip(groups, lrs, strict=True)):
+        state = method.state_dict()
+        for group, lr in zip(state["optimizer"]["param_groups"], lrs, strict=True):
+            group.setdefault("initial_lr", group["lr"])
             group["lr"] = lr
         method.load_state_dict(state)
 
@@ -117,51 +184,3 @@ class Autocast(nn.Module):
         with torch.autocast("cuda", torch.bfloat16, enabled=x.is_cuda and self.training):
             out: Tensor = self.net(x)
         return out.float()
-
-
-@final
-class _Backprop(Method):
-    """Bayes by Backprop as a step that can be captured: its noise is torch's own, which a graph renews."""
-
-    def __init__(
-        self, model: nn.Module, prior: Density, num_data: int, *, lr: float, std_init: float
-    ) -> None:
-        self.model = self._net = variational(model, std_init=std_init)
-        params = list(self._net.parameters())
-        on_gpu = params[0].is_cuda
-        self.optimizer = torch.optim.Adam(params, lr=lr, fused=True, capturable=on_gpu)
-        self._prior, self._num_data = prior, num_data
-        self._watch = Watch(params[0].device)
-        self._run = Captured(self._net, self._learn, self._tensors)
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        self._watch.refuse()
-        return self._run(x, y)
-
-    def posterior(self) -> Factorised:
-        return self._net.posterior.frozen()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._run.forget()  # the optimiser's state lies elsewhere
-
-    def _learn(self, x: Tensor, y: Tensor) -> Tensor:
-        posterior = self._net.posterior
-        weights = {
-            name: leaf.draw(torch.randn((1, *leaf.shape), device=leaf.device, dtype=leaf.dtype))
-            for name, leaf in posterior.blocks.items()
-        }
-        nll = cross_entropy(run(self._net.module, weights, x)[0], y)
-        loss = elbo(nll, kl(posterior, self._prior, weights=weights), num_data=self._num_data)
-        self.optimizer.found_inf = self._watch.see(loss)  # type: ignore[attr-defined]
-        params = list(self._net.parameters())
-        for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
-            p.grad = grad
-        self.optimizer.step()
-        return loss.detach()
-
-    def _tensors(self) -> list[Tensor]:
-        """All that a step changes."""
-        state = [value for own in self.optimizer.state.values() for value in own.values()]
-        changed = [*self._net.parameters(), *self._net.buffers(), *state, self._watch.count]
-        return [tensor for tensor in changed if isinstance(tensor, Tensor)]

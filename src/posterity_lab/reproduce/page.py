@@ -15,9 +15,9 @@ from posterity_lab.reproduce.study import Experiment
 from posterity_lab.reproduce.views import VIEWS
 
 _LEAD = (
-    "Bayesian Gradient Descent (Zeno, Golan, Hoffer, Soudry 2018): what the paper reports, and what these "
-    "runs found. Numbers are means ± standard deviations over seeds, on test sets; how hyper-parameters were "
-    "chosen is said with each."
+    "Bayesian Gradient Descent (Zeno, Golan, Hoffer, Soudry 2018) and VOGN (Osawa et al. 2019): what the "
+    "papers report, and what these runs found. Numbers are means ± standard deviations over seeds, on test "
+    "sets; how hyper-parameters were chosen is said with each."
 )
 
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, TypeAlias
 
 import torch
-from matplotlib.axes import Axes
 
 from posterity.diagnostics import Histogram
 from posterity.predict import MODES
 from posterity_lab import figures, report
 from posterity_lab.errors import PruningCurve
 from posterity_lab.report import Part, Picture, Table
-from posterity_lab.reproduce.groups import Group, settings
+from posterity_lab.reproduce import vogn_views
+from posterity_lab.reproduce.groups import Group, columns, settings, within
 from posterity_lab.reproduce.records import Record
 
 View: TypeAlias = Callable[[Sequence[Group]], list[Part]]
 
 _MODES = {"single": "single networks", "average": "averaged", "mean": "mean weights", "vote": "vote"}
 # A method has the same colour in all figures of streams.
-_SLOTS = {"bgd": 0, "sgd": 1, "adam": 2, "si": 3, "ewc": 4, "vcl": 5}
+_SLOTS = {"bgd": 0, "sgd": 1, "adam": 2, "si": 3, "ewc": 4, "vcl": 5, "vogn": 1, "vogn-told": 3}
 
 
 def errors(found: Sequence[Group]) -> list[Part]:
@@ -33,7 +33,7 @@ def errors(found: Sequence[Group]) -> list[Part]:
             group.title,
             group.paper,
             *(group.spread(partial(_error, mode)) for mode in _MODES),
-            _epochs(group),
+            group.epochs,
             group.runs,
             group.time,
         ]
@@ -49,7 +49,7 @@ def accuracies(found: Sequence[Group]) -> list[Part]:
         [
             group.title,
             *(group.spread(partial(_accuracy, mode)) for mode in _MODES),
-            _epochs(group),
+            group.epochs,
             group.runs,
             group.time,
         ]
@@ -60,16 +60,16 @@ def accuracies(found: Sequence[Group]) -> list[Part]:
     for setting in settings(found):
         lines = dict[str, tuple[list[float], list[float]]]()
         drawn, (axes,) = report.figure()
-        for group in _whole(found, setting):
+        for group in within(found, setting):
             epochs = [each["epoch"] for each in group.whole[0]["metrics"]["curve"]]
             for mode in ("vote", "single", "mean") if group.method == "bgd" else ("mean",):
                 name = f"{group.name}, {_MODES[mode]}" if group.method == "bgd" else group.name
                 curves = [[1 - each[mode] for each in record["metrics"]["curve"]] for record in group.whole]
-                lines[name] = _columns(curves)
+                lines[name] = columns(curves)
                 # One by one: methods need not have been trained for equally long.
                 report.lines(axes, epochs, {name: lines[name]}, [len(lines) - 1])
         if lines:
-            _close_up(axes, lines)
+            report.close_up(axes, lines)
             axes.set(xlabel="epoch", ylabel="test accuracy")
             parts.append(report.picture(drawn, f"{setting}: test accuracy as training goes on."))
     return parts
@@ -94,7 +94,7 @@ def pruning(fraction: float, found: Sequence[Group]) -> list[Part]:
             group.spread(_unpruned),
             group.spread(at),
             left(group) if group.whole else "–",
-            _epochs(group),
+            group.epochs,
             group.runs,
             group.time,
         ]
@@ -120,9 +120,9 @@ def forgetting(found: Sequence[Group]) -> list[Part]:
     return [
         _streams_table(found),
         *(
-            _seen_picture(_whole(found, setting), setting)
+            _seen_picture(within(found, setting), setting)
             for setting in settings(found)
-            if _whole(found, setting)
+            if within(found, setting)
         ),
     ]
 
@@ -131,12 +131,12 @@ def each_task(found: Sequence[Group]) -> list[Part]:
     """Figure 4: accuracy on every task after the last."""
     parts: list[Part] = [_streams_table(found)]
     for setting in settings(found):
-        own = _whole(found, setting)
+        own = within(found, setting)
         if not own:
             continue
         drawn, (axes,) = report.figure()
         last = {
-            group.name: _columns([record["metrics"]["matrix"][-1] for record in group.whole]) for group in own
+            group.name: columns([record["metrics"]["matrix"][-1] for record in group.whole]) for group in own
         }
         count = len(next(iter(last.values()))[0])
         slots = [_SLOTS[group.method] for group in own]
@@ -164,7 +164,7 @@ def stds(found: Sequence[Group]) -> list[Part]:
                 )
             ]
             where = f"{group.title}, seed {record['seed']}"
-            rows.append([where, f"{start:g}", *(f"{100 * share:.1f}" for share in shares), _epochs(group)])
+            rows.append([where, f"{start:g}", *(f"{100 * share:.1f}" for share in shares), group.epochs])
             drawn, (axes,) = report.figure(height=max(3.3, 0.4 * len(counts)))
             figures.histograms(axes, Histogram(edges, counts), "standard deviation σ of a weight", start)
             pictures.append(report.picture(drawn, f"{where}: σ of the weights of every tensor at the end."))
@@ -202,6 +202,10 @@ VIEWS: Mapping[str, View] = {
     "bgd-table3": partial(pruning, 0.9),
     "bgd-figure4": each_task,
     "bgd-theory": theorems,
+    "vogn-table": vogn_views.scores,
+    "vogn-ablation": vogn_views.ablation,
+    "vogn-permuted": forgetting,
+    "vogn-toy": vogn_views.plane,
 }
 
 
@@ -224,18 +228,10 @@ def _curve(record: Record) -> PruningCurve:
     )
 
 
-def _epochs(group: Group) -> str:
-    return str(group.whole[0]["config"]["epochs"]) if group.whole else "–"
-
-
-def _whole(found: Sequence[Group], setting: str) -> list[Group]:
-    return [group for group in found if group.setting == setting and group.whole]
-
-
 def _mode_pictures(found: Sequence[Group]) -> list[Picture]:
     pictures = []
     for setting in settings(found):
-        own = {group.method: group for group in _whole(found, setting)}
+        own = {group.method: group for group in within(found, setting)}
         if "bgd" not in own:
             continue
         modes = [{mode: _error(mode, record) for mode in MODES} for record in own["bgd"].whole]
@@ -261,7 +257,7 @@ def _streams_table(found: Sequence[Group]) -> Table:
             group.spread(partial(summary, "average_accuracy")),
             group.spread(partial(summary, "forgetting")),
             group.spread(partial(summary, "nll"), 3, 1.0),
-            _epochs(group),
+            group.epochs,
             group.runs,
             group.time,
         ]
@@ -274,7 +270,7 @@ def _streams_table(found: Sequence[Group]) -> Table:
 def _seen_picture(own: Sequence[Group], setting: str) -> Picture:
     drawn, (axes,) = report.figure()
     lines = {
-        group.name: _columns(
+        group.name: columns(
             [
                 [fmean(row[: number + 1]) for number, row in enumerate(record["metrics"]["matrix"])]
                 for record in group.whole
@@ -284,22 +280,9 @@ def _seen_picture(own: Sequence[Group], setting: str) -> Picture:
     }
     numbers = list(range(1, len(next(iter(lines.values()))[0]) + 1))
     report.lines(axes, numbers, lines, [_SLOTS[group.method] for group in own])
-    _close_up(axes, lines)
+    report.close_up(axes, lines)
     axes.set(xlabel="tasks learned so far", ylabel="test accuracy", xticks=numbers)
     return report.picture(drawn, f"{setting}: average over the tasks seen so far; bands show ± one sd.")
-
-
-def _close_up(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
-    """From a little below the lowest line: what matters may be the last few per cent."""
-    lowest = min(value - sd for values, sds in lines.values() for value, sd in zip(values, sds, strict=True))
-    axes.set_ylim(bottom=max(0.0, lowest - 0.05))
-    axes.legend(loc="best", frameon=False)
-
-
-def _columns(runs: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation over the runs, at each place."""
-    places = list(zip(*runs, strict=True))
-    return [fmean(each) for each in places], [stdev(each) if len(each) > 1 else 0.0 for each in places]
 
 
 def _said(value: Any) -> str:

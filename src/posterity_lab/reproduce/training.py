@@ -1,0 +1,205 @@
+"""Training one net on one data set, as a config says: order, augmentation, schedules, checkpoints.
+
+Every twentieth of its epochs a training is tested and saved; a killed one goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posterity import warmup
+from posterity_lab import data, nets
+from posterity_lab.data import Dataset, Split
+from posterity_lab.methods import Method
+from posterity_lab.reproduce.learners import Autocast, learner, scale_lr
+from posterity_lab.reproduce.study import Show, Unit, Values
+from posterity_lab.run_files import CHECKPOINT, restore, save
+from posterity_lab.streams import normalised, padded
+
+_MARGIN = 4  # zeros around an image that is cropped at random
+_PARTS = 20  # how often a training is tested and saved
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A net at some point of its training.
+
+    Attributes:
+        unit: What is asked for.
+        model: The net.
+        method: What trains it.
+        train: What it learns.
+        test: What it is tested on.
+        curve: Scores so far, with the epoch after which they were found.
+        seconds: Time of every epoch so far, tests left out.
+    """
+
+    unit: Unit
+    model: nn.Module
+    method: Method
+    train: Split
+    test: Split
+    curve: list[dict[str, Any]]
+    seconds: list[float]
+
+
+def fit(
+    unit: Unit, device: str, cache: Path, show: Show, scores: Callable[[Training], dict[str, float]]
+) -> Training:
+    """Train a net as the unit says.
+
+    Args:
+        unit: What to do. Its config has ``data``, ``net``, ``batch_size``, ``epochs`` and all that the
+            functions here and the learner ask for; ``milestones``, shares of the epochs after each of which
+            the learning rate is divided by ten; ``warmup_steps`` and ``warmup_start`` for a temperature that
+            rises in a straight line to 1; ``bfloat16``, on a GPU, where nets other than MLPs have it anyway.
+        device: Where.
+        cache: Folder for the checkpoint.
+        show: Is told of every epoch.
+        scores: Tests the net.
+
+    Example:
+        >>> import tempfile
+        >>> config = {"data": "digits", "mean": 0.3, "std": 0.4, "held_out": 0, "tested_on": "test"}
+        >>> config |= {"net": "mlp-16", "batch_size": 64, "epochs": 1, "lr": 0.1, "momentum": 0.9}
+        >>> unit = Unit("mnist", "16", "sgd", 0, config, "")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     done = fit(unit, "cpu", Path(folder), lambda *seen: None, lambda training: {"accuracy": 0.5})
+        >>> done.curve
+        [{'epoch': 1, 'accuracy': 0.5}]
+    """
+    config = unit.config
+    dataset = prepared(config, device)
+    train, test = splits(dataset, config)
+    model = nets.initialise(nets.build(config["net"], train.x.shape[1:], dataset.classes), unit.seed)
+    # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
+    half = config.get("bfloat16", not config["net"].startswith("mlp"))
+    model = (Autocast(model) if half else model).to(device)
+    method = learner(unit.method, config, model, num_data=len(train), seed=unit.seed)
+    training = Training(unit, model, method, train, test, *_resumed(cache, method, device))
+    marks = {-(-config["epochs"] * part // _PARTS) for part in range(1, _PARTS + 1)}
+    for epoch in range(len(training.seconds), config["epochs"]):
+        training.seconds.append(_epoch(training, epoch))
+        if epoch + 1 in marks:
+            if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
+                raise FloatingPointError("weights are not finite: lower lr")
+            training.curve.append({"epoch": epoch + 1, **scores(training)})
+            cache.mkdir(parents=True, exist_ok=True)
+            state = {"seconds": training.seconds, "curve": training.curve, "method": method.state_dict()}
+            save(cache / CHECKPOINT, state)
+        last = training.curve[-1] if training.curve else {}
+        seen = [f"{key} {value:.4f}" for key, value in last.items() if key != "epoch"]
+        show(epoch + 1, config["epochs"], ", ".join([*seen, "epoch"]))
+    return training
+
+
+def prepared(config: Values, device: str) -> Dataset:
+    """The data set that a config names, padded and scaled as it says."""
+    return ready(data.load(config["data"], device=device), config)
+
+
+def ready(dataset: Dataset, config: Values) -> Dataset:
+    """Padded and scaled as a config says."""
+    if config.get("pad"):
+        dataset = padded(dataset, config["pad"])
+    return normalised(dataset, config["mean"], config["std"])
+
+
+def splits(dataset: Dataset, config: Values) -> tuple[Split, Split]:
+    """What to train on, and what to test on: held-out training images in a trial, else the test set."""
+    # One order for all seeds: no image is ever trained on in one and held out in another.
+    order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))
+    kept, held_out = order[config["held_out"] :], order[: config["held_out"]]
+    training = dataset.train.subset(kept)
+    return training, dataset.test if config["tested_on"] == "test" else dataset.train.subset(held_out)
+
+
+def batches(training: Split, config: Values, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One pass, drawn on the data's device; where the config augments, every image cropped and flipped."""
+    if not config.get("augment"):
+        yield from data.batches(training, config["batch_size"], seed=seed, epoch=epoch)
+        return
+    count, size = len(training), training.x.shape[-1]
+    device, rows = training.y.device, torch.arange(size, device=training.y.device)
+    numbers = Split(torch.arange(count, device=device), training.y)
+    generator = torch.Generator().manual_seed(_mixed(seed, epoch))
+    offsets = torch.randint(2 * _MARGIN + 1, (count, 2), generator=generator).to(device)
+    flipped = torch.randint(2, (count, 1), generator=generator).bool().to(device)
+    larger = nn.functional.pad(training.x, [_MARGIN] * 4)
+    channels = torch.arange(larger.shape[1], device=device)[None, :, None, None]
+    for index, y in data.batches(numbers, config["batch_size"], seed=seed, epoch=epoch):
+        down = (offsets[index, :1] + rows)[:, None, :, None]
+        across = offsets[index, 1:] + torch.where(flipped[index], rows.flip(0), rows)
+        yield larger[index[:, None, None, None], channels, down, across[:, None, None, :]], y
+
+
+def lr_factor(config: Values, epoch: int) -> float:
+    """What the learning rate of an epoch, from 0, is multiplied by.
+
+    Example:
+        >>> [lr_factor({"epochs": 161, "milestones": [0.4969, 0.7453]}, epoch) for epoch in (79, 80, 120)]
+        [1.0, 0.1, 0.01]
+    """
+    passed = sum((epoch + 0.5) / config["epochs"] > share for share in config.get("milestones", ()))
+    return float(round(0.1**passed, passed))
+
+
+def _epoch(training: Training, epoch: int) -> float:
+    """Learn for one pass; the seconds that it took."""
+    config, method, seed = training.unit.config, training.method, training.unit.seed
+    training.model.train()
+    torch.manual_seed(_mixed(seed, epoch))  # dropout of a resumed run is the same
+    scale_lr(method, lr_factor(config, epoch))
+    steps = -(-len(training.train) // config["batch_size"])
+    wait, start = training.train.x.is_cuda, time.perf_counter()
+    for number, (x, y) in enumerate(batches(training.train, config, seed, epoch), start=epoch * steps):
+        temper(method, config, number)
+        method.step(x, y)
+    if wait:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def temper(method: Method, config: Values, step: int) -> None:
+    """Before a step, from 0: the temperature that a config with a warm-up wants there.
+
+    Example:
+        >>> from posterity import IVON
+        >>> from posterity_lab.continual import by_rule
+        >>> net = nn.Linear(4, 2)
+        >>> method = by_rule(net, IVON(net, num_data=8))
+        >>> temper(method, {"warmup_start": 0.5, "warmup_steps": 10}, step=5)
+        >>> method.optimizer.param_groups[0]["temperature"]
+        0.75
+    """
+    if "warmup_steps" in config:
+        for group in method.optimizer.param_groups:
+            group["temperature"] = warmup(config["warmup_steps"], start=config["warmup_start"])(step)
+
+
+def _resumed(cache: Path, method: Method, device: str) -> tuple[list[dict[str, Any]], list[float]]:
+    path = cache / CHECKPOINT
+    if not path.exists():
+        return [], []
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        curve, seconds = state["curve"], state["seconds"]
+    except OSError:
+        raise
+    except Exception as error:  # what torch raises depends on where the damage is
+        raise ValueError(f"{path} is damaged: delete it, and the unit begins anew") from error
+    restore(method, state, cache)
+    return curve, seconds
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """Another number than `data.batches` makes of the two, for what is drawn beside the order."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} noise".encode(), digest_size=4).digest(), "big")

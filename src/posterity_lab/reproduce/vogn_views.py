@@ -1,0 +1,183 @@
+"""How the experiments of the VOGN paper are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean
+
+from matplotlib.axes import Axes
+
+from posterity_lab import report
+from posterity_lab.report import COLOURS, Part, Table
+from posterity_lab.reproduce import toy
+from posterity_lab.reproduce.groups import Group, columns, within
+from posterity_lab.reproduce.records import Record
+
+# What the paper's row has, in its order: name, key, digits, scale.
+_PAPERS = (
+    ("train, %", "train_accuracy", 2, 100.0),
+    ("test, %", "accuracy", 2, 100.0),
+    ("NLL", "nll", 3, 1.0),
+    ("ECE", "ece", 3, 1.0),
+    ("AUROC", "auroc", 3, 1.0),
+)
+_GREY = "#555555"
+
+
+def scores(found: Sequence[Group]) -> list[Part]:
+    """The table on CIFAR-10: accuracy and calibration, then what they cost."""
+    header = ["setting"]
+    for name, *_ in _PAPERS:
+        header += [f"{name}, paper", "ours"]
+    rows, times = [], []
+    for group in found:
+        paper = _paper(group)
+        row = [group.title]
+        for printed, (_, key, digits, scale) in zip(paper, _PAPERS, strict=False):
+            row += [printed, group.spread(partial(_value, key), digits, scale)]
+        rows.append([*row, _outside(group)])
+        adam = next((each for each in found if (each.setting, each.method) == (group.setting, "adam")), None)
+        seconds = group.spread(partial(_value, "epoch_seconds"), 3, 1.0)
+        ratios = [_paper_ratio(group, adam), _ratio(group, adam)]
+        times.append([group.title, seconds, *ratios, group.epochs, group.runs, group.time])
+    caption = (
+        "Predictions averaged over sampled networks, where there are several. AUROC: confidence tells right "
+        "predictions from wrong ones; SVHN: entropy tells test images from SVHN's"
+    )
+    columns_of_time = ["setting", "s per epoch", "over Adam's, paper", "ours", "epochs", "runs", "time"]
+    parts: list[Part] = [Table(caption, [*header, "AUROC, SVHN"], rows)]
+    parts.append(Table("Time of an epoch of training, tests left out", columns_of_time, times))
+    missing = {
+        record["metrics"]["outside"]
+        for group in found
+        for record in group.whole
+        if record["metrics"]["outside_auroc"] is None and record["metrics"]["outside"] is not None
+    }
+    return [*parts, *(f"Without another data set to tell apart: {why}." for why in sorted(missing))]
+
+
+def ablation(found: Sequence[Group]) -> list[Part]:
+    """Momentum and BatchNorm: accuracy as training goes on."""
+    rows = [
+        [
+            group.title,
+            group.spread(partial(_value, "accuracy")),
+            group.spread(partial(_value, "nll"), 3, 1.0),
+            group.epochs,
+            group.runs,
+            group.time,
+        ]
+        for group in found
+    ]
+    parts: list[Part] = [
+        Table(
+            "Test accuracy and NLL at the end", ["setting", "test, %", "NLL", "epochs", "runs", "time"], rows
+        )
+    ]
+    drawn, (axes,) = report.figure()
+    lines = {}
+    for slot, group in enumerate(each for each in found if each.whole):
+        epochs = [each["epoch"] for each in group.whole[0]["metrics"]["curve"]]
+        curves = [[each["accuracy"] for each in record["metrics"]["curve"]] for record in group.whole]
+        lines[group.setting] = columns(curves)
+        report.lines(axes, epochs, {group.setting: lines[group.setting]}, [slot])
+    report.close_up(axes, lines)
+    axes.set(xlabel="epoch", ylabel="test accuracy")
+    return [*parts, report.picture(drawn, "Test accuracy of VOGN as training goes on.")]
+
+
+def plane(found: Sequence[Group]) -> list[Part]:
+    """Two classes in the plane: borders of the mean and of sampled networks, and where the doubt is."""
+    own = {group.method: group.whole[0] for group in within(found, "moons")}
+    rows = [
+        [
+            group.title,
+            group.spread(partial(_value, "accuracy"), 1),
+            group.spread(partial(_value, "nll"), 3, 1.0),
+        ]
+        for group in found
+    ]
+    drawn, (borders, *maps) = report.figure(panels=1 + len(own), height=3.6, width=4.0)
+    for slot, (method, record) in enumerate(own.items()):
+        colour = COLOURS[slot]
+        for rows_of_one in record["metrics"]["samples"]:
+            _border(borders, record, rows_of_one, colour, 0.7, 0.35)
+        _border(borders, record, record["metrics"]["mean"], colour, 2.0, 1.0)
+        borders.plot([], [], color=colour, label=_name(found, method))
+    borders.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(own), frameon=False)
+    for axes, (method, record) in zip(maps, own.items(), strict=True):
+        probs = toy.unpacked(record["metrics"]["average"])
+        entropy = -(probs.xlogy(probs) + (1 - probs).xlogy(1 - probs))
+        axes.contourf(*_axes(record), entropy.T.numpy(), levels=10, cmap="Greys", vmin=0.0, vmax=0.7)
+        axes.set_title(f"entropy, {_name(found, method)}")
+    for axes in (borders, *maps):
+        _points(axes, next(iter(own.values())))
+    caption = (
+        "Left: borders of the mean weights (thick) and of ten sampled networks (thin). Right: entropy of the "
+        "averaged prediction, darker where there is more doubt."
+    )
+    table = Table("On the points themselves", ["setting", "accuracy, %", "NLL"], rows)
+    return [table, report.picture(drawn, caption)]
+
+
+def _value(key: str, record: Record) -> float:
+    return float(record["metrics"][key])
+
+
+def _paper(group: Group) -> list[str]:
+    """The paper's numbers of a group, one for each of its columns and the time of an epoch."""
+    printed = group.paper.split(" / ")
+    return printed if len(printed) == len(_PAPERS) + 1 else ["–"] * (len(_PAPERS) + 1)
+
+
+def _paper_ratio(group: Group, adam: Group | None) -> str:
+    both = [] if adam is None else [_paper(each)[-1] for each in (group, adam)]
+    return "–" if not both or "–" in both else f"{float(both[0]) / float(both[1]):.1f}"
+
+
+def _ratio(group: Group, adam: Group | None) -> str:
+    if adam is None or not adam.whole or not group.whole:
+        return "–"
+    mine, its = (fmean(each.values(partial(_value, "epoch_seconds"))) for each in (group, adam))
+    return f"{mine / its:.1f}"
+
+
+def _outside(group: Group) -> str:
+    found = [record["metrics"]["outside_auroc"] for record in group.whole]
+    return "–" if None in found else group.spread(partial(_value, "outside_auroc"), 3, 1.0)
+
+
+def _name(found: Sequence[Group], method: str) -> str:
+    return next(group.name for group in found if group.method == method)
+
+
+def _axes(record: Record) -> tuple[list[float], list[float]]:
+    """Where the points of a grid lie along both axes."""
+    low, high = toy.bounds(toy.made(record["config"]["points"]).x)
+    count = len(record["metrics"]["mean"])
+    both = [
+        [float(a + (b - a) * at / (count - 1)) for at in range(count)] for a, b in zip(low, high, strict=True)
+    ]
+    return both[0], both[1]
+
+
+def _border(axes: Axes, record: Record, rows: Sequence[str], colour: str, width: float, alpha: float) -> None:
+    probs = toy.unpacked(rows).T.numpy()
+    if probs.min() < 0.5 < probs.max():  # else there is none, and matplotlib warns
+        axes.contour(*_axes(record), probs, levels=[0.5], colors=[colour], linewidths=width, alpha=alpha)
+
+
+def _points(axes: Axes, record: Record) -> None:
+    points = toy.made(record["config"]["points"])
+    for label, marker in enumerate("os"):
+        x = points.x[points.y == label]
+        axes.scatter(
+            x[:, 0].tolist(),
+            x[:, 1].tolist(),
+            s=14,
+            marker=marker,
+            facecolor="white",
+            edgecolor=_GREY,
+            zorder=3,
+        )

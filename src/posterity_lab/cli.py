@@ -336,11 +336,12 @@ def reproduce(
 def report(
     results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("results"),
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    pictures: Annotated[Path | None, typer.Option(help="Folder for its drawings as files, too.")] = None,
 ) -> None:
     """Show what was reproduced, beside the paper's numbers, as one HTML page made from the records alone."""
     from posterity_lab.reproduce.page import write
 
-    typer.echo(f"{write(results, out)} records are shown in {out}")
+    typer.echo(f"{write(results, out, pictures)} records are shown in {out}")
 
 
 @data_app.command("list")

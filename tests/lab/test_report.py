@@ -348,6 +348,15 @@ def test_runs_that_were_not_run_alike_are_refused(folder: Path) -> None:
         page(folder)
 
 
+def test_drawings_are_written_as_files_where_they_are_wanted(folder: Path) -> None:
+    out, pictures = folder / "page.html", folder / "pictures"
+    write(folder, out, pictures)
+    files = sorted(pictures.iterdir())
+    assert len(files) == out.read_text(encoding="utf-8").count("<img")
+    assert {path.name.rpartition("-")[0] for path in files} <= set(EXPERIMENTS)
+    assert all(path.read_bytes().startswith(b"<?xml") for path in files)
+
+
 def test_the_command_writes_the_page(folder: Path) -> None:
     runner, out = CliRunner(), folder / "page.html"
     result = runner.invoke(cli.app, ["report", "--results", str(folder), "--out", str(out)])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posterity_lab import report
-from posterity_lab.report import Part, Section, Table
+from posterity_lab.report import Part, Picture, Section, Table
 from posterity_lab.reproduce.experiments import EXPERIMENTS
 from posterity_lab.reproduce.groups import Group, groups
 from posterity_lab.reproduce.learners import NAMES
@@ -21,12 +21,13 @@ _LEAD = (
 )
 
 
-def write(results: Path, out: Path) -> int:
+def write(results: Path, out: Path, pictures: Path | None = None) -> int:
     """Draw the page; returns how many records are in it.
 
     Args:
         results: Folder that ``reproduce`` left records in.
         out: The HTML file to write.
+        pictures: Folder for the page's drawings as files of their own, ``NAME-NUMBER.svg``, too.
 
     Raises:
         ValueError: A record is damaged, there are none, or the page cannot be written there.
@@ -49,17 +50,21 @@ def write(results: Path, out: Path) -> int:
         experiment.name: groups(experiment, records[experiment.study.name])
         for experiment in EXPERIMENTS.values()
     }
-    sections = [
-        Section("Overview", [_overview(found)]),
-        *(
-            _section(experiment, found[experiment.name], records[experiment.study.name])
-            for experiment in EXPERIMENTS.values()
-        ),
-    ]
+    shown = {
+        experiment.name: _section(experiment, found[experiment.name], records[experiment.study.name])
+        for experiment in EXPERIMENTS.values()
+    }
+    sections = [Section("Overview", [_overview(found)]), *shown.values()]
     lead = _LEAD
     if any(_quick(record) for own in records.values() for record in own):
         lead += " There are quick runs on scikit-learn's digits here: their numbers mean nothing."
     out.write_text(report.page("Posterity: reproductions", lead, sections), encoding="utf-8")
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+        for name, section in shown.items():
+            drawn = [part for part in section.parts if isinstance(part, Picture)]
+            for number, part in enumerate(drawn, 1):
+                (pictures / f"{name}-{number}.svg").write_bytes(part.svg)
     return count
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from posterity_lab.bench import Column
 from posterity_lab.nets import build, initialise, recipe
 
 LOOP, OURS, ADAM, ADAM_GRAPH = "loop over samples", "compile_step", "Adam", "Adam in a CUDA graph"
+EAGER, BACKPACK = "eager step", "BackPACK's squares, Adam"
 PRECISIONS, LAYOUTS = ("fp32", "tf32", "bf16"), ("nchw", "channels-last")
 
 
@@ -139,6 +141,51 @@ def bgd_ours(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, samples: int
     opt = posterity.BGD(model, lr=1e-6, batch_size=1, mc_samples=samples, deterministic=plain)
     train_step = posterity.compile_step(model, loss_fn, opt)
     return lambda: train_step(x, y)
+
+
+def vogn_eager(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """VOGN in a plain loop, with one weight sample."""
+    opt = _vogn(model)
+
+    def step() -> None:
+        opt.zero_grad()
+        with opt.sampled_params():
+            loss_fn(model, x, y).backward()
+        opt.step()
+
+    return step
+
+
+def vogn_ours(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+    """``posterity.compile_step`` with VOGN."""
+    train_step = posterity.compile_step(model, loss_fn, _vogn(model))
+    return lambda: train_step(x, y)
+
+
+def _vogn(model: nn.Module) -> Any:
+    # At a small learning rate, and with a std of at most 0.005: thousands of steps on one batch then leave
+    # the net about where it is, and every step does the same work.
+    plain = posterity.names_of(model, nn.BatchNorm2d)
+    return posterity.VOGN(model, num_data=50_000, lr=1e-6, damping=1.0, deterministic=plain)
+
+
+def backpack_adam(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """Adam, and the sums of single examples' squared gradients by BackPACK, which knows no BatchNorm."""
+    from backpack import backpack, extend
+    from backpack.extensions import SumGradSquared
+
+    # A remark of torch's on the hooks that it sets.
+    warnings.filterwarnings("ignore", "Full backward hook is firing")
+    model = extend(model)
+    adam = torch.optim.Adam(model.parameters(), fused=True)
+
+    def step() -> None:
+        adam.zero_grad()
+        with backpack(SumGradSquared()):
+            loss_fn(model, x, y).backward()
+        adam.step()
+
+    return step
 
 
 def adam_eager(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Callable[[], None]:

@@ -1,5 +1,6 @@
 """Every benchmark runs, in seconds; its times are not looked at."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -21,10 +22,13 @@ QUICK = ["--rounds", "2", "--round-seconds", "1e-4"]
 # Options that make a benchmark small, and the columns that it has on a CPU.
 LOOP, ADAM, NOISE = "loop over samples", "Adam", "drawing the noise alone"
 FLOORS = {"floor from bytes", "floor from FLOPs"}
+BACKPACK = {"BackPACK's squares, Adam"} if importlib.util.find_spec("backpack") else set()
 SMOKE = {
     "train_step": (["--widths", "8", "--samples", "2"], {LOOP, "compile_step", ADAM, NOISE}),
     "conv_step": (["--nets", "lenet5", "--samples", "2", "--batch", "4"], {LOOP, "compile_step", ADAM}),
     "ivon_step": (["--net", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, "ivon-opt"}),
+    "vogn_step": (["--nets", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, *BACKPACK}),
+    "vogn_memory": (["--nets", "lenet5", "--batch", "4"], set()),
     "predict": (["--nets", "mlp", "--images", "3", "--samples", "2"], {"loop over networks", "predict"}),
     "mnist": (["--data", "digits", "--widths", "8", "--epochs", "1"], {"compile_step"}),
     "memory": (["--widths", "8", "--samples", "2"], set()),
@@ -43,6 +47,11 @@ CUDA = pytest.param(
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripts can be imported as modules."""
     monkeypatch.syspath_prepend(bench.FOLDER)
+
+
+def needs_vogn(name: str) -> None:
+    if name.startswith("vogn") and not hasattr(posterity, "VOGN"):
+        pytest.skip("needs posterity.VOGN")
 
 
 def test_every_script_is_in_the_table_of_smoke_runs() -> None:
@@ -68,6 +77,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]
 def test_a_benchmark_writes_its_record(name: str, device: str, made: Callable[[str, str], Path]) -> None:
     if name == "ivon_step":
         pytest.importorskip("ivon", reason="needs the extra bench")
+    needs_vogn(name)
     before = list(sys.path), list(sys.argv)
     record = json.loads(made(name, device).read_text())
     assert (sys.path, sys.argv) == before
@@ -115,16 +125,47 @@ def test_growth_counts_bytes_and_flops_and_draws_its_plot_again(made: Callable[[
     assert out.with_suffix(".png").stat().st_size > 1000
 
 
-def test_a_missing_peer_is_left_out_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ivon", None)
-    out = tmp_path / "ivon.json"
-    bench.run("ivon_step", ["--out", str(out), *QUICK, *SMOKE["ivon_step"][0]])
+@pytest.mark.parametrize(
+    ("name", "package", "column", "how"),
+    [
+        ("ivon_step", "ivon", "ivon-opt", "pip install 'posterity[bench]' brings the package"),
+        (
+            "vogn_step",
+            "backpack",
+            "BackPACK's squares, Adam",
+            "pip install --no-deps backpack-for-pytorch einops unfoldNd",
+        ),
+    ],
+)
+def test_a_missing_peer_is_left_out_with_a_note(
+    name: str, package: str, column: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_vogn(name)
+    monkeypatch.setitem(sys.modules, package, None)
+    out = tmp_path / "record.json"
+    bench.run(name, ["--out", str(out), *QUICK, *SMOKE[name][0]])
     record = json.loads(out.read_text())
     columns = {each for row in record["rows"] for each in row["columns"]}
-    assert columns == SMOKE["ivon_step"][1] - {"ivon-opt"}
-    assert record["notes"] == [
-        "the column ivon-opt is left out: pip install 'posterity[bench]' brings the package"
-    ]
+    assert columns == SMOKE[name][1] - {column}
+    assert record["notes"] == [f"the column {column} is left out: {how}"]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_backpack_makes_the_squares_that_ours_does() -> None:
+    pytest.importorskip("backpack", reason="needs BackPACK")
+    import peers
+
+    from posterity.curvature import Squares
+
+    make, loss_fn = peers.maker("lenet5", [3, 32, 32], "cpu"), peers.Loss("fp32", "cpu")
+    data = peers.batch([4, 3, 32, 32], "cpu")
+    model, other = make(), make()
+    peers.backpack_adam(model, loss_fn, *data)()
+    with Squares(other) as squares:
+        loss_fn(other, *data).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.sum_grad_squared, squares.sums[name], rtol=1e-4, atol=1e-12)
+    assert not torch.equal(model[0].weight, other[0].weight)
 
 
 @pytest.mark.usefixtures("scripts")

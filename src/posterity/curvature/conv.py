@@ -1,7 +1,7 @@
 """Sums of gradients and of their squares, example by example, for convolutions.
 
-:func:`conv2d_squares` is all that a collector asks of a convolution: a kernel that squares before it sums can
-take its place.
+:func:`conv2d_squares` is all that a collector asks of a convolution. On a GPU a kernel squares each example's
+gradient where it is made; elsewhere, and in full float32, some examples' at a time are written out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from posterity.noise import kernels
 
 # Numbers that are held at once, of examples' gradients and of what they are made of: on a CPU new memory
 # costs more than what fills it, and a GPU wants much to do.
@@ -54,6 +56,8 @@ def conv2d_squares(x: Tensor, grad: Tensor, sizes: Sizes) -> tuple[Tensor, Tenso
         >>> sums.shape, squares.shape
         (torch.Size([1, 4, 2, 3, 3]), torch.Size([4, 2, 3, 3]))
     """
+    if sizes.groups == 1 and kernels is not None and kernels.multiplies(grad):
+        return kernels.conv2d_squares(x, grad, *sizes[:4])
     samples, _, channels = x.shape[:3]
     wide, groups = wide_dtype(grad.dtype), sizes.groups
     shape = (grad.shape[2], channels // groups, *sizes.taps)

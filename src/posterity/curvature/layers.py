@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from posterity.curvature.conv import Sizes, at_once, conv2d_squares, wide_dtype, windows
+from posterity.noise import kernels
 
 
 class Layer(ABC):
@@ -61,6 +62,10 @@ class Linear(Layer):
             # What all samples share is multiplied once.
             own, rows = (own.sum(0), x[0]) if x.stride(0) == 0 else (own.flatten(0, 1), x.flatten(0, 1))
             return None, own.mT @ rows.to(wide).square()
+        if kernels is not None and kernels.multiplies(grad):
+            # A convolution by one tap, over a picture of one row.
+            rows, own = (each.flatten(2, -2).mT.unsqueeze(3) for each in (x.to(grad.dtype), grad))
+            return None, kernels.conv2d_squares(rows, own, (1, 1))[1].flatten(1)
         squares = grad.new_zeros(grad.shape[-1], x.shape[-1], dtype=wide)
         x, grad = _positions(x.to(grad.dtype)), _positions(grad)
         step = at_once(grad, squares.numel())
@@ -135,12 +140,17 @@ class BatchNorm(Layer):
     def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
         """Of normalised inputs; what an example does to the batch's statistics is in ``grad`` already."""
         x = x.to(wide_dtype(x.dtype)).reshape(*x.shape[:3], -1)
+        grad = grad.reshape(x.shape)
         if extras:
             mean, var = (each.to(x)[:, None, :, None] for each in extras)
         else:
             var, mean = torch.var_mean(x, (1, 3), correction=0, keepdim=True)
-        normal = (x - mean) * torch.rsqrt(var + self.eps)
-        return None, _channels(normal * grad.reshape(x.shape)).square().sum(0)
+        rstd = torch.rsqrt(var + self.eps)
+        if kernels is not None and x.is_cuda and x.dtype == torch.float32:
+            terms = kernels.batch_norm_terms(x, grad, mean[:, 0, :, 0], rstd[:, 0, :, 0])
+        else:
+            terms = _channels((x - mean) * rstd * grad)
+        return None, terms.square().sum(0)
 
     def bias_terms(self, grad: Tensor) -> Tensor:
         """Sums over positions."""

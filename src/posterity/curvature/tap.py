@@ -10,6 +10,7 @@ with drawn weights, or by ``vmap`` with stacks of them. Entered after
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, NamedTuple, final
 
@@ -50,7 +51,8 @@ class Place(NamedTuple):
         """``[K, B, …]`` of a tensor with its samples on some axis."""
         x = x[None] if axis is None else x.movedim(axis, 0)
         x = x if self.fold is None else x.reshape(len(x), -1, self.fold, *x.shape[2:])
-        return x.movedim(self.axis + 1, 1).expand(self.samples, *[-1] * (x.dim() - 1))
+        x = x if self.axis == 0 else x.movedim(self.axis + 1, 1)
+        return x if len(x) == self.samples else x.expand(self.samples, *[-1] * (x.dim() - 1))
 
 
 @final
@@ -208,13 +210,18 @@ class _Tap(torch.autograd.Function):
         x, *extras = ctx.saved_tensors
         listener, use, place, out_axis, x_axis, weight_axis = ctx.ends
         # Nobody looks at these operations, and none is cast.
-        with torch._C.DisableTorchFunction(), torch.autocast(grad.device.type, enabled=False):
+        with torch._C.DisableTorchFunction(), _uncast(grad.device.type):
             into = listener.heard(use, place.front(x, x_axis), place.front(grad, out_axis), extras)
             use.fresh = False
             if ctx.dtype is not None:
                 into = into.sum(0) if weight_axis is None else into.movedim(0, weight_axis)
                 into = into.to(ctx.dtype)
         return grad, into, None, None, *(None for _ in extras)
+
+
+def _uncast(device: str) -> AbstractContextManager[Any]:
+    """Where autocast is off."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

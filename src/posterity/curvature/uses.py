@@ -61,6 +61,7 @@ class Use:
         bias: The wanted part that is its bias, if any.
         run: In which forward pass.
         fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
+        parts: What is wanted.
     """
 
     layer: Layer
@@ -69,10 +70,8 @@ class Use:
     run: Run = field(default_factory=Run)
     fresh: bool = True
 
-    @property
-    def parts(self) -> list[Part]:
-        """What is wanted."""
-        return [part for part in (self.weight, self.bias) if part is not None]
+    def __post_init__(self) -> None:
+        self.parts = [part for part in (self.weight, self.bias) if part is not None]
 
 
 class Listener(Protocol):

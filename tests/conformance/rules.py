@@ -78,6 +78,23 @@ RULES = [
         draws=False,
         layers=True,
     ),
+    Rule(
+        "NoisyKFAC",
+        lambda params, **kw: posterity.NoisyKFAC(
+            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), **kw}
+        ),
+        {**_GAUSS_NEWTON, "factors_every": 0, "inverses_every": 1.5, "mc_samples": 0},
+        layers=True,
+    ),
+    Rule(
+        "KFAC",
+        lambda params, mc_samples=1, seed=0, **kw: posterity.KFAC(
+            params, **{"num_data": 100, "lr": 0.01, "betas": (0.8, 0.3), "factors_every": 2, **kw}
+        ),
+        {**_GAUSS_NEWTON, "factors_every": 0, "inverses_every": 0},
+        draws=False,
+        layers=True,
+    ),
 ]
 rules = pytest.mark.parametrize("rule", RULES, ids=repr)
 drawing_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.draws], ids=repr)

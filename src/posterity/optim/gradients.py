@@ -55,6 +55,7 @@ def refuse_bad_gradients(groups: list[Group], sums: Accumulator, optimizer: str)
                     f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
                 )
     flats = [flat for each in sums for flat in (each.mean_grad, each.second)]
+    flats += [factor for each in sums.layers.values() for factor in (each.A, each.S)]
     norms = [norm.item() for norm in torch._foreach_norm(flats, math.inf)]
     if not all(math.isfinite(norm) for norm in norms):
         grads = [(name, p.grad) for group in groups for name, p in members(group) if p.grad is not None]

@@ -27,8 +27,11 @@ class Graph(train_step._Graph):
         held = {p: grad for p, grad, _ in self.grads}
         counts = [slab.steps.clone() for slab in opt._slabs]
         shown = {p: p.grad for p in self.params}
+        entries = [{key: group[key] for key in opt.live} for group in opt.param_groups]
         opt._live = self.live
         try:
+            for group in opt.param_groups:
+                group.update(dict.fromkeys(opt.live, torch.nan))  # a device cannot read them
             loss = self._body()
             for p, grad in held.items():
                 assert p.grad is not None
@@ -36,6 +39,8 @@ class Graph(train_step._Graph):
             self.loss.data.copy_(loss)
         finally:
             opt._live = None
+            for group, values in zip(opt.param_groups, entries, strict=True):
+                group.update(values)
             for slab, before in zip(opt._slabs, counts, strict=True):
                 slab.steps.copy_(before)
             for p, grad in shown.items():

@@ -17,6 +17,7 @@ from conformance.rules import (
     X,
     by_closure,
     by_context,
+    by_stack,
     drawing_rules,
     everything,
     loss_fn,
@@ -47,6 +48,17 @@ def test_a_parameter_frozen_midway_stays_and_is_still_sampled_afresh(
         opt.step(batch_size=16)
     assert torch.equal(*draws) != rule.draws
     assert torch.equal(draws[0], before) != rule.draws
+
+
+@rules
+def test_a_frozen_model_has_nothing_to_learn_and_says_so(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="no gradient at sampled weights"):
+        by_closure(model, opt)
+    with pytest.raises(RuntimeError, match="wants a gradient: unfreeze one"):
+        by_stack(model, opt)
 
 
 @drawing_rules

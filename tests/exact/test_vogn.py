@@ -219,6 +219,18 @@ def test_a_weight_whose_examples_cannot_be_seen_is_refused_by_name(way: str) -> 
     assert not torch.equal(before, model.layer.weight)
 
 
+def test_one_micro_batch_that_cannot_be_seen_is_enough_to_refuse() -> None:
+    model, x, y = mlp()
+    opt = VOGN(model, **HYPER)
+    with pytest.raises(RuntimeError, match=r"'2.weight' is used by t\(\)"), opt.sampled_params():
+        loss_fn(model, x, y).backward()
+        (model[:2](x) @ model[2].weight.t()).sum().backward()
+    with opt.sampled_params():
+        loss_fn(model, x, y).backward()
+        assert model[2].weight.detach().t().norm() > 0  # a look does no harm
+    opt.step()
+
+
 def test_nothing_is_drawn_for_ogn_but_its_posterior_has_a_std() -> None:
     model, x, y = mlp()
     opt = OGN(model, **HYPER)

@@ -94,4 +94,6 @@ class Collecting:
                     f"{each.weight!r} is used in parts of its rows, of which {self._rule} has no blocks: "
                     "freeze it, or leave it to another optimiser"
                 )
-        return Told(collector.sums, layers, collector.examples // samples)
+        told = Told(collector.sums, layers, collector.examples // samples)
+        collector.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
+        return told

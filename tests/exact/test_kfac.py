@@ -231,7 +231,9 @@ def compare(model: nn.Module, opt: posterity.VariationalOptimizer, exact: Transc
     ("make", "samples", "every"),
     [(KFAC, 1, (1, None)), (KFAC, 1, (2, 3)), (NoisyKFAC, 1, (1, None)), (NoisyKFAC, 2, (2, 1))],
 )
-@pytest.mark.parametrize(("build", "fixed"), [(mlp, ()), (conv_net, ()), (conv_net, ("1.weight", "1.bias"))])
+@pytest.mark.parametrize(
+    ("build", "fixed"), [(mlp, ("0.weight", "0.bias")), (conv_net, ()), (conv_net, ("1.weight", "1.bias"))]
+)
 def test_a_run_equals_the_transcription(
     build: Callable[[], Problem],
     fixed: tuple[str, ...],
@@ -371,6 +373,19 @@ def test_factors_without_an_inverse_are_refused_before_anything_moves() -> None:
         model[2].weight.requires_grad_(True)
         opt.step(lambda: loss_fn(model, x, y))
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    with pytest.raises(RuntimeError, match="no gradient at sampled weights"):
+        opt.step()  # what was refused is not waiting
+    model[2].weight.requires_grad_(False)
+    opt.step(lambda: loss_fn(model, x, y))
+
+
+def test_factors_that_are_not_finite_are_refused_before_anything_moves() -> None:
+    model = nn.Linear(4, 3)
+    opt = KFAC(model, **HYPER)
+    x, y = 1e25 * torch.eye(4), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(FloatingPointError, match="a Kronecker factor of 'weight' is not finite"):
+        opt.step(lambda: 1e-20 * model(x)[range(4), y].mean())
+    assert "inputs" not in opt.state[model.weight]
 
 
 def test_a_weight_used_by_rows_is_refused_by_name() -> None:

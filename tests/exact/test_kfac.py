@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -214,7 +215,11 @@ def compare(model: nn.Module, opt: posterity.VariationalOptimizer, exact: Transc
     assert q.std().keys() == stds.keys()
     for name, std in q.std().items():
         torch.testing.assert_close(std, stds[name], rtol=1e-9, atol=0, msg=name)
+    params = dict(model.named_parameters())
     for names in exact.damped:
+        hess = exact.matrix({name: opt.state[params[name]]["hess"] for name in names}, names)
+        diagonal = torch.outer(exact.S[names].diagonal(), exact.A[names].diagonal())
+        torch.testing.assert_close(hess, diagonal, rtol=1e-9, atol=1e-12)
         if names[0] not in exact.fixed:
             leaf = q.block(names)
             assert isinstance(leaf, MatrixGaussian)
@@ -266,6 +271,28 @@ def test_weights_and_biases_in_different_groups_are_blocks_of_their_own() -> Non
         opt.step(lambda: loss_fn(model, x, y), batch_size=B)
     assert {"4.weight", "4.bias", "0.weight+0.bias"} <= opt.posterior().blocks.keys()
     compare(model, opt, exact)
+
+
+def test_a_weight_and_a_bias_are_one_block_once_they_are_of_one_dtype() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    model.weight.data = model.weight.data.bfloat16()
+    x, y = torch.randn(B, 4), torch.randint(0, 3, (B,))
+    opt = KFAC(model, **HYPER)
+    for blocks in ({"weight", "bias"}, {"weight+bias"}):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            opt.step(lambda: loss_fn(model, x, y))
+        assert opt.posterior().blocks.keys() == blocks
+        assert ("inputs" in opt.state[model.bias]) == ("bias" in blocks)
+        model.bfloat16()
+
+
+def test_nothing_is_collected_between() -> None:
+    model, x, y = mlp()
+    opt = KFAC(model, factors_every=3, **HYPER)
+    for step in range(7):
+        assert isinstance(opt.collecting(), nullcontext) == (step % 3 > 0)
+        opt.step(lambda: loss_fn(model, x, y), batch_size=B)
 
 
 def test_micro_batches_are_one_batch() -> None:

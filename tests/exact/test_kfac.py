@@ -390,19 +390,30 @@ def test_pruned_weights_move_no_others() -> None:
     assert momentum[:2].all()
 
 
+@pytest.mark.parametrize("make", [KFAC, NoisyKFAC])
+def test_singular_factors_have_an_inverse_in_single_precision(make: type[KFAC] | type[NoisyKFAC]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10))
+    # Damping is far below what single precision resolves, and there are less examples than inputs.
+    opt = make(model, num_data=10, prior_precision=1e-12, damping=0.0, lr=1e-6)
+    x, y = 100 * torch.rand(20, 100), torch.randint(0, 10, (20,))
+    for _ in range(3):
+        opt.step(lambda: 100 * loss_fn(model, x, y))
+    assert all(torch.isfinite(std).all() for std in opt.posterior().std().values())
+
+
 def test_factors_without_an_inverse_are_refused_before_anything_moves() -> None:
     model, x, y = mlp()
-    opt = KFAC(model, **{**HYPER, "damping": 0.0, "prior_precision": 1e-300})
-    model[2].weight.requires_grad_(False)
+    opt = KFAC(model, **HYPER)
     opt.step(lambda: loss_fn(model, x, y))
+    opt.state[model[2].weight]["outputs"].neg_().mul_(10)  # as no loss makes them
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=r"'2.weight': .* raise damping; nothing has moved"):
-        model[2].weight.requires_grad_(True)
         opt.step(lambda: loss_fn(model, x, y))
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     with pytest.raises(RuntimeError, match="no gradient at sampled weights"):
         opt.step()  # what was refused is not waiting
-    model[2].weight.requires_grad_(False)
+    opt.state[model[2].weight]["outputs"].neg_()
     opt.step(lambda: loss_fn(model, x, y))
 
 

@@ -65,6 +65,9 @@ def inverse_roots(outputs: Tensor, inputs: Tensor, damping: float) -> tuple[Tens
     """Lower R, C with R Rᵀ = S_γ⁻¹ and C Cᵀ = A_γ⁻¹."""
     # In double precision: factors are often nearly singular.
     rows, columns = damped(outputs.double(), inputs.double(), damping)
+    for factor in (rows, columns):
+        # Rounding may have made eigenvalues of a singular factor negative, though by no more than this.
+        factor.diagonal().add_(torch.finfo(outputs.dtype).eps * factor.trace())
     return inverse_cholesky(rows).to(outputs.dtype), inverse_cholesky(columns).to(inputs.dtype)
 
 

@@ -22,6 +22,7 @@ class Rule:
     bad: dict[str, Any]  # hyper-parameters that must be refused
     draws: bool = True  # whether it learns from weight samples
     layers: bool = False  # whether it learns from layers alone, and trains what is deterministic itself
+    captures: bool = True  # whether its step may be a CUDA graph
 
     def __repr__(self) -> str:
         return self.name
@@ -85,6 +86,7 @@ RULES = [
         ),
         {**_GAUSS_NEWTON, "factors_every": 0, "inverses_every": 1.5, "mc_samples": 0},
         layers=True,
+        captures=False,
     ),
     Rule(
         "KFAC",
@@ -94,11 +96,16 @@ RULES = [
         {**_GAUSS_NEWTON, "factors_every": 0, "inverses_every": 0},
         draws=False,
         layers=True,
+        captures=False,
     ),
 ]
 rules = pytest.mark.parametrize("rule", RULES, ids=repr)
 drawing_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.draws], ids=repr)
 layer_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.layers], ids=repr)
+captured_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures], ids=repr)
+captured_layer_rules = pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.captures and rule.layers], ids=repr
+)
 # Those that take any weight, however it is used.
 tensor_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.layers], ids=repr)
 

@@ -325,6 +325,21 @@ def test_a_bias_may_be_frozen_and_thaw() -> None:
     assert sizes == [5, 5, 4, 4, 5, 5]
 
 
+def test_a_layer_whose_gradients_a_user_drops_stays_as_it_is() -> None:
+    model, x, y = mlp()
+    opt = NoisyKFAC(model, factors_every=2, **HYPER)
+    weight = model[0].weight.detach().clone()
+    for step in range(3):
+        with opt.sampled_params():
+            loss_fn(model, x, y).backward()
+        if step == 0:
+            model[0].weight.grad = model[0].bias.grad = None
+        opt.step(batch_size=B)
+        assert torch.equal(weight, model[0].weight) == (step == 0)
+        assert ("0.weight+0.bias" in opt.posterior().blocks) == (step == 2)
+    assert int(opt.state[model[0].weight]["step"]) == 2
+
+
 def test_groups_of_convolutions_and_embeddings_have_squares() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -188,7 +188,11 @@ class Blocks:
             update: The rule.
         """
         parts = self._parts()
-        factors = told(sums.layers.values(), parts, sums.weight)
+        factors = {
+            names: each
+            for names, each in told(sums.layers.values(), parts, sums.weight).items()
+            if any(parts[name].p.grad is not None for name in names)
+        }
         named = {name for names in factors for name in names}
         old = [each for each in self._blocks if each.names not in factors and named & {*each.names}]
         blocks = [each for each in self._blocks if each not in old]

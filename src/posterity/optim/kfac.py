@@ -13,6 +13,9 @@ its outputs for single examples, both at weights drawn from the posterior:
     M ← M − α S_γ⁻¹ m A_γ⁻¹
     W ~ MN(M, S_γ⁻¹, τ/N A_γ⁻¹)                   covariance among rows, among columns
 
+A draw is M + sqrt(τ/N) R E Cᵀ with R Rᵀ = S_γ⁻¹, C Cᵀ = A_γ⁻¹ and E the noise of the weight and of the bias
+side by side, each addressed by its own name.
+
 | papers | here | |
 |---|---|---|
 | M | the model's parameters | |
@@ -29,9 +32,8 @@ its outputs for single examples, both at weights drawn from the posterior:
 
 K-FAC is the limit without noise: it takes gradients and factors at M, and its Gaussian is fitted, not learned
 from. A parameter without factors (norms, embeddings, convolutions in groups) follows the rule of VOGN, with
-squares of single examples' gradients from the same steps as the factors. So does, from ``hess_init`` on and
-with squares unknown, a weight whose layer has not told of its factors yet: the draws of the very first step
-are from independent weights.
+squares of single examples' gradients from the same steps as the factors. So does, with the curvature
+``hess_init``, a weight whose layer has not told of its factors yet: the first step draws independent weights.
 
 **Which Fisher.** The factors are those of the loss's own gradients, the empirical Fisher, as in VOGN: they
 cost no second backward pass, and die away with the residuals where a model fits its data.

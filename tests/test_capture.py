@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,19 @@ import torch
 from torch import nn
 
 import posterity
-from conformance.rules import Rule, X, Y, by_closure, everything, layer_rules, loss_fn, net, rules, same
+from conformance.rules import (
+    RULES,
+    Rule,
+    X,
+    Y,
+    by_closure,
+    captured_layer_rules,
+    captured_rules,
+    everything,
+    loss_fn,
+    net,
+    same,
+)
 from posterity import train_step
 
 
@@ -84,7 +97,17 @@ def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(b[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
-@rules
+def test_a_rule_that_is_not_for_graphs_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_step.noise, "kernels", object())
+    there = SimpleNamespace(device=torch.device("cuda"))
+    for rule in RULES:
+        opt = rule.make(net())
+        assert not train_step.can_capture(opt)
+        opt.param_groups = [{"params": [there]}]
+        assert train_step.can_capture(opt) == rule.captures
+
+
+@captured_rules
 def test_replays_equal_the_loop_through_changes_of_lr_and_ragged_batches(rule: Rule) -> None:
     results = []
     for graphs in (False, True):
@@ -110,7 +133,7 @@ def test_replays_equal_the_loop_through_changes_of_lr_and_ragged_batches(rule: R
     near(*results)
 
 
-@rules
+@captured_rules
 def test_replays_see_loaded_state_posteriors_freezing_and_hyperparameters(rule: Rule) -> None:
     results = []
     for graphs in (False, True):
@@ -142,7 +165,7 @@ def test_replays_see_loaded_state_posteriors_freezing_and_hyperparameters(rule: 
     near(*results)
 
 
-@rules
+@captured_rules
 def test_a_gradient_from_outside_is_refused_and_one_that_is_dropped_is_not(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
@@ -164,7 +187,7 @@ def test_a_gradient_from_outside_is_refused_and_one_that_is_dropped_is_not(rule:
     assert model.last.weight.grad is not None
 
 
-@rules
+@captured_rules
 def test_a_loss_that_is_not_finite_moves_nothing_and_is_raised_by_the_next_call(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
@@ -198,7 +221,7 @@ def test_a_bad_step_is_raised_though_others_have_followed_before_the_host_looked
     step(X, Y)  # said once
 
 
-@rules
+@captured_rules
 def test_the_norm_of_the_mean_gradient_is_clipped(rule: Rule) -> None:
     results = []
     for graphs in (False, True):
@@ -283,7 +306,7 @@ def test_a_learning_rate_in_a_tensor_is_read_anew() -> None:
     assert torch.equal(before, model.last.weight)
 
 
-@rules
+@captured_rules
 def test_a_parameter_left_out_for_a_while_has_its_own_count_of_updates(rule: Rule) -> None:
     results = []
     for graphs in (False, True):
@@ -320,7 +343,7 @@ def test_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         by_closure(model, opt)
 
 
-@layer_rules
+@captured_layer_rules
 def test_a_temperature_that_changes_at_every_step_needs_no_other_graph(rule: Rule) -> None:
     results = []
     temperature = posterity.warmup(10, start=0.1)
@@ -340,7 +363,7 @@ def test_a_temperature_that_changes_at_every_step_needs_no_other_graph(rule: Rul
     assert len(step._seen) == 2
 
 
-@layer_rules
+@captured_layer_rules
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_drop_of_the_learning_rate_leaves_the_velocity_to_its_option(rule: Rule, keep: bool) -> None:
     results = []
@@ -364,7 +387,7 @@ def test_a_drop_of_the_learning_rate_leaves_the_velocity_to_its_option(rule: Rul
     near(*results)
 
 
-@layer_rules
+@captured_layer_rules
 def test_squares_that_overflow_in_a_graph_move_nothing(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)

@@ -67,6 +67,24 @@ def by_ogn(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
     return opt.posterior()
 
 
+def by_noisy_kfac(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
+    opt = posterity.NoisyKFAC(net, num_data=len(x), lr=0.01, mc_samples=2, factors_every=2)
+    step = posterity.compile_step(net, loss_fn, opt)
+    temperature = posterity.warmup(len(x) // BATCH, start=0.1)
+    for i, batch in enumerate(batches(x, y)):
+        opt.param_groups[0]["temperature"] = temperature(i)
+        step(*batch)
+    return opt.posterior()
+
+
+def by_kfac(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
+    # Cooled for the reason that OGN is: gradients at the means die away.
+    opt = posterity.KFAC(net, num_data=len(x), lr=0.01, damping=0.01, temperature=0.05)
+    for batch in batches(x, y):
+        opt.step(lambda batch=batch: loss_fn(net, *batch), batch_size=len(batch[0]))
+    return opt.posterior()
+
+
 def by_backprop(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
     model = posterity.variational(net, std_init=0.03)
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -78,7 +96,7 @@ def by_backprop(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
     return model.posterior
 
 
-@pytest.mark.parametrize("method", [by_bgd, by_ivon, by_vogn, by_ogn, by_backprop])
+@pytest.mark.parametrize("method", [by_bgd, by_ivon, by_vogn, by_ogn, by_noisy_kfac, by_kfac, by_backprop])
 def test_learns_digits_and_knows_what_it_does_not_know(
     method: Callable[[nn.Module, Tensor, Tensor], posterity.Factorised],
 ) -> None:

@@ -6,7 +6,7 @@ from posterity.dropout import MCDropout, dropout_kl
 from posterity.mc import run
 from posterity.names import names_of
 from posterity.objective import blundell, elbo, warmup
-from posterity.optim import BGD, IVON, OGN, VOGN, DivergenceWarning, VariationalOptimizer
+from posterity.optim import BGD, IVON, KFAC, OGN, VOGN, DivergenceWarning, NoisyKFAC, VariationalOptimizer
 from posterity.posterior import (
     ByName,
     Density,
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BGD",
     "IVON",
+    "KFAC",
     "OGN",
     "VOGN",
     "ByName",
@@ -42,6 +43,7 @@ __all__ = [
     "Leaf",
     "MCDropout",
     "MatrixGaussian",
+    "NoisyKFAC",
     "Posterior",
     "Prediction",
     "ScaleMixture",

@@ -181,9 +181,10 @@ class _Loss(nn.Module):
 
 
 def can_capture(optimizer: VariationalOptimizer) -> bool:
-    """Whether all parameters are on one GPU, and Triton is there to make noise inside a graph."""
+    """Whether the rule allows it, all parameters are on one GPU, and Triton is there to make noise."""
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    return len(devices) == 1 and devices.pop().type == "cuda" and noise.kernels is not None
+    on_gpu = len(devices) == 1 and devices.pop().type == "cuda"
+    return optimizer.captures and on_gpu and noise.kernels is not None
 
 
 @final

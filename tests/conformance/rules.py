@@ -22,6 +22,7 @@ class Rule:
     bad: dict[str, Any]  # hyper-parameters that must be refused
     draws: bool = True  # whether it learns from weight samples
     layers: bool = False  # whether it learns from layers alone, and trains what is deterministic itself
+    captures: bool = True  # whether its step may be a CUDA graph
 
     def __repr__(self) -> str:
         return self.name
@@ -78,10 +79,33 @@ RULES = [
         draws=False,
         layers=True,
     ),
+    Rule(
+        "NoisyKFAC",
+        lambda params, **kw: posterity.NoisyKFAC(
+            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), **kw}
+        ),
+        {**_GAUSS_NEWTON, "factors_every": 0, "inverses_every": 1.5, "mc_samples": 0},
+        layers=True,
+        captures=False,
+    ),
+    Rule(
+        "KFAC",
+        lambda params, mc_samples=1, seed=0, **kw: posterity.KFAC(
+            params, **{"num_data": 100, "lr": 0.01, "betas": (0.8, 0.3), "factors_every": 2, **kw}
+        ),
+        {**_GAUSS_NEWTON, "factors_every": 0, "inverses_every": 0},
+        draws=False,
+        layers=True,
+        captures=False,
+    ),
 ]
 rules = pytest.mark.parametrize("rule", RULES, ids=repr)
 drawing_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.draws], ids=repr)
 layer_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.layers], ids=repr)
+captured_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures], ids=repr)
+captured_layer_rules = pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.captures and rule.layers], ids=repr
+)
 # Those that take any weight, however it is used.
 tensor_rules = pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.layers], ids=repr)
 

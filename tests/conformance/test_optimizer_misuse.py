@@ -286,7 +286,8 @@ def test_statistics_that_overflow_are_refused(rule: Rule) -> None:
     assert model.weight.grad is not None
     model.weight.grad.zero_()
     next(iter(opt._sums)).second.fill_(torch.inf)
-    what = "the mean of squared gradients" if rule.layers else r"E\[gradient · noise\]"
+    curvature = "a Kronecker factor of 'weight'" if opt.matrices else "the mean of squared gradients"
+    what = curvature if rule.layers else r"E\[gradient · noise\]"
     with pytest.raises(FloatingPointError, match=f"{what} is not finite"):
         opt.step(batch_size=1)
 

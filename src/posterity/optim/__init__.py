@@ -2,9 +2,20 @@
 
 from posterity.optim.bgd import BGD
 from posterity.optim.ivon import IVON
+from posterity.optim.kfac import KFAC, NoisyKFAC
 from posterity.optim.statistics import Statistics
 from posterity.optim.variational import VariationalOptimizer
 from posterity.optim.vogn import OGN, VOGN
 from posterity.optim.watch import DivergenceWarning
 
-__all__ = ["BGD", "IVON", "OGN", "VOGN", "DivergenceWarning", "Statistics", "VariationalOptimizer"]
+__all__ = [
+    "BGD",
+    "IVON",
+    "KFAC",
+    "OGN",
+    "VOGN",
+    "DivergenceWarning",
+    "NoisyKFAC",
+    "Statistics",
+    "VariationalOptimizer",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +20,14 @@ def saved_states(
         yield p, state_dict["state"].get(index, {})
 
 
-def refuse_mismatch(groups: list[Group], state_dict: dict[str, Any]) -> None:
-    """Raise, naming the first thing that differs, unless the state was saved for these parameters."""
+def refuse_mismatch(groups: list[Group], state_dict: dict[str, Any], matrices: Collection[str] = ()) -> None:
+    """Raise, naming the first thing that differs, unless the state was saved for these parameters.
+
+    Args:
+        groups: Of the optimiser.
+        state_dict: The state.
+        matrices: Keys of tensors that have no value for each weight.
+    """
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError(f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}")
@@ -39,7 +45,7 @@ def refuse_mismatch(groups: list[Group], state_dict: dict[str, Any]) -> None:
     names = [name for group in groups for name in group["param_names"]]
     for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
         for key, value in state.items():
-            if key != "step" and value.shape != p.shape:
+            if key != "step" and key not in matrices and value.shape != p.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(value.shape)} in the state, {tuple(p.shape)} here"
                 )

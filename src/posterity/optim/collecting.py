@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
-from posterity.curvature import Collector
+from posterity.curvature import Collector, Kronecker
+
+
+class Told(NamedTuple):
+    """What passes have told of the loss as backward saw it, summed over samples.
+
+    Attributes:
+        squares: Σ_i g_i², by the parameter's name.
+        layers: Kronecker factors, by the layer's weight.
+        examples: Behind each sample.
+    """
+
+    squares: Mapping[str, Tensor]
+    layers: Mapping[str, Kronecker]
+    examples: int
 
 
 @final
@@ -23,10 +37,15 @@ class Collecting:
     def __init__(self, kind: type[Collector] | None, rule: str) -> None:
         # What it cannot see is refused in taking: only there is it known which gradients are used.
         self._collector = None if kind is None else kind(strict=False)
-        self._rule = rule
+        self._rule, self._told = rule, False
 
     def watch(
-        self, params: Iterable[tuple[str, Tensor]], drawn: Mapping[Tensor, Tensor], *, stacked: bool
+        self,
+        params: Iterable[tuple[str, Tensor]],
+        drawn: Mapping[Tensor, Tensor],
+        *,
+        stacked: bool,
+        due: bool,
     ) -> AbstractContextManager[object]:
         """What forward and backward passes are run inside.
 
@@ -34,8 +53,10 @@ class Collecting:
             params: Parameters, by name.
             drawn: Tensors that take the place of some.
             stacked: Whether these are ``[samples, ...]``.
+            due: Whether they are to tell of anything.
         """
-        if self._collector is None:
+        self._told = due
+        if self._collector is None or not due:
             return nullcontext()
         self._collector.clear()
         named = {name: drawn.get(p, p) for name, p in params}
@@ -48,23 +69,31 @@ class Collecting:
         if self._collector is not None:
             self._collector.clear()
 
-    def take(self, names: Iterable[str], samples: int) -> tuple[Mapping[str, Tensor], int]:
-        """Σ_i g_i² of the loss as backward saw it, over samples, by name; and the examples behind each.
+    def take(self, names: Iterable[str], samples: int) -> Told:
+        """What passes have told of the loss as backward saw it.
 
         Args:
-            names: Of the parameters that have a gradient; one without its squares is refused.
+            names: Of the parameters that have a gradient; one without its curvature is refused.
             samples: How many were run.
         """
         collector = self._collector
-        if collector is None:
-            return {}, 0
+        if collector is None or not self._told:
+            return Told({}, {}, 0)
+        layers = collector.blocks
+        inside = {name for each in layers.values() for name in (each.weight, each.bias)}
         for name in names:
-            if name not in collector.sums or name in collector.refused:
+            if not (name in collector.sums or name in inside) or name in collector.refused:
                 reason = collector.refused.get(name, "has a gradient that no layer has told of")
                 raise RuntimeError(
                     f"{name!r} {reason}, from which {self._rule} has no single examples' gradients: freeze "
                     "it, or leave it to another optimiser"
                 )
-        taken = collector.sums, collector.examples // samples
+        for each in layers.values():
+            if each.rows is not None:
+                raise RuntimeError(
+                    f"{each.weight!r} is used in parts of its rows, of which {self._rule} has no blocks: "
+                    "freeze it, or leave it to another optimiser"
+                )
+        told = Told(collector.sums, layers, collector.examples // samples)
         collector.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
-        return taken
+        return told

@@ -55,13 +55,17 @@ def refuse_bad_gradients(groups: list[Group], sums: Accumulator, optimizer: str)
                     f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
                 )
     flats = [flat for each in sums for flat in (each.mean_grad, each.second)]
+    flats += [factor for each in sums.layers.values() for factor in (each.A, each.S)]
     norms = [norm.item() for norm in torch._foreach_norm(flats, math.inf)]
     if not all(math.isfinite(norm) for norm in norms):
         grads = [(name, p.grad) for group in groups for name, p in members(group) if p.grad is not None]
-        bad = [name for name, grad in grads if not torch.isfinite(grad).all()]
+        bad = [f"the gradient of {name!r}" for name, grad in grads if not torch.isfinite(grad).all()]
+        factors = [(name, factor) for name, each in sums.layers.items() for factor in (each.A, each.S)]
+        bad += [
+            f"a Kronecker factor of {name!r}" for name, factor in factors if not torch.isfinite(factor).all()
+        ]
         second = "the mean of squared gradients" if sums.examples else "E[gradient · noise]"
-        which = f"the gradient of {bad[0]!r}" if bad else second
-        raise FloatingPointError(f"{which} is not finite; {UNTOUCHED}")
+        raise FloatingPointError(f"{bad[0] if bad else second} is not finite; {UNTOUCHED}")
 
 
 def refuse_process_group() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TypeAlias, final
 
@@ -31,10 +31,16 @@ class Slab:
         names: Of the parameters.
         params: The parameters.
         states: The optimiser's state, whose tensors are replaced by views.
+        apart: Keys of tensors that are not values of single weights, and stay as they are.
     """
 
     def __init__(
-        self, number: int, names: Sequence[str], params: Sequence[Tensor], states: Mapping[Tensor, State]
+        self,
+        number: int,
+        names: Sequence[str],
+        params: Sequence[Tensor],
+        states: Mapping[Tensor, State],
+        apart: Collection[str] = (),
     ) -> None:
         self.number, self.params = number, list(params)
         self.layout = Layout(names, [p.shape for p in params])
@@ -53,7 +59,7 @@ class Slab:
         self.state: State = {}
         self._views: dict[str, list[Tensor]] = {"step": list(self.steps)}
         for key in states[params[0]]:
-            if key != "step":
+            if key != "step" and key not in apart:
                 values = [states[p][key] for p in params]
                 flat = torch.zeros(self.layout.size, dtype=values[0].dtype, device=self.device)
                 self.state[key], self._views[key] = flat, self.layout.views(flat)
@@ -139,14 +145,15 @@ class Slab:
         return True
 
 
-def slabs(groups: list[Group], states: Mapping[Tensor, State]) -> Iterator[Slab]:
-    """The slabs of an optimiser whose parameters all have their state."""
+def slabs(groups: list[Group], states: Mapping[Tensor, State], apart: Collection[str] = ()) -> Iterator[Slab]:
+    """The slabs of an optimiser whose parameters all have their state; see :class:`Slab`."""
     for number, group in enumerate(groups):
         alike: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
         for name, p in members(group):
-            alike.setdefault((p.device, p.dtype, *sorted(states[p])), []).append((name, p))
+            keys = sorted(states[p].keys() - set(apart))
+            alike.setdefault((p.device, p.dtype, *keys), []).append((name, p))
         for pairs in alike.values():
-            yield Slab(number, [name for name, _ in pairs], [p for _, p in pairs], states)
+            yield Slab(number, [name for name, _ in pairs], [p for _, p in pairs], states, apart)
 
 
 def needs_mean(p: Tensor, state: State) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from posterity.curvature import Kronecker
 from posterity.noise import Noise
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ class Statistics:
         grad_noise: E[g·eps]; empty for a rule that collects curvature instead.
         batch_size: Examples behind the step, where the rule asked for it; else 0.
         step: How often this block was updated, this time included.
-        squares: E[(1/B) Σ_i g_i²] of the B examples' own gradients, for a rule that collects them.
+        squares: E[(1/B) Σ_i g_i²] of the B examples' own gradients, for a rule that collects them; empty in
+            a step that does not.
+        factors: Of a block that is a matrix, in a step that collects them.
     """
 
     grad: Tensor
@@ -33,6 +36,7 @@ class Statistics:
     batch_size: int
     step: int | Tensor
     squares: Tensor = field(default_factory=lambda: torch.empty(0))
+    factors: Kronecker | None = None
 
 
 @final
@@ -136,6 +140,7 @@ class Accumulator:
         self.samples = 0
         self.weight = 0.0  # of all samples together
         self.examples: set[int] = set()  # behind each sample, where they are counted
+        self.layers: dict[str, Kronecker] = {}  # sums of factors, by the layer's weight
         self._sums: dict[Slab, Sums] = {}
 
     def of(self, slab: Slab) -> Sums:
@@ -143,6 +148,16 @@ class Accumulator:
         if slab not in self._sums:
             self._sums[slab] = Sums.zeros(slab)
         return self._sums[slab]
+
+    def add_layers(self, layers: Mapping[str, Kronecker], examples: int, weight: float) -> None:
+        """Add factors that passes with so many examples have told, of a mean loss over these."""
+        for key, layer in layers.items():
+            # S is of gradients that are the examples' own over their number, and A is a sum.
+            A, S = layer.A * (weight / examples), layer.S * (weight * examples)
+            before = self.layers.get(key)
+            if before is not None:
+                A, S = before.A + A, before.S + S
+            self.layers[key] = replace(layer, A=A, S=S)
 
     @torch.no_grad()
     def publish(self, last: bool = False) -> None:
@@ -163,6 +178,7 @@ class Accumulator:
         """Start the next step."""
         self.samples, self.weight = 0, 0.0
         self.examples.clear()
+        self.layers.clear()
         self._sums.clear()
 
 

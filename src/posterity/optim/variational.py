@@ -23,6 +23,7 @@ from posterity.curvature import Collector
 from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
+from posterity.optim.blocks import Blocks
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
 from posterity.optim.collecting import Collecting
 from posterity.optim.gradients import GradientLedger, refuse_bad_gradients, refuse_process_group
@@ -34,6 +35,7 @@ from posterity.optim.slab import Slab, State, needs_mean, slabs
 from posterity.optim.statistics import Accumulator, Sink, Statistics, state_dtype, zero
 from posterity.optim.watch import LossWatch
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
+from posterity.posterior.factorised import Key
 
 _generations = count()
 # Numbers of samples that are drawn to look, not to learn: far from those of any step.
@@ -73,6 +75,10 @@ class VariationalOptimizer(Optimizer, ABC):
     collects: ClassVar[type[Collector] | None] = None
     # Whether gradients are wanted at drawn weights; else at the means.
     draws: ClassVar[bool] = True
+    # Keys of a state that are no values of single weights, but matrices of a block of tensors.
+    matrices: ClassVar[tuple[str, ...]] = ()
+    # Whether a step may be a CUDA graph.
+    captures: ClassVar[bool] = True
     # Entries of a group that may change at every step; a captured step reads them anew.
     live: ClassVar[tuple[str, ...]] = ("lr",)
     # What differs in groups without a posterior, if the rule itself trains these; None: Adam does.
@@ -119,6 +125,20 @@ class VariationalOptimizer(Optimizer, ABC):
     @abstractmethod
     def check(self, group: Group) -> None:
         """Raise ValueError, in one sentence, for a hyper-parameter out of range."""
+
+    # What one supplies besides if its blocks are matrices.
+
+    def perturb(self, state: State, noise: Tensor, group: Group) -> Tensor:
+        """How far weights are drawn from their mean, given standard normals."""
+        return self.std(state, group) * noise
+
+    def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
+        """The posterior of a block, given the means of its tensors."""
+        return DiagonalGaussian(mean[0], self.std(state, group), keep=keep)
+
+    def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
+        """State of a block such that the posterior is a leaf, whose mean and std are given."""
+        return self.init(mean, std, group)
 
     # What a user calls.
 
@@ -182,11 +202,11 @@ class VariationalOptimizer(Optimizer, ABC):
                     f"{batch_size}: count those of all micro-batches, and keep them on the first axis"
                 )
             refuse_bad_gradients(self.param_groups, self._sums, type(self).__name__)
+            self.apply(sizes)
         except BaseException:
             self._sampling.restore()
             self._reset()
             raise
-        self.apply(sizes)
         self.advance()
         self._reset()
         return loss
@@ -194,18 +214,24 @@ class VariationalOptimizer(Optimizer, ABC):
     def posterior(self) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes."""
         self._refuse_inside("posterior()")
-        blocks: dict[str, Leaf] = {}
+        leaves: dict[Key, Leaf] = {}
         self._ready()
+        within = self._matrices.by_name()
         for name, p, group in self._blocks():
-            state = self.state[p]
-            blocks[name] = DiagonalGaussian(self._mean(p), self.std(state, group), keep=state.get("keep"))
-        return Factorised(blocks)
+            block, state = within.get(name), self.state[p]
+            if block is None:
+                leaves[name] = self.leaf([self._mean(p)], state, state.get("keep"), group)
+            elif name == block.names[0]:
+                leaves[block.names] = self.leaf(block.means(), state, block.keep(), group)
+        return Factorised(leaves)
 
     @torch.no_grad()
     def load_posterior(self, posterior: Factorised) -> None:
         """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
         self._refuse_inside("load_posterior()")
-        fresh = states_from(posterior, {name: (p, group) for name, p, group in self._blocks()}, self.init)
+        named = {name: (p, group) for name, p, group in self._blocks()}
+        fresh = states_from(posterior, named, self.adopt, self.matrices)
+        self._matrices.displace(posterior.tensors.values(), fresh)
         for p, state in fresh.items():
             p.copy_(state["mean"])
             if state_dtype(p) == p.dtype:
@@ -239,7 +265,7 @@ class VariationalOptimizer(Optimizer, ABC):
         used: list[dict[str, Any]] = []
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
-            refuse_mismatch(self.param_groups, given)
+            refuse_mismatch(self.param_groups, given, self.matrices)
             used.append(given)
 
         # After the hooks of others, so that what they made of the state is what counts.
@@ -260,6 +286,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """Called by unpickling, copying and ``load_state_dict`` alike: pending samples are dropped."""
         super().__setstate__(state)
         self._slabs = []
+        self._matrices = Blocks(self.param_groups, self.state, self.matrices)
         self._held: list[Tensor] = []  # all of the state, when the slabs were made of it
         self._sums = Accumulator()
         self._ledger = GradientLedger()
@@ -305,6 +332,8 @@ class VariationalOptimizer(Optimizer, ABC):
             if "keep" in slab.state:
                 mean, std = mean * slab.state["keep"], std * slab.state["keep"]
             drawn.append(Draw(slab, noise, noise.perturb(mean, std).to(slab.dtype)))
+        if drawn:
+            self._matrices.draw(drawn, self.perturb)
         return drawn
 
     def absorb(
@@ -330,18 +359,19 @@ class VariationalOptimizer(Optimizer, ABC):
             (slab, {i: grad for i, p in enumerate(slab.params) if (grad := grad_of(p)) is not None})
             for slab in self._slabs
         ]
-        squares, examples = self._collecting.take(
+        squares, layers, examples = self._collecting.take(
             (slab.layout.names[i] for slab, found in grads for i in found), samples
         )
         for slab, found in grads:
             if found:
                 self._sums.of(slab).add(found, noises.get(slab), weight)
-            if found and squares:
+            names = slab.layout.names
+            if own := {i: squares[names[i]] for i in found if names[i] in squares}:
                 # Those of a mean loss: the examples' own gradients are as many times larger as they are many.
-                own = {i: squares[slab.layout.names[i]] for i in found}
                 self._sums.of(slab).add_squares(own, weight * examples)
-        if squares:
+        if examples:
             self._sums.examples.add(examples)
+            self._sums.add_layers(layers, examples, weight)
         self._sums.samples += samples
         self._sums.weight += samples * weight
 
@@ -355,7 +385,9 @@ class VariationalOptimizer(Optimizer, ABC):
             stacked: Whether these are ``[samples, ...]``.
         """
         named = (pair for group in self.param_groups for pair in members(group))
-        return self._collecting.watch(named, drawn or {}, stacked=stacked)
+        first = self.param_groups[0]
+        due = first["steps"] % first.get("factors_every", 1) == 0
+        return self._collecting.watch(named, drawn or {}, stacked=stacked, due=due)
 
     def sink(self, draw: Draw, block: int) -> Sink:
         """Where a layer's backward pass may bring a drawn weight's gradient by itself."""
@@ -368,9 +400,11 @@ class VariationalOptimizer(Optimizer, ABC):
     @torch.no_grad()
     def apply(self, sizes: list[int]) -> None:
         """Move every parameter that has a gradient, given the batch size that each group's rule sees."""
+        done = self._matrices.move(self._sums, sizes, self.update) if self.matrices else set()
+        collected = self.collects is None or bool(self._sums.examples)
         for sums in self._sums:
             slab, live = sums.slab, self._live
-            moved = [i for i, p in enumerate(slab.params) if p.grad is not None]
+            moved = [i for i, p in enumerate(slab.params) if p.grad is not None and p not in done]
             if not moved:
                 continue
             slab.count(moved)
@@ -387,7 +421,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     slab.mean[span],
                     {key: value[span] for key, value in slab.state.items() if key not in ("mean", "keep")},
                     grad[span],
-                    None if self._adams(group) else sums.second[span],
+                    None if self._adams(group) else sums.second[span if collected else slice(0)],
                     self._sums.weight,
                     sizes[slab.number],
                     counts[i] if live is None else live.step(p),
@@ -486,7 +520,8 @@ class VariationalOptimizer(Optimizer, ABC):
                 if not state or needs_mean(p, state):
                     self._begin(p, state, group)
         with torch.inference_mode(False), torch.no_grad():
-            self._slabs = list(slabs(self.param_groups, self.state))
+            self._slabs = list(slabs(self.param_groups, self.state, self.matrices))
+        self._matrices = Blocks(self.param_groups, self.state, self.matrices)
         self._held = self._state_tensors()
         self._generation = next(_generations)
         return self._slabs

@@ -48,7 +48,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from posterity.curvature import Squares
+from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
 from posterity.optim.groups import Group, Params
 from posterity.optim.slab import State
@@ -69,7 +69,7 @@ def vogn_std(hess: Tensor, temperature: float | Tensor, num_data: float, shift: 
 class GaussNewton(VariationalOptimizer):
     """The rule of VOGN and OGN, which differ in where they take gradients."""
 
-    collects = Squares
+    collects: ClassVar[type[Collector]] = Squares
     live = ("lr", "temperature")
     without_noise: ClassVar[Group] = {"prior_precision": 0.0}
 
@@ -127,7 +127,7 @@ class GaussNewton(VariationalOptimizer):
         if std is None:
             hess = torch.full_like(mean, group["hess_init"])
         else:
-            num_data, _, shift = _scales(group)
+            num_data, _, shift = scales(group)
             hess = group["temperature"] / (num_data * std * std) - shift
             if not bool(((hess + shift > 0) & torch.isfinite(hess)).all()):
                 raise ValueError(
@@ -138,22 +138,30 @@ class GaussNewton(VariationalOptimizer):
 
     def std(self, state: State, group: Group) -> Tensor:
         """σ = sqrt(τ / (N (s + δ̃ + γ)))."""
-        num_data, _, shift = _scales(group)
+        num_data, _, shift = scales(group)
         return vogn_std(state["hess"], group["temperature"], num_data, shift)
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
         """What multiplies the sum m of each weight's gradients of the mean loss: α / (s + δ̃ + γ)."""
-        rate: Tensor = group["lr"] / (state["hess"] + _scales(group)[2])
+        rate: Tensor = group["lr"] / (state["hess"] + scales(group)[2])
         return rate
 
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
         """Curvature, momentum, then the preconditioned step with both."""
-        beta1, beta2 = group["betas"]
-        _, decay, shift = _scales(group)
+        _, decay, _ = scales(group)
         into, out = (group["lr"], 1.0) if group["keep_velocity"] else (1.0, group["lr"])
-        hess = vogn_hess(state["hess"], stats.squares, beta2)
-        momentum = beta1 * state["momentum"] + into * (stats.grad + decay * mean)
-        return mean - out * momentum / (hess + shift), {"momentum": momentum, "hess": hess}
+        curvature = self.curvature(state, stats, group)
+        momentum = group["betas"][0] * state["momentum"] + into * (stats.grad + decay * mean)
+        return mean - self.natural(out * momentum, curvature, group), {"momentum": momentum, **curvature}
+
+    def curvature(self, state: State, stats: Statistics, group: Group) -> State:
+        """s ← β2 s + (1−β2) ĥ."""
+        return {"hess": vogn_hess(state["hess"], stats.squares, group["betas"][1])}
+
+    def natural(self, step: Tensor, curvature: State, group: Group) -> Tensor:
+        """A step over s + δ̃ + γ."""
+        natural: Tensor = step / (curvature["hess"] + scales(group)[2])
+        return natural
 
 
 @final
@@ -263,7 +271,7 @@ class OGN(GaussNewton):
         )
 
 
-def _scales(group: Group) -> tuple[float, Any, Any]:
+def scales(group: Group) -> tuple[float, Any, Any]:
     """N, δ̃ and δ̃ + γ; the last two are tensors in a captured step."""
     num_data = group["num_data"] * group["augmentation"]
     decay = group["temperature"] * group["prior_precision"] / num_data

@@ -1,0 +1,314 @@
+"""K-FAC and Noisy K-FAC: natural gradients with a Kronecker-factored curvature, at means or at drawn weights.
+
+Martens, Grosse: "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML 2015;
+Grosse, Martens: "A Kronecker-factored Approximate Fisher Matrix for Convolution Layers", ICML 2016; Zhang,
+Sun, Duvenaud, Grosse: "Noisy Natural Gradient as Variational Inference", ICML 2018. A block is a layer's
+weight and bias, [W | b], ``[O, I + 1]``. With a the layer's inputs (and a 1 for the bias), g the gradients of
+its outputs for single examples, both at weights drawn from the posterior:
+
+    A = E[Σ_t a aᵀ],  S = E[Σ_t g gᵀ] / T        over examples and weight samples, T positions in a picture
+    Ā ← β2 Ā + (1−β2) A,  S̄ ← β2 S̄ + (1−β2) S     every ``factors_every`` steps, from the first A and S on
+    A_γ = Ā + π√γ I,  S_γ = S̄ + √γ/π I,  π² = (tr Ā / (I+1)) / (tr S̄ / O)
+    m ← β1 m + (G + δ̃ M)                          G the gradient of the mean loss
+    M ← M − α S_γ⁻¹ m A_γ⁻¹
+    W ~ MN(M, S_γ⁻¹, τ/N A_γ⁻¹)                   covariance among rows, among columns
+
+A draw is M + sqrt(τ/N) R E Cᵀ with R Rᵀ = S_γ⁻¹, C Cᵀ = A_γ⁻¹ and E the noise of the weight and of the bias
+side by side, each addressed by its own name.
+
+| papers | here | |
+|---|---|---|
+| M | the model's parameters | |
+| m | ``state[p]["momentum"]`` | of the weight and of the bias |
+| Ā, S̄ | ``state[p]["inputs"]``, ``state[p]["outputs"]`` | p the weight |
+| Cholesky factors of A_γ⁻¹, S_γ⁻¹ | ``state[p]["columns"]``, ``state[p]["rows"]`` | lower |
+| α, β1 | ``lr``, ``betas[0]`` | m sums up gradients: the pace is lr / (1 − β1) |
+| 1 − β2, the weight of new factors | ``1 − betas[1]`` | |
+| N, λ | ``num_data · augmentation``, ``temperature`` (τ) | |
+| prior variance η | ``1 / prior_precision`` (δ) | |
+| intrinsic damping λ/(Nη) | δ̃ = ``temperature · prior_precision / N`` | |
+| extrinsic damping γ_ex | ``damping``; γ = δ̃ + γ_ex | |
+| T_stats, T_inv | ``factors_every``, ``inverses_every`` | |
+
+K-FAC is the limit without noise: it takes gradients and factors at M, and its Gaussian is fitted, not learned
+from. A parameter without factors (norms, embeddings, convolutions in groups) follows the rule of VOGN, with
+squares of single examples' gradients from the same steps as the factors. So does, with the curvature
+``hess_init``, a weight whose layer has not told of its factors yet: the first step draws independent weights.
+
+**Which Fisher.** The factors are those of the loss's own gradients, the empirical Fisher, as in VOGN: they
+cost no second backward pass, and die away with the residuals where a model fits its data.
+
+**Deviations.** Damping is part of the posterior's precision, as in VOGN, so that one inverse serves both;
+Noisy K-FAC draws with γ = δ̃. The decay is δ̃ M; the paper has δ̃ W at the drawn weights, whose mean it is.
+Steps have no trust region (K-FAC's quadratic model, a bound on the KL): clip gradients where they need one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from posterity.curvature import Factors
+from posterity.names import NameFilter
+from posterity.optim.groups import Group, Params
+from posterity.optim.slab import State
+from posterity.optim.statistics import Statistics
+from posterity.optim.variational import VariationalOptimizer
+from posterity.optim.vogn import GaussNewton, scales
+from posterity.posterior import Leaf, MatrixGaussian
+from posterity.posterior.matrix import damped, inverse_cholesky, solved
+
+
+def inverse_roots(outputs: Tensor, inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Lower R, C with R Rᵀ = S_γ⁻¹ and C Cᵀ = A_γ⁻¹."""
+    # In double precision: factors are often nearly singular.
+    rows, columns = damped(outputs.double(), inputs.double(), damping)
+    for factor in (rows, columns):
+        # Rounding may have made eigenvalues of a singular factor negative, though by no more than this.
+        factor.diagonal().add_(torch.finfo(outputs.dtype).eps * factor.trace())
+    return inverse_cholesky(rows).to(outputs.dtype), inverse_cholesky(columns).to(inputs.dtype)
+
+
+def undamped(rows: Tensor, columns: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """The S̄, Ā with S_γ = (rows rowsᵀ)⁻¹ and A_γ = (columns columnsᵀ)⁻¹, or the nearest that there are.
+
+    tr A_γ / (I+1) = π (√(tr Ā/(I+1) · tr S̄/O) + √γ), and that of S_γ is the same over π instead of times π:
+    the ratio of both is π², before damping as after it. Where damping alone exceeds S_γ or A_γ, nothing is
+    left of them.
+    """
+    found = []
+    for root in (rows.double(), columns.double()):
+        inverse = solved(root, torch.eye(len(root), dtype=root.dtype, device=root.device), 0)
+        found.append(torch.linalg.eigh(inverse.mT @ inverse))
+    pi = (found[1][0].mean() / found[0][0].mean()).sqrt()
+    shifts = math.sqrt(damping) / pi, math.sqrt(damping) * pi
+    outputs, inputs = (
+        (vectors * (values - shift).clamp(min=0.0)) @ vectors.mT
+        for (values, vectors), shift in zip(found, shifts, strict=True)
+    )
+    return outputs, inputs
+
+
+class KroneckerNewton(GaussNewton):
+    """The rule of K-FAC and Noisy K-FAC, which differ in where they take gradients."""
+
+    collects = Factors
+    matrices = ("inputs", "outputs", "rows", "columns")
+    captures = (
+        False  # inverses are not made at every step, and one that fails is refused before anything moves
+    )
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        num_data: int,
+        lr: float = 1e-3,
+        prior_precision: float = 1.0,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        damping: float = 1e-3,
+        augmentation: float = 1.0,
+        factors_every: int = 1,
+        inverses_every: int | None = None,
+        hess_init: float = 1.0,
+        keep_velocity: bool = False,
+        mc_samples: int = 1,
+        deterministic: NameFilter = (),
+        seed: int = 0,
+    ) -> None:
+        VariationalOptimizer.__init__(
+            self,
+            params,
+            {
+                "num_data": num_data,
+                "lr": lr,
+                "prior_precision": prior_precision,
+                "temperature": temperature,
+                "betas": betas,
+                "damping": damping,
+                "augmentation": augmentation,
+                "factors_every": factors_every,
+                "inverses_every": inverses_every,
+                "hess_init": hess_init,
+                "keep_velocity": keep_velocity,
+                "blocks": (),
+            },
+            mc_samples=mc_samples,
+            seed=seed,
+            deterministic=deterministic,
+        )
+
+    def check(self, group: Group) -> None:
+        """Refuse values for which the rule is undefined."""
+        super().check(group)
+        for key in ("factors_every", "inverses_every"):
+            every = group[key]
+            if not (isinstance(every, int) and every >= 1) and (key, every) != ("inverses_every", None):
+                raise ValueError(f"{key} must be a whole number of at least 1, not {every}")
+        if self.param_groups and group["factors_every"] != self.param_groups[0]["factors_every"]:
+            raise ValueError("factors_every must be one number for the whole optimiser")
+
+    def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
+        """Factors whose inverses are a matrix Gaussian's; of a diagonal one, curvature as for VOGN."""
+        if not isinstance(leaf, MatrixGaussian):
+            return self.init(mean, std, group)
+        num_data, _, shift = scales(group)
+        rows = leaf.rows.to(mean) * math.sqrt(num_data / group["temperature"])
+        columns = leaf.columns.to(mean)
+        outputs, inputs = undamped(rows, columns, shift)
+        state = {"inputs": inputs.to(mean), "outputs": outputs.to(mean), "rows": rows, "columns": columns}
+        hess = torch.outer(state["outputs"].diagonal(), state["inputs"].diagonal())
+        return {"momentum": torch.zeros_like(mean), "hess": hess, **state}
+
+    def perturb(self, state: State, noise: Tensor, group: Group) -> Tensor:
+        """sqrt(τ/N) · R E Cᵀ."""
+        num_data, _, _ = scales(group)
+        return math.sqrt(group["temperature"] / num_data) * (state["rows"] @ noise @ state["columns"].mT)
+
+    def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
+        """MN(M, S_γ⁻¹, τ/N A_γ⁻¹)."""
+        if "rows" not in state:
+            return super().leaf(mean, state, keep, group)
+        scale = math.sqrt(group["temperature"] / scales(group)[0])
+        return MatrixGaussian(mean, scale * state["rows"], state["columns"], keep=keep)
+
+    def curvature(self, state: State, stats: Statistics, group: Group) -> State:
+        """Averages of the factors, and their inverses where these are due."""
+        if stats.factors is None and "rows" not in state:
+            return super().curvature(state, stats, group) if len(stats.squares) else {"hess": state["hess"]}
+        new = {key: state[key] for key in self.matrices if key in state}
+        new["hess"] = state["hess"]
+        if stats.factors is not None:
+            beta2 = group["betas"][1]
+            for key, told in (("inputs", stats.factors.A), ("outputs", stats.factors.S)):
+                told = told.to(stats.grad)
+                new[key] = beta2 * state[key] + (1 - beta2) * told if key in state else told
+            # Of each weight by itself, for those who ask how fast it moves.
+            new["hess"] = torch.outer(new["outputs"].diagonal(), new["inputs"].diagonal())
+        due = group["steps"] % (group["inverses_every"] or group["factors_every"]) == 0
+        if due or "rows" not in state:
+            new["rows"], new["columns"] = inverse_roots(new["outputs"], new["inputs"], scales(group)[2])
+        return new
+
+    def natural(self, step: Tensor, curvature: State, group: Group) -> Tensor:
+        """S_γ⁻¹ · step · A_γ⁻¹."""
+        if "rows" not in curvature:
+            return super().natural(step, curvature, group)
+        rows, columns = curvature["rows"], curvature["columns"]
+        return rows @ (rows.mT @ step @ columns) @ columns.mT
+
+
+@final
+class NoisyKFAC(KroneckerNewton):
+    """Noisy K-FAC: a matrix Gaussian for every layer, learned from natural gradients at drawn weights.
+
+    For every mini-batch: draw ``mc_samples`` weight matrices, average the gradient and the Kronecker factors
+    of the layers' inputs and gradients, then step by the first times the inverse of the second, which is also
+    the posterior's covariance. Weights must be used by layers that tell of single examples, as for
+    :class:`VOGN`. ``compile_step`` runs all samples at once, on a GPU too, but not as a graph.
+
+    In "Practical Deep Learning with Bayesian Principles" AlexNet on CIFAR-10 has ``lr=1e-3``, divided by ten
+    after 30 and 50 of 81 epochs, ``prior_precision=0.5``, ``damping=1e-3``, and a temperature that rises from
+    0.01 to 1 over 15,821 steps: ``posterity.warmup(15821, start=0.01)``.
+
+    Args:
+        params: A module, or what torch.optim takes.
+        num_data: Training examples (N).
+        lr: Learning rate.
+        prior_precision: Precision of the prior N(0, ·).
+        temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
+        betas: Momentum, and averaging of the factors.
+        damping: Added to the curvature, in steps and in the posterior; split between the factors of a block.
+        augmentation: By how much data augmentation multiplies the number of examples.
+        factors_every: Steps from one collection of factors to the next. Others cost what a gradient does.
+        inverses_every: Likewise for their inverses; with the factors, if None.
+        hess_init: Curvature of each weight, until its own is known.
+        keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
+        mc_samples: Weight samples per step.
+        deterministic: Filter of names that get no posterior and no prior; the same rule trains them.
+        seed: Seed of the weight noise.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = NoisyKFAC(model, num_data=8, lr=0.01, mc_samples=3)
+        >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        >>> for _ in range(3):
+        ...     loss = opt.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> q = opt.posterior()
+        >>> list(q.blocks), q.sample(5)["weight"].shape
+        (['weight+bias'], torch.Size([5, 2, 4]))
+    """
+
+
+@final
+class KFAC(KroneckerNewton):
+    """K-FAC: Noisy K-FAC with gradients and factors at the means, for a point and a Gaussian around it.
+
+    The posterior that it ends in has the factors at the means for its precision, as a Kronecker-factored
+    Laplace approximation has; nothing is drawn in training.
+
+    Args:
+        params: A module, or what torch.optim takes.
+        num_data: Training examples (N).
+        lr: Learning rate.
+        prior_precision: Precision of the prior N(0, ·).
+        temperature: As for :class:`NoisyKFAC`, as are all that follow.
+        betas: Momentum, and averaging of the factors.
+        damping: Added to the curvature.
+        augmentation: By how much data augmentation multiplies the number of examples.
+        factors_every: Steps from one collection of factors to the next.
+        inverses_every: Likewise for their inverses.
+        hess_init: Curvature of each weight, until its own is known.
+        keep_velocity: Whether a change of lr leaves the momentum at its pace.
+        deterministic: Filter of names that get no posterior and no prior.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = KFAC(model, num_data=8, lr=0.01, factors_every=10)
+        >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+        >>> with opt.sampled_params():
+        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+        >>> opt.step()
+        >>> opt.state[model.weight]["inputs"].shape
+        torch.Size([5, 5])
+    """
+
+    draws = False
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        num_data: int,
+        lr: float = 1e-3,
+        prior_precision: float = 1.0,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        damping: float = 1e-3,
+        augmentation: float = 1.0,
+        factors_every: int = 1,
+        inverses_every: int | None = None,
+        hess_init: float = 1.0,
+        keep_velocity: bool = False,
+        deterministic: NameFilter = (),
+    ) -> None:
+        super().__init__(
+            params,
+            num_data=num_data,
+            lr=lr,
+            prior_precision=prior_precision,
+            temperature=temperature,
+            betas=betas,
+            damping=damping,
+            augmentation=augmentation,
+            factors_every=factors_every,
+            inverses_every=inverses_every,
+            hess_init=hess_init,
+            keep_velocity=keep_velocity,
+            deterministic=deterministic,
+        )

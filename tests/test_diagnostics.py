@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import posterity
-from posterity import BGD, IVON, DiagonalGaussian, Factorised, VariationalOptimizer, prune
+from posterity import BGD, IVON, DiagonalGaussian, Factorised, NoisyKFAC, VariationalOptimizer, prune
 from posterity.diagnostics import COLLAPSED, PosteriorWarning, check, histogram, learning_rates
 
 RULES: dict[str, Callable[[nn.Module], VariationalOptimizer]] = {
@@ -131,7 +131,7 @@ def test_pruned_weights_do_not_count() -> None:
 def test_another_start_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'w' has shape \(100,\), and \(50,\) at the start"):
         check(gaussian(1.0, 0.1), gaussian(1.0, 0.1, n=50))
-    with pytest.raises(KeyError, match="no block 'w'"):
+    with pytest.raises(ValueError, match="at the start has no 'w'"):
         check(gaussian(1.0, 0.1), Factorised({"v": DiagonalGaussian(torch.ones(2), 0.1)}))
 
 
@@ -216,3 +216,17 @@ def test_histograms_of_nothing_are_refused() -> None:
         histogram({"w": torch.zeros(3)})
     with pytest.raises(ValueError, match="at least one bin"):
         histogram({"w": torch.ones(3)}, bins=0)
+
+
+def test_blocks_of_several_tensors_are_looked_at_by_tensor() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    opt = NoisyKFAC(model, num_data=8, lr=0.01)
+    start = opt.posterior()  # blocks are formed by the first step
+    x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+    for _ in range(2):
+        opt.step(lambda: nn.functional.cross_entropy(model(x), y))
+    health = check(opt.posterior(), start)
+    assert list(health) == [name for name, _ in model.named_parameters()]
+    assert all(each.mean_moved and each.std_moved for each in health.values())
+    assert set(learning_rates(opt)) == {"1.weight", "1.bias"}

@@ -114,8 +114,9 @@ def check(posterior: Factorised, start: Factorised) -> dict[str, Health]:
         >>> check(opt.posterior(), start)["weight"].std_moved
         True
     """
-    measured = {name: _measure(posterior, start, name) for name in posterior.blocks}
-    health = {}
+    now, then = ((q.mean(), q.std()) for q in (posterior, start))
+    kept, health = posterior.kept(), {}
+    measured = {name: _measure(name, kept[name], *now, *then) for name in kept}
     for name, values in measured.items():
         alive, finite, mean_moved, std_moved, mean, std, old_mean, old_std = values.tolist()
         if alive:
@@ -140,7 +141,8 @@ def check(posterior: Factorised, start: Factorised) -> dict[str, Health]:
 def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> dict[str, Tensor]:
     """The effective learning rate of every weight: what its gradient of the mean loss is multiplied by.
 
-    For BGD lr · std² · batch_size, for IVON lr · (hess_init + δ) / (hess + δ). Pruned weights have 0.
+    For BGD lr · std² · batch_size, for IVON lr · (hess_init + δ) / (hess + δ). Pruned weights have 0. Those of
+    a block that moves as a matrix (K-FAC) have no rate of their own, and are left out.
 
     Args:
         optimizer: One whose rule has a rate per weight.
@@ -156,12 +158,13 @@ def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> d
         raise TypeError(f"{type(optimizer).__name__} has no rate per weight: give its rule a method rate()")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-    blocks = optimizer.posterior().blocks  # every block has its state after this
-    rates = {}
+    posterior = optimizer.posterior()  # every block has its state after this
+    kept, rates = posterior.kept(), {}
     for group in optimizer.param_groups:
         for name, p in members(group):
-            if name in blocks:
-                rates[name] = blocks[name].masked(optimizer.rate(optimizer.state[p], group, batch_size))
+            if name in posterior.blocks:
+                rate = optimizer.rate(optimizer.state[p], group, batch_size)
+                rates[name] = torch.where(kept[name], rate, 0.0)
     return rates
 
 
@@ -193,15 +196,24 @@ def histogram(values: Mapping[str, Tensor], bins: int = 60) -> Histogram:
     return Histogram(10.0**borders, counts)
 
 
-def _measure(posterior: Factorised, start: Factorised, name: str) -> Tensor:
+def _measure(
+    name: str,
+    kept: Tensor,
+    means: Mapping[str, Tensor],
+    stds: Mapping[str, Tensor],
+    old_means: Mapping[str, Tensor],
+    old_stds: Mapping[str, Tensor],
+) -> Tensor:
     """Whether weights are left, what Health asks of them, and the norms of mean and std, now and then."""
-    leaf, old = posterior.block(name), start.block(name)
-    if leaf.shape != old.shape:
-        raise ValueError(f"{name!r} has shape {tuple(leaf.shape)}, and {tuple(old.shape)} at the start")
-    mean, std = leaf.mean(), leaf.std()
-    old_mean, old_std = (leaf.masked(each.to(mean)) for each in (old.mean(), old.std()))
+    if name not in old_means:
+        raise ValueError(f"the posterior at the start has no {name!r}: take it from the same optimiser")
+    mean, std = means[name], stds[name]
+    if mean.shape != old_means[name].shape:
+        then = tuple(old_means[name].shape)
+        raise ValueError(f"{name!r} has shape {tuple(mean.shape)}, and {then} at the start")
+    old_mean, old_std = (torch.where(kept, each[name].to(mean), 0.0) for each in (old_means, old_stds))
     values = [
-        torch.ones_like(mean, dtype=torch.bool).any() if leaf.keep is None else leaf.keep.any(),
+        kept.any(),
         torch.isfinite(mean).all() & torch.isfinite(std).all(),
         (mean != old_mean).any(),
         (std != old_std).any(),

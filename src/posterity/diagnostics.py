@@ -141,8 +141,8 @@ def check(posterior: Factorised, start: Factorised) -> dict[str, Health]:
 def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> dict[str, Tensor]:
     """The effective learning rate of every weight: what its gradient of the mean loss is multiplied by.
 
-    For BGD lr · std² · batch_size, for IVON lr · (hess_init + δ) / (hess + δ). Pruned weights have 0. Those of
-    a block that moves as a matrix (K-FAC) have no rate of their own, and are left out.
+    For BGD lr · std² · batch_size, for IVON lr · (hess_init + δ) / (hess + δ). Pruned weights have 0. Those
+    of a block that moves as a matrix (K-FAC) have no rate of their own, and are left out.
 
     Args:
         optimizer: One whose rule has a rate per weight.

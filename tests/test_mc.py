@@ -346,3 +346,13 @@ def test_an_empty_batch_and_shared_buffers_are_stacked() -> None:
         net, lambda m, x, y: F.cross_entropy(m(x), y), posterity.BGD(net, mc_samples=2)
     )
     step(torch.randn(6, 4), torch.randint(0, 2, (6,)))
+
+
+def test_a_step_refuses_a_model_whose_parts_were_replaced() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    step = posterity.compile_step(model, lambda m, x, y: F.cross_entropy(m(x), y), posterity.BGD(model))
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    step(x, y)
+    model[2] = nn.Linear(5, 3)
+    with pytest.raises(RuntimeError, match="call compile_step again"):
+        step(x, y)

@@ -89,9 +89,23 @@ class TrainStep:
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p not in self.names:
                     raise ValueError(f"the optimiser holds {name!r}, which is no parameter of this model")
+        self._parts: list[tuple[Mapping[str, Any], str, Any]] = [
+            (held, name, each)
+            for module in self.target.modules()
+            for held in (module._modules, module._parameters)
+            for name, each in held.items()
+        ]
+
+    def refuse_changed(self) -> None:
+        """Raise if modules or parameters were replaced: drawn weights are put in by name."""
+        if any(held.get(name) is not each for held, name, each in self._parts):
+            raise RuntimeError(
+                "the model has other modules or parameters than before: call compile_step again"
+            )
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """Learn from a batch; its mean loss over the samples."""
+        self.refuse_changed()
         if self.optimizer._sums.samples:
             raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
         before = buffers.snapshot(self.target)
@@ -202,6 +216,7 @@ class CapturedStep:
     def __call__(self, *batch: Tensor) -> Tensor:
         """Learn from a batch; its mean loss over the samples."""
         self._calls += 1
+        self.step.refuse_changed()
         key = self._key(batch)
         graph = self._graphs.get(key)
         if graph is not None and graph.stale():

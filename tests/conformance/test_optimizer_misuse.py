@@ -417,3 +417,33 @@ def test_buffers_set_between_steps_are_what_a_look_sees(rule: Rule) -> None:
     model.norm.running_mean.fill_(3.0)
     with torch.no_grad(), opt.sampled_params():
         assert torch.equal(model.norm.running_mean, torch.full((7,), 3.0))
+
+
+def test_the_state_of_another_kind_of_optimiser_is_refused() -> None:
+    model = nn.Linear(4, 3)
+    made = [
+        posterity.BGD(model),
+        posterity.IVON(model, num_data=8),
+        posterity.VOGN(model, num_data=8),
+        posterity.NoisyKFAC(model, num_data=8),
+    ]
+    for opt in made:
+        for other in made:
+            if opt is not other and set(opt.defaults) - set(other.defaults):
+                with pytest.raises(ValueError, match="saved by another kind of optimiser"):
+                    opt.load_state_dict(other.state_dict())
+
+
+def test_a_loss_with_a_gradient_inside_is_refused_by_rules_that_collect() -> None:
+    def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        loss = nn.functional.cross_entropy(model(x), y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    for samples in (1, 2):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        step = posterity.compile_step(model, penalised, posterity.VOGN(model, num_data=6, mc_samples=samples))
+        with pytest.raises(RuntimeError, match="create_graph"):
+            step(x, y)

@@ -138,7 +138,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 def test_the_fallback_is_exact(structure: str) -> None:
     model, x = Tied().double(), torch.randn(5, 3).double()
-    with pytest.raises(RuntimeError, match=r"'layer\.bias', 'layer\.weight' is used twice"):
+    with pytest.raises(RuntimeError, match=r"'scale' is used by mul\(\)"):
         fisher(model, x)
     blocks, diagonal = fisher(model, x, structure=structure, fallback="vmap", chunk=2)
     expected = explicit(model, x, "classification")
@@ -232,3 +232,16 @@ def test_bf16_autocast(kind: str) -> None:
         found = fisher(model, x, kind=kind, seed=0).diagonal
     for name, value in exact.items():
         assert (found[name] - value).norm() < 0.1 * value.norm()
+
+
+def test_positions_folded_into_the_batch_are_refused() -> None:
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(0, 1)).view(len(x), -1, 3).mean(1)
+
+    with pytest.raises((RuntimeError, ValueError), match="60"):
+        fisher(Folded(), torch.randn(10, 6, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ OTHER_USES = {
     ),
     "positions as examples": (
         lambda x, w, b: F.linear(x, w) + F.linear(x.repeat(2, 1), torch.eye(3), b)[: len(x)],
-        "'inner.bias' sees 10 examples where a layer before saw 5",
+        "'inner.weight' sees 5 examples where another layer saw 10",
     ),
     "no examples": (lambda x, w, b: F.linear(x[0], w), r"'inner.weight' is used on inputs \[3\] without"),
     "a vmap of one's own": (
@@ -256,7 +257,66 @@ def test_batch_statistics_have_no_fallback() -> None:
 def test_a_second_derivative_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
     x = torch.randn(4, 3, requires_grad=True)
-    with Squares(model):
-        (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            slope.sum().backward()
+    with pytest.raises(RuntimeError, match=r"differentiated again \(create_graph=True\)"), Squares(model):
+        torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+
+
+def squares_of(model: nn.Module, run: Callable[[nn.Module, Tensor], object], **how: Any) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    with Squares(model, **how) as squares:
+        run(model, torch.randn(4, 3))
+    return squares.mean()
+
+
+def plain(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def test_a_pass_that_only_looks_changes_nothing() -> None:
+    def looking(model: nn.Module, x: Tensor) -> None:
+        loss = model(x).square().mean()
+        model(x[:3]).argmax(-1)  # such as an accuracy for a log
+        loss.backward()
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    expected = squares_of(model, plain)
+    for name, value in squares_of(model, looking).items():
+        torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("wanted", ["inputs", "one layer"])
+def test_a_backward_pass_that_makes_no_gradient_of_a_weight_is_refused(wanted: str) -> None:
+    def twice(model: nn.Module, x: Tensor) -> None:
+        x.requires_grad_()
+        loss = model(x).square().mean()
+        torch.autograd.grad(loss, x if wanted == "inputs" else model[0].weight, retain_graph=True)
+        model(x).square().mean().backward()
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="lies behind a backward pass that makes no gradient of it"):
+        squares_of(model, twice)
+
+
+def test_several_backward_passes_of_one_forward_pass_are_refused_where_their_sum_is_meant() -> None:
+    def halves(model: nn.Module, x: Tensor) -> None:
+        loss = model(x).square().mean()
+        (0.5 * loss).backward(retain_graph=True)
+        (0.5 * loss).backward()
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(RuntimeError, match="several backward passes of one forward pass"):
+        squares_of(model, halves, once=True)
+    for name, value in squares_of(model, halves).items():
+        torch.testing.assert_close(value, squares_of(model, plain)[name] / 2)
+
+
+def test_inputs_of_a_layer_whose_bias_alone_learns_may_change_afterwards() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    x = torch.randn(4, 3)
+    with Squares(model) as squares:
+        changed = x.tanh()
+        out = model(changed)
+        changed += 1
+        (out + changed[:, :2]).square().mean().backward()
+    assert list(squares.sums) == ["bias"]

@@ -564,3 +564,13 @@ def test_sampled_factors_are_unbiased() -> None:
     error = found.std(0) / n**0.5
     assert ((found.mean(0) - residual.T @ residual / N - noise).abs() < 5 * error).all()
     assert (noise.diagonal() > 10 * error.diagonal()).all()  # it would be missed
+
+
+def test_a_model_made_wider_goes_on() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.randint(0, 3, (6,))
+    opt = posterity.NoisyKFAC(model, num_data=6)
+    opt.step(lambda: nn.functional.cross_entropy(model(x), y))
+    model.double()
+    opt.zero_grad()
+    assert opt.step(lambda: nn.functional.cross_entropy(model(x.double()), y)).dtype == torch.float64

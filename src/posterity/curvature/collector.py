@@ -84,6 +84,8 @@ class Collector(ABC):
             where they have several axes to choose from.
         strict: Whether to raise for a parameter that is used in a way that nothing can be collected from;
             else it is put into ``refused``, and left out.
+        once: Whether to refuse a second backward pass through one forward pass: what it adds are squares of
+            its own gradients, not those of the sum.
 
     Attributes:
         sums: Σ g_i² over examples and samples, by name, of the loss as backward saw it. Put zeros of your own
@@ -99,10 +101,11 @@ class Collector(ABC):
         *,
         batch_dim: int = 0,
         strict: bool = True,
+        once: bool = False,
     ) -> None:
         if batch_dim < 0:
             raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
-        self._taps, self._strict = Taps(self, batch_dim), strict
+        self._taps, self._strict, self._once = Taps(self, batch_dim), strict, once
         self._wanted: dict[int, tuple[Tensor, Part]] = {}
         self._entered = False
         self.refused: dict[str, str] = {}
@@ -139,13 +142,16 @@ class Collector(ABC):
         self.refused.clear()
         self._extra: dict[int, tuple[Tensor, Part]] = {}
         self._run = Run()
-        self._reached: set[str] = set()
-        self._collected: set[str] = set()
+        # Which backward pass made a parameter's gradient, and which told of it.
+        self._reached: set[tuple[int, str]] = set()
+        self._heard: set[tuple[int, str]] = set()
         self._entered = True
         # Whose gradient is made, without a word from any layer, was used where nobody could see it.
         reach = self._reached.add
         self._hooks = [
-            tensor.register_hook(lambda _, name=part.name: reach(name))  # type: ignore[no-untyped-call]
+            tensor.register_hook(  # type: ignore[no-untyped-call]
+                lambda _, name=part.name: reach((torch._C._current_graph_task_id(), name))
+            )
             for tensor, part in self._wanted.values()
         ]
         self._taps.__enter__()  # type: ignore[no-untyped-call]
@@ -161,13 +167,17 @@ class Collector(ABC):
             hook.remove()
         if kind is not None:
             return
-        if not self._collected | self._reached | self.refused.keys():
+        if not self._heard | self._reached | self.refused.keys():
             raise RuntimeError(
                 "nothing was collected: run forward and backward inside, with the tensors that are watched"
             )
-        missed = sorted(self._reached - self._collected - self.refused.keys())
+        heard, reached = ({name for _, name in each} for each in (self._heard, self._reached))
+        missed = sorted(reached - heard - self.refused.keys())
         if missed:
             self.refuse(missed, "is used by an operation that cannot be seen")
+        passed = sorted({name for _, name in self._heard - self._reached} - self.refused.keys())
+        if passed:
+            self.refuse(passed, "lies behind a backward pass that makes no gradient of it")
 
     # What its taps ask and tell.
 
@@ -188,16 +198,7 @@ class Collector(ABC):
             return False
         if self._run.heard:
             self._run = Run()
-        if self._run.examples not in (0, examples):
-            self.refuse(names, f"sees {examples} examples where a layer before saw {self._run.examples}")
-            return False
-        twice = {part.name for part in use.parts if any(map(part.meets, self._run.used[part.name]))}
-        if twice:
-            self.refuse(sorted(twice), "is used twice before a backward pass")
-            return False
-        self._run.examples = examples
-        for part in use.parts:
-            self._run.used[part.name].append(part)
+        use.examples = examples
         use.run = self._run
         return True
 
@@ -206,13 +207,30 @@ class Collector(ABC):
         if self._strict:
             raise Uncollected(f"{', '.join(map(repr, names))} {reason}")
         self.refused.update(dict.fromkeys(names, reason))
+        self.sums = {name: each for name, each in self.sums.items() if name not in names}
+        self.blocks = {
+            key: each for key, each in self.blocks.items() if not {each.weight, each.bias} & set(names)
+        }
 
     def heard(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
         """A use's inputs and gradient, ``[K, B, …]``; the weight's gradient, if it brings it."""
-        self._collected.update(part.name for part in use.parts)
+        names, run = [part.name for part in use.parts], use.run
+        self._heard.update((torch._C._current_graph_task_id(), name) for name in names)
+        if use.fresh:
+            # Only now: a pass that nobody differentiates does no harm.
+            if run.examples not in (0, use.examples):
+                self.refuse(names, f"sees {use.examples} examples where another layer saw {run.examples}")
+            twice = {part.name for part in use.parts if any(map(part.meets, run.used[part.name]))}
+            if twice:
+                self.refuse(sorted(twice), "is used twice before a backward pass")
+            run.examples = use.examples
+            for part in use.parts:
+                run.used[part.name].append(part)
+        elif self._once:
+            self.refuse(names, "is in several backward passes of one forward pass (add the losses)")
         sample = use.parts[0].sample
-        if sample not in use.run.heard:
-            use.run.heard.add(sample)
+        if sample not in run.heard:
+            run.heard.add(sample)
             self.examples += grad.shape[0] * grad.shape[1]
         return self._take(use, x, grad, extras)
 

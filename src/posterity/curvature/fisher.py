@@ -106,7 +106,8 @@ def fisher(
             )
     found = Curvature({}, {})
     if collector.examples:
-        found = collector.mean() if isinstance(collector, Factors) else Curvature({}, collector.mean())
+        mean = collector.mean(len(out))
+        found = mean if isinstance(mean, Curvature) else Curvature({}, mean)
     if collector.refused:
         rest = {name: params[name] for name in collector.refused}
         examples = x.movedim(batch_dim, 0)

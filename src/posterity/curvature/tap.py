@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # vmap's own: which tensors are stacked, and where
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -174,10 +173,11 @@ class Taps(TorchFunctionMode):
         if level is not None and axis is None:  # the same for all samples, whose gradients are not
             axis, y = 0, out.expand(place.samples, *out.shape).clone()
         tap = _Ends(self._listener, use, place, axis, samples_axis(call.x), samples_axis(weight))
-        extras = [samples_first(each) for each in call.extras]
+        seen = None if use.weight is None else inside(call.x)  # a bias has no need of them
+        extras = [] if seen is None else [samples_first(each) for each in call.extras]
         into = inside(weight) if brings and weight is not None else None
         with outside(level):
-            result = _Tap.apply(y, into, tap, inside(call.x), *extras)  # type: ignore[no-untyped-call]
+            result = _Tap.apply(y, into, tap, seen, *extras)  # type: ignore[no-untyped-call]
         return result if axis is None or level is None else functorch._add_batch_dim(result, axis, level)
 
 
@@ -197,7 +197,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, weight: Tensor | None, ends: _Ends, x: Tensor, *extras: Tensor
+        ctx: Any, y: Tensor, weight: Tensor | None, ends: _Ends, x: Tensor | None, *extras: Tensor
     ) -> Tensor:
         ctx.ends, ctx.dtype = ends, None if weight is None else weight.dtype
         ctx.save_for_backward(x, *extras)
@@ -205,13 +205,19 @@ class _Tap(torch.autograd.Function):
         return y.data
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a gradient that is differentiated again (create_graph=True) is not that of single examples: "
+                "use a method that collects no curvature"
+            )
         x, *extras = ctx.saved_tensors
         listener, use, place, out_axis, x_axis, weight_axis = ctx.ends
         # Nobody looks at these operations, and none is cast.
         with torch._C.DisableTorchFunction(), _uncast(grad.device.type):
-            into = listener.heard(use, place.front(x, x_axis), place.front(grad, out_axis), extras)
+            own = place.front(grad, out_axis)
+            # Where only a bias is wanted, nothing looks at the inputs.
+            into = listener.heard(use, own if x is None else place.front(x, x_axis), own, extras)
             use.fresh = False
             if ctx.dtype is not None:
                 into = into.sum(0) if weight_axis is None else into.movedim(0, weight_axis)

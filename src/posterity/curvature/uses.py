@@ -41,7 +41,7 @@ class Run:
 
     Attributes:
         examples: In it; 0 if nothing is known.
-        used: What has been used, by name.
+        used: What has told of its backward pass, by name.
         heard: Samples whose backward pass has begun.
     """
 
@@ -61,6 +61,7 @@ class Use:
         bias: The wanted part that is its bias, if any.
         run: In which forward pass.
         fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
+        examples: That it was called with.
         parts: What is wanted.
     """
 
@@ -69,6 +70,7 @@ class Use:
     bias: Part | None
     run: Run = field(default_factory=Run)
     fresh: bool = True
+    examples: int = 0
 
     def __post_init__(self) -> None:
         self.parts = [part for part in (self.weight, self.bias) if part is not None]

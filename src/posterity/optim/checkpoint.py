@@ -20,18 +20,24 @@ def saved_states(
         yield p, state_dict["state"].get(index, {})
 
 
-def refuse_mismatch(groups: list[Group], state_dict: dict[str, Any], matrices: Collection[str] = ()) -> None:
+def refuse_mismatch(
+    groups: list[Group], state_dict: dict[str, Any], defaults: Collection[str], matrices: Collection[str] = ()
+) -> None:
     """Raise, naming the first thing that differs, unless the state was saved for these parameters.
 
     Args:
         groups: Of the optimiser.
         state_dict: The state.
+        defaults: Names of hyper-parameters.
         matrices: Keys of tensors that have no value for each weight.
     """
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError(f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}")
     for mine, theirs in zip(groups, saved, strict=True):
+        for key in defaults:
+            if key in mine and key not in theirs:
+                raise ValueError(f"the state has no {key!r}: it was saved by another kind of optimiser")
         if mine["deterministic"] != theirs.get("deterministic"):
             raise ValueError(f"{mine['param_names'][0]!r} is deterministic on one side only")
         names = theirs.get("param_names", [])

@@ -36,7 +36,7 @@ class Collecting:
 
     def __init__(self, kind: type[Collector] | None, rule: str) -> None:
         # What it cannot see is refused in taking: only there is it known which gradients are used.
-        self._collector = None if kind is None else kind(strict=False)
+        self._collector = None if kind is None else kind(strict=False, once=True)
         self._rule, self._told = rule, False
 
     def watch(
@@ -86,13 +86,13 @@ class Collecting:
                 reason = collector.refused.get(name, "has a gradient that no layer has told of")
                 raise RuntimeError(
                     f"{name!r} {reason}, from which {self._rule} has no single examples' gradients: freeze "
-                    "it, or leave it to another optimiser"
+                    "it, or use a method without curvature"
                 )
         for each in layers.values():
             if each.rows is not None:
                 raise RuntimeError(
                     f"{each.weight!r} is used in parts of its rows, of which {self._rule} has no blocks: "
-                    "freeze it, or leave it to another optimiser"
+                    "freeze it, or use a method without curvature"
                 )
         told = Told(collector.sums, layers, collector.examples // samples)
         collector.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass

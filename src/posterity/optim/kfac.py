@@ -168,7 +168,8 @@ class KroneckerNewton(GaussNewton):
     def perturb(self, state: State, noise: Tensor, group: Group) -> Tensor:
         """sqrt(τ/N) · R E Cᵀ."""
         num_data, _, _ = scales(group)
-        return math.sqrt(group["temperature"] / num_data) * (state["rows"] @ noise @ state["columns"].mT)
+        rows, columns = state["rows"].to(noise), state["columns"].to(noise)
+        return math.sqrt(group["temperature"] / num_data) * (rows @ noise @ columns.mT)
 
     def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
         """MN(M, S_γ⁻¹, τ/N A_γ⁻¹)."""

@@ -265,7 +265,7 @@ class VariationalOptimizer(Optimizer, ABC):
         used: list[dict[str, Any]] = []
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
-            refuse_mismatch(self.param_groups, given, self.matrices)
+            refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
             used.append(given)
 
         # After the hooks of others, so that what they made of the state is what counts.

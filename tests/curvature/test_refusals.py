@@ -320,3 +320,18 @@ def test_inputs_of_a_layer_whose_bias_alone_learns_may_change_afterwards() -> No
         changed += 1
         (out + changed[:, :2]).square().mean().backward()
     assert list(squares.sums) == ["bias"]
+
+
+@pytest.mark.parametrize("words", [5, 4])  # as many as examples, or not
+def test_attention_and_other_layers_count_examples_on_one_axis(words: int) -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)  # batch_first=False
+    x = torch.randn(words, 5, 4)
+    with pytest.raises(RuntimeError, match=r"on axis|another layer saw"), Squares(layer):
+        layer(x).square().mean().backward()
+    with Squares(layer, batch_dim=1) as right:
+        layer(x).square().mean().backward()
+    layer.self_attn.batch_first = True
+    with Squares(layer) as first:
+        layer(x.transpose(0, 1).contiguous()).square().mean().backward()
+    for name, value in right.sums.items():
+        torch.testing.assert_close(value, first.sums[name], rtol=1e-4, atol=1e-6)

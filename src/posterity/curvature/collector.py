@@ -190,7 +190,7 @@ class Collector(ABC):
         """A tensor that is some rows of a wanted parameter."""
         self._extra[id(tensor)] = tensor, part
 
-    def begin(self, use: Use, examples: int) -> bool:
+    def begin(self, use: Use, examples: int, counted: int | None) -> bool:
         """A layer is called with so many examples; whether to listen."""
         names = [part.name for part in use.parts]
         if torch._C._current_graph_task_id() != -1:
@@ -198,7 +198,7 @@ class Collector(ABC):
             return False
         if self._run.heard:
             self._run = Run()
-        use.examples = examples
+        use.examples, use.counted = examples, counted
         use.run = self._run
         return True
 
@@ -220,6 +220,13 @@ class Collector(ABC):
             # Only now: a pass that nobody differentiates does no harm.
             if run.examples not in (0, use.examples):
                 self.refuse(names, f"sees {use.examples} examples where another layer saw {run.examples}")
+            if None not in (use.counted, run.counted) and use.counted != run.counted:
+                self.refuse(
+                    names,
+                    f"counts examples on axis {use.counted} where another layer does on axis {run.counted} "
+                    "(attention has batch_first=True)",
+                )
+            run.counted = run.counted if use.counted is None else use.counted
             twice = {part.name for part in use.parts if any(map(part.meets, run.used[part.name]))}
             if twice:
                 self.refuse(sorted(twice), "is used twice before a backward pass")

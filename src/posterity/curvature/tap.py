@@ -40,11 +40,13 @@ class Place(NamedTuple):
         axis: Of the examples, samples aside.
         fold: Examples, where they are one axis together with the positions, positions outside; else None.
         samples: K, or 1.
+        counted: The axis of the examples as the model has them around the layer; None if nothing tells.
     """
 
     axis: int
     fold: int | None
     samples: int
+    counted: int | None = None
 
     def front(self, x: Tensor, axis: int | None) -> Tensor:
         """``[K, B, …]`` of a tensor with its samples on some axis."""
@@ -66,7 +68,8 @@ class Taps(TorchFunctionMode):
     def __init__(self, listener: Listener, batch_dim: int = 0) -> None:
         super().__init__()
         self._listener, self._batch_dim = listener, batch_dim
-        self._attending: int | None = None  # examples, while an attention layer runs
+        # While an attention layer runs: examples, and on which axis the model has them.
+        self._attending: tuple[int, int | None] | None = None
 
     def __torch_function__(
         self,
@@ -119,7 +122,12 @@ class Taps(TorchFunctionMode):
     def _attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Attention with its projections seen: torch turns its examples to axis 1 before it calls it."""
         query = args[0] if args else kwargs["query"]
-        before, self._attending = self._attending, query.shape[1] if query.dim() == 3 else 1
+        examples, counted = 1, None
+        if query.dim() == 3:
+            examples = query.shape[1]
+            if min(query.shape[:2]) > 1:  # with batch_first=True it is a transposed view
+                counted = int(query.stride(0) > query.stride(1))
+        before, self._attending = self._attending, (examples, counted)
         try:
             with self:  # torch has left it to look at this call
                 return _attention_forward(*args, **kwargs)
@@ -128,10 +136,12 @@ class Taps(TorchFunctionMode):
 
     def _place(self, call: Call, samples: int) -> Place | None:
         if self._attending is not None:
-            return Place(1, self._attending if call.x.dim() == 2 else None, samples)
+            examples, counted = self._attending
+            return Place(1, examples if call.x.dim() == 2 else None, samples, counted)
         if call.leading < 1:
             return None
-        return Place(min(self._batch_dim, call.leading - 1), None, samples)
+        axis = min(self._batch_dim, call.leading - 1)
+        return Place(axis, None, samples, axis if call.leading > 1 else None)
 
     def _tapped(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], call: Call, use: Use
@@ -146,7 +156,7 @@ class Taps(TorchFunctionMode):
             self._listener.refuse(
                 names, f"is used on inputs {list(call.x.shape)} without an axis of examples"
             )
-        elif self._listener.begin(use, place.fold or call.x.shape[place.axis]):
+        elif self._listener.begin(use, place.fold or call.x.shape[place.axis], place.counted):
             return self._listened(func, args, kwargs, call, use, place, level)
         return func(*args, **kwargs)
 

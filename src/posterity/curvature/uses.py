@@ -41,11 +41,13 @@ class Run:
 
     Attributes:
         examples: In it; 0 if nothing is known.
+        counted: Their axis, where a layer tells.
         used: What has told of its backward pass, by name.
         heard: Samples whose backward pass has begun.
     """
 
     examples: int = 0
+    counted: int | None = None
     used: defaultdict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
     heard: set[int | None] = field(default_factory=set)
 
@@ -62,6 +64,7 @@ class Use:
         run: In which forward pass.
         fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
         examples: That it was called with.
+        counted: The axis of the examples around it; None if nothing tells.
         parts: What is wanted.
     """
 
@@ -71,6 +74,7 @@ class Use:
     run: Run = field(default_factory=Run)
     fresh: bool = True
     examples: int = 0
+    counted: int | None = None
 
     def __post_init__(self) -> None:
         self.parts = [part for part in (self.weight, self.bias) if part is not None]
@@ -91,7 +95,7 @@ class Listener(Protocol):
     def add_part(self, tensor: Tensor, part: Part) -> None:
         """A tensor that is some rows of a wanted parameter."""
 
-    def begin(self, use: Use, examples: int) -> bool:
+    def begin(self, use: Use, examples: int, counted: int | None) -> bool:
         """A layer is called with so many examples; whether to listen."""
 
     def brings_gradient(self, use: Use) -> bool:

@@ -49,11 +49,6 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(bench.FOLDER)
 
 
-def needs_vogn(name: str) -> None:
-    if name.startswith("vogn") and not hasattr(posterity, "VOGN"):
-        pytest.skip("needs posterity.VOGN")
-
-
 def test_every_script_is_in_the_table_of_smoke_runs() -> None:
     assert set(bench.names()) == {*SMOKE, "headline"}
 
@@ -77,7 +72,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]
 def test_a_benchmark_writes_its_record(name: str, device: str, made: Callable[[str, str], Path]) -> None:
     if name == "ivon_step":
         pytest.importorskip("ivon", reason="needs the extra bench")
-    needs_vogn(name)
     before = list(sys.path), list(sys.argv)
     record = json.loads(made(name, device).read_text())
     assert (sys.path, sys.argv) == before
@@ -140,7 +134,6 @@ def test_growth_counts_bytes_and_flops_and_draws_its_plot_again(made: Callable[[
 def test_a_missing_peer_is_left_out_with_a_note(
     name: str, package: str, column: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_vogn(name)
     monkeypatch.setitem(sys.modules, package, None)
     out = tmp_path / "record.json"
     bench.run(name, ["--out", str(out), *QUICK, *SMOKE[name][0]])

@@ -178,10 +178,10 @@ def test_a_convolution_without_a_bias_is_a_block_of_one_tensor() -> None:
         kl(q, Factorised({"weight": DiagonalGaussian(mean.reshape(3, 4), 1.0)}))
 
 
-def test_diagnostics_are_by_block() -> None:
+def test_diagnostics_are_by_tensor() -> None:
     health = posterity.diagnostics.check(posterior(1), posterior())
-    assert list(health) == ["conv.weight+conv.bias", "scale"]
-    assert health["conv.weight+conv.bias"].std_moved
+    assert list(health) == ["conv.weight", "conv.bias", "scale"]
+    assert health["conv.bias"].std_moved
 
 
 def test_other_priors_are_estimated() -> None:

@@ -16,11 +16,10 @@ from posterity_lab.baselines.handed import vogn_told
 from posterity_lab.data import Dataset, Split
 from posterity_lab.errors import error_auroc
 from posterity_lab.files import DataError
-from posterity_lab.reproduce import EXPERIMENTS, calibration, reproduce, toy, training
+from posterity_lab.reproduce import EXPERIMENTS, calibration, learners, toy, training
 from posterity_lab.reproduce.learners import learner
 from posterity_lab.reproduce.study import Cell, Unit
 
-needs_vogn = pytest.mark.skipif(not hasattr(posterity, "VOGN"), reason="this build has no VOGN")
 CELLS = {(cell.setting, cell.method): cell for cell in calibration.cells(quick=False)}
 QUIET = lambda done, total, what: None  # noqa: E731
 
@@ -188,28 +187,18 @@ def test_rules_are_given_what_the_config_says(method: str, monkeypatch) -> None:
         seen.update(given)
         return IVON(model, num_data=1)
 
-    name = {"vogn": "VOGN", "kfac": "KFAC", "noisy-kfac": "NoisyKFAC"}[method]
-    monkeypatch.setattr(posterity, name, rule, raising=False)
+    monkeypatch.setitem(learners._RULES, method, rule)
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.LazyLinear(2))
     net(torch.zeros(2, 1, 4, 4))
     config = CELLS["alexnet", method].config
     learner(method, config, net, num_data=50_000, seed=3)
-    expected = {"num_data": 50_000, "betas": (0.9, 0.001), "deterministic": ["1.weight", "1.bias"], "seed": 3}
+    expected = {"num_data": 50_000, "betas": (0.9, 0.001), "deterministic": ["1.weight", "1.bias"]}
     expected |= {key: config[key] for key in ("lr", "prior_precision", "damping")}
     if method != "kfac":
-        expected |= {"mc_samples": 3, "augmentation": 10.0}
+        expected |= {"mc_samples": 3, "augmentation": 10.0, "seed": 3}
     if method != "vogn":
         expected |= {"factors_every": 1}
     assert seen == expected
-
-
-def test_a_build_without_a_rule_is_told_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.delattr(posterity, "VOGN", raising=False)
-    with pytest.raises(ValueError, match="has no VOGN, which vogn needs: leave it out by naming --methods"):
-        reproduce("vogn-toy", out=tmp_path, quick=True)
-    assert not list(tmp_path.iterdir())
-    (record,) = reproduce("vogn-toy", out=tmp_path, quick=True, methods=["adam"])
-    assert record["n"] == 100
 
 
 def test_weight_decay_spares_batch_norm() -> None:
@@ -252,7 +241,6 @@ def taught(seed: int) -> Split:
     return Split(x, (x[:, 0] > 0).long())
 
 
-@needs_vogn
 def test_the_posterior_is_handed_on_whole() -> None:
     method = told()
     for seed in range(3):
@@ -270,7 +258,6 @@ def test_the_posterior_is_handed_on_whole() -> None:
         assert not state["hess"].any()
 
 
-@needs_vogn
 def test_the_step_of_vogn_with_a_prior_by_hand() -> None:
     method = told()
     data = taught(0)
@@ -303,7 +290,6 @@ def _params(method: Any) -> list[nn.Parameter]:
     return list(method.model.parameters())
 
 
-@needs_vogn
 def test_vogn_that_is_told_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     whole, cut = told(), told()
     for method in (whole, cut):
@@ -335,7 +321,6 @@ def test_wrong_settings_are_refused(how: dict[str, float], sentence: str) -> Non
         vogn_told(nn.Linear(3, 2), num_data=12, lr=0.1, **how)
 
 
-@needs_vogn
 def test_every_cell_of_vogn_runs(tmp_path: Path) -> None:
     for setting in ("digits", "digits neither"):
         found = calibration.train(quick("vogn", setting), "cpu", tmp_path / setting, QUIET).metrics

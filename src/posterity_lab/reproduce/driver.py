@@ -18,7 +18,7 @@ from rich.console import Console
 from posterity_lab.hints import hint
 from posterity_lab.record import environment
 from posterity_lab.reproduce.experiments import experiment
-from posterity_lab.reproduce.learners import arithmetic, refuse_missing
+from posterity_lab.reproduce.learners import arithmetic
 from posterity_lab.reproduce.records import Record, choice, found, read_all, trials, write
 from posterity_lab.reproduce.study import Cell, Experiment, Outcome, Study, Unit
 from posterity_lab.run_files import CHECKPOINT
@@ -195,8 +195,6 @@ def _cells(asked: Experiment, quick: bool, methods: Sequence[str], settings: Seq
     ]
     if not chosen:
         raise ValueError(f"{asked.name} has none of these methods in these settings: leave one of them out")
-    for cell in chosen:
-        refuse_missing(cell.method)
     return chosen
 
 

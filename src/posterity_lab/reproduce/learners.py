@@ -9,8 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-import posterity
-from posterity import BGD, IVON, IsotropicGaussian, ScaleMixture, names_of
+from posterity import BGD, IVON, KFAC, VOGN, IsotropicGaussian, NoisyKFAC, ScaleMixture, names_of
 from posterity_lab import baselines
 from posterity_lab.continual import by_rule
 from posterity_lab.methods import Method
@@ -33,8 +32,7 @@ NAMES = {
     "kfac": "K-FAC",
     "noisy-kfac": "Noisy K-FAC",
 }
-# What they are called in the library, where a build may lack them.
-_RULES = {"vogn": "VOGN", "vogn-told": "VOGN", "kfac": "KFAC", "noisy-kfac": "NoisyKFAC"}
+_RULES: dict[str, Any] = {"vogn": VOGN, "kfac": KFAC, "noisy-kfac": NoisyKFAC}
 
 
 def learner(
@@ -105,37 +103,18 @@ def learner(
                 **given("lr", "prior_precision", "damping", "mc_samples"),
             )
         case "vogn" | "kfac" | "noisy-kfac":
-            own = ("augmentation", "mc_samples") if method != "kfac" else ()
+            drawn = {"seed": seed, **given("augmentation", "mc_samples")} if method != "kfac" else {}
             every = ("factors_every",) if method != "vogn" else ()
-            made = _rule(method)(
+            made = _RULES[method](
                 model,
                 num_data=num_data,
                 betas=(config["momentum"], config["beta2"]),
                 deterministic=names_of(model, nn.BatchNorm2d),
-                seed=seed,
-                **given("lr", "prior_precision", "damping", *own, *every),
+                **drawn,
+                **given("lr", "prior_precision", "damping", *every),
             )
             return by_rule(model, made, mask)
     raise ValueError(f"there is no method {method!r}")
-
-
-def refuse_missing(method: str) -> None:
-    """Raise if this build of the library lacks what a method is made of.
-
-    Example:
-        >>> refuse_missing("bgd")
-    """
-    if method in _RULES:
-        _rule(method)
-
-
-def _rule(method: str) -> Any:
-    name = _RULES[method]
-    if not hasattr(posterity, name):
-        raise ValueError(
-            f"this build of posterity has no {name}, which {method} needs: leave it out by naming --methods"
-        )
-    return getattr(posterity, name)
 
 
 def scale_lr(method: Method, factor: float) -> None:

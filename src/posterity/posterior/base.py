@@ -88,6 +88,7 @@ class Leaf(nn.Module, ABC):
         (True, tensor([[1., 0.]]))
     """
 
+    loc: Tensor  # means, of pruned weights too
     keep: Tensor | None
 
     def __init__(
@@ -146,18 +147,18 @@ class Leaf(nn.Module, ABC):
         )
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where the block lives."""
+        return self.loc.device
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The block's floating-point type."""
+        return self.loc.dtype
 
-    @abstractmethod
     def mean(self) -> Tensor:
         """Mean of the block."""
+        return self.masked(self.loc)
 
     @abstractmethod
     def std(self) -> Tensor:

@@ -38,7 +38,6 @@ class DiagonalGaussian(Leaf):
         torch.Size([4, 2, 3])
     """
 
-    loc: Tensor
     raw: Tensor
 
     def __init__(
@@ -62,20 +61,6 @@ class DiagonalGaussian(Leaf):
         else:
             self.register_buffer("loc", mean.detach().clone())
             self.register_buffer("raw", spread.clone())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the block lives."""
-        return self.loc.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The block's floating-point type."""
-        return self.loc.dtype
-
-    def mean(self) -> Tensor:
-        """Mean of the block."""
-        return self.masked(self.loc)
 
     def std(self) -> Tensor:
         """Standard deviation of each weight."""

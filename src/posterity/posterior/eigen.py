@@ -60,7 +60,6 @@ class EigenGaussian(Leaf):
         (torch.Size([5, 2, 3]), tensor([0.1000, 0.1000]))
     """
 
-    loc: Tensor
     rows: Tensor
     columns: Tensor
     scale: Tensor
@@ -95,20 +94,6 @@ class EigenGaussian(Leaf):
         )
         if not bool(torch.isfinite(self.scale).all() & (self.scale > 0).all()):
             raise ValueError("scale must be finite and greater than 0: it is the std along each eigenvector")
-
-    @property
-    def device(self) -> torch.device:
-        """Where the block lives."""
-        return self.loc.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The block's floating-point type."""
-        return self.loc.dtype
-
-    def mean(self) -> Tensor:
-        """Mean of the block."""
-        return self.masked(self.loc)
 
     def std(self) -> Tensor:
         """Standard deviation of each weight, whatever the others are."""

@@ -88,7 +88,6 @@ class MatrixGaussian(Leaf):
         (torch.Size([5, 2, 3]), tensor([0.1000, 0.1000]))
     """
 
-    loc: Tensor
     rows: Tensor
     columns: Tensor
 
@@ -146,20 +145,6 @@ class MatrixGaussian(Leaf):
         pair = damped(rows.detach().double(), columns.detach().double(), damping)
         u, v = (inverse_cholesky(each) for each in pair)
         return cls(mean, u / math.sqrt(scale), v, keep=keep)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the block lives."""
-        return self.loc.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The block's floating-point type."""
-        return self.loc.dtype
-
-    def mean(self) -> Tensor:
-        """Mean of the block."""
-        return self.masked(self.loc)
 
     def std(self) -> Tensor:
         """Standard deviation of each weight, whatever the others are."""

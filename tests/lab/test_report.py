@@ -81,12 +81,14 @@ def made(
     trial: dict[str, float] | None = None,
     diverged: str | None = None,
     resumed: bool = False,
+    jobs: int = 1,
     **config: Any,
 ) -> Path:
     unit = Unit(
         study.name, setting, method, seed, {"epochs": 2, "std_init": 0.02, **config}, "by hand", trial
     )
     place = {"gpu": "A fast one", "processor": "x", "torch": "2.13", "commit": "abcdef0123456789"}
+    place |= {"jobs": jobs}
     known: dict[str, Any] = {"seconds": 90.0, "resumed": resumed, "device": "cuda", "place": place}
     records.write(unit, folder, Outcome(metrics, 10_000), diverged=diverged, **known)
     return records.path_of(unit, folder)
@@ -212,6 +214,17 @@ def test_the_ablation_and_the_plane_are_shown(shown: str) -> None:
     assert rows(toys)["moons VOGN"] == ["99.0", "0.100"]
     assert toys.count("<img") == 1
     assert rows(section(shown, "VOGN: permuted"))["100 VOGN"][0] == "70.00"
+
+
+def test_times_of_runs_that_shared_a_machine_do_not_count(tmp_path: Path) -> None:
+    compare(tmp_path)
+    made(tmp_path, CALIBRATION, "resnet18", "vogn", 2, calibration_metrics(0.84, 99.0), jobs=4)
+    made(tmp_path, CALIBRATION, "alexnet", "vogn", 0, calibration_metrics(0.84, 99.0), jobs=4)
+    text = section(page(tmp_path), "VOGN, table")
+    times = rows(text[text.index("Time of an epoch") :])
+    assert times["resnet18 VOGN"][:3] == ["12.000 ± 2.828", "4.4", "4.0"]
+    assert times["alexnet VOGN"][::2] == ["–", "–", "1"]
+    assert ", 4 runs at a time" in text
 
 
 def test_every_section_says_how_to_run_it_again(folder: Path, shown: str) -> None:

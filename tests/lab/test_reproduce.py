@@ -76,6 +76,7 @@ def test_units_run_at_the_same_time_find_the_same(out: Path, tmp_path: Path) -> 
     records = reproduce("bgd-figure4", out=tmp_path, quick=True, epochs=1, jobs=2)
     alone = reproduce("bgd-figure4", out=out, quick=True, epochs=1)
     assert [record["metrics"] for record in records] == [record["metrics"] for record in alone]
+    assert [record["environment"]["jobs"] for record in (*records, *alone)] == [2, 2, 2, 1, 1, 1]
     assert sorted(path.name for path in (tmp_path / "bgd-sequence").iterdir()) == sorted(
         path.name for path in (out / "bgd-sequence").iterdir()
     )
@@ -150,7 +151,7 @@ def test_a_run_that_diverges_is_recorded_as_such(tmp_path: Path, monkeypatch: py
     study = Study("bgd-mnist", lambda quick: [cell], images.train)
     told = driving._Told(driving.Console(quiet=True))
     unit = Unit(study.name, "16", "sgd", 0, cell.config, "")
-    record = driving._run(study, unit, tmp_path, "cpu", told)
+    record = driving._run(study, unit, tmp_path, "cpu", told, jobs=1)
     assert "not finite" in record["diverged"]
     assert record["metrics"] == {}
     assert records.found(unit, tmp_path) == record

@@ -100,11 +100,11 @@ def _records(
     if jobs == 1:
         for number, unit in waiting:
             told.begin(unit, number, len(units), unit.chosen)
-            yield unit, _run(asked.study, unit, out, device, told)
+            yield unit, _run(asked.study, unit, out, device, told, jobs)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         running = {
-            pool.submit(_work, asked.name, unit, out, device, number, len(units)): unit
+            pool.submit(_work, asked.name, unit, out, device, number, len(units), jobs): unit
             for number, unit in waiting
         }
         try:
@@ -115,12 +115,12 @@ def _records(
             raise
 
 
-def _work(name: str, unit: Unit, out: Path, device: str, number: int, total: int) -> Record:
+def _work(name: str, unit: Unit, out: Path, device: str, number: int, total: int, jobs: int) -> Record:
     """A unit, in a process of its own."""
     os.environ["TERM"] = "dumb"  # the bars of several processes would run over each other
     told = _Told(Console(stderr=True))
     told.begin(unit, number, total, unit.chosen)
-    return _run(experiment(name).study, unit, out, device, told)
+    return _run(experiment(name).study, unit, out, device, told, jobs)
 
 
 def plan(
@@ -147,10 +147,11 @@ def plan(
     ]
 
 
-def _run(study: Study, unit: Unit, out: Path, device: str, told: _Told) -> Record:
+def _run(study: Study, unit: Unit, out: Path, device: str, told: _Told, jobs: int) -> Record:
     cache = unit.cache(out)
     resumed, diverged = (cache / CHECKPOINT).exists(), None
-    place = environment()  # at the start: a unit may outlast an edit of the source
+    # At the start: a unit may outlast an edit of the source. Its time is one beside as many others.
+    place = {**environment(), "jobs": jobs}
     start = time.perf_counter()
 
     with arithmetic(device):

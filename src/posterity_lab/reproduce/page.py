@@ -117,6 +117,7 @@ def _places(found: Sequence[Group]) -> str:
     places = {
         f"{place.get('gpu') if record['device'] == 'cuda' else place.get('processor')}, torch "
         f"{place.get('torch')}, commit {str(place.get('commit'))[:12]}"
+        + (f", {place['jobs']} runs at a time" if place.get("jobs", 1) > 1 else "")
         for record in runs
         for place in [record["environment"]]
     }

@@ -115,8 +115,17 @@ def mnist_cells(quick: bool) -> list[Cell]:
             ),
             "sgd": ({"lr": 0.1, "momentum": 0.0}, grid(lr=[0.01, 0.03, 0.1, 0.3])),
         }
+        # What decides BGD's result depends on the width; the others' trials are those of one.
         cells += [
-            Cell(width, method, {**common, **values}, own, trial) for method, (values, own) in methods.items()
+            Cell(
+                width,
+                method,
+                {**common, **values},
+                own,
+                trial,
+                tuned_as=None if method == "bgd" else next(iter(widths)),
+            )
+            for method, (values, own) in methods.items()
         ]
     # What prunes best need not err least: a larger std_init prunes better.
     prune = f"{width} to prune"

@@ -303,6 +303,18 @@ def test_bayes_by_backprop_learns_digits(method: str, prior: dict[str, float]) -
     assert (net(digits.test.x).argmax(-1) == digits.test.y).float().mean() > 0.9
 
 
+def test_bgd_may_begin_with_another_std_in_the_output_layer() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    config = {"std_init": 0.5, "std_last": 0.1, "lr": 1.0, "mc_samples": 2}
+    stds = learner("bgd", config, net, num_data=8, seed=0).posterior().std()
+    assert {name: round(float(std.mean()), 6) for name, std in stds.items()} == {
+        "0.weight": 0.5,
+        "0.bias": 0.5,
+        "2.weight": 0.1,
+        "2.bias": 0.1,
+    }
+
+
 def test_bayes_by_backprop_draws_anew_at_every_step() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))

@@ -59,7 +59,8 @@ def learner(
 
     match method:
         case "bgd":
-            rule = BGD(model, seed=seed, **given("std_init", "lr", "mc_samples"))
+            params = _output_apart(model, config["std_last"]) if "std_last" in config else model
+            rule = BGD(params, seed=seed, **given("std_init", "lr", "mc_samples"))
             return by_rule(model, rule, mask)
         case "bbb":
             prior = IsotropicGaussian(config["prior_std"])
@@ -115,6 +116,18 @@ def learner(
             )
             return by_rule(model, made, mask)
     raise ValueError(f"there is no method {method!r}")
+
+
+def _output_apart(model: nn.Module, std: float) -> list[dict[str, Any]]:
+    """All parameters, the output layer's in a group with a std of its own.
+
+    BGD's stds that are too large for a start grow there first, and carry the others away.
+    """
+    layers: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, p in model.named_parameters():
+        layers.setdefault(name.rpartition(".")[0], []).append((name, p))
+    *others, last = layers.values()
+    return [{"params": [pair for each in others for pair in each]}, {"params": last, "std_init": std}]
 
 
 def scale_lr(method: Method, factor: float) -> None:

@@ -265,3 +265,42 @@ def timing(options: argparse.Namespace) -> dict[str, Any]:
     """What ``posterity_lab.bench.measure`` takes from the command line."""
     keys = ("device", "rounds", "round_seconds", "row_seconds")
     return {key: getattr(options, key) for key in keys}
+
+
+def kfac_eager(
+    rule: type[posterity.KFAC] | type[posterity.NoisyKFAC],
+    every: int,
+    model: nn.Module,
+    loss_fn: Loss,
+    x: Tensor,
+    y: Tensor,
+) -> Callable[[], None]:
+    """K-FAC or Noisy K-FAC in a plain loop, with factors and inverses every so many steps."""
+    opt = _kfac(rule, every, model)
+
+    def step() -> None:
+        opt.zero_grad()
+        with opt.sampled_params():
+            loss_fn(model, x, y).backward()
+        opt.step()
+
+    return step
+
+
+def kfac_ours(
+    rule: type[posterity.KFAC] | type[posterity.NoisyKFAC],
+    every: int,
+    model: nn.Module,
+    loss_fn: Loss,
+    x: Tensor,
+    y: Tensor,
+) -> Callable[[], Tensor]:
+    """``posterity.compile_step`` with K-FAC or Noisy K-FAC."""
+    train_step = posterity.compile_step(model, loss_fn, _kfac(rule, every, model))
+    return lambda: train_step(x, y)
+
+
+def _kfac(rule: type[posterity.KFAC] | type[posterity.NoisyKFAC], every: int, model: nn.Module) -> Any:
+    # As for VOGN, the net stays about where it is.
+    plain = posterity.names_of(model, nn.BatchNorm2d)
+    return rule(model, num_data=50_000, lr=1e-6, damping=1.0, factors_every=every, deterministic=plain)

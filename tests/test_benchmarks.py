@@ -28,6 +28,7 @@ SMOKE = {
     "conv_step": (["--nets", "lenet5", "--samples", "2", "--batch", "4"], {LOOP, "compile_step", ADAM}),
     "ivon_step": (["--net", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, "ivon-opt"}),
     "vogn_step": (["--nets", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, *BACKPACK}),
+    "kfac_step": (["--nets", "lenet5", "--batch", "4", "--every", "2"], {"eager step", "compile_step", ADAM}),
     "vogn_memory": (["--nets", "lenet5", "--batch", "4"], set()),
     "predict": (["--nets", "mlp", "--images", "3", "--samples", "2"], {"loop over networks", "predict"}),
     "mnist": (["--data", "digits", "--widths", "8", "--epochs", "1"], {"compile_step"}),
@@ -92,6 +93,14 @@ def test_a_benchmark_writes_its_record(name: str, device: str, made: Callable[[s
         of, to = (row["columns"][ratio[key]]["value"] for key in ("of", "to"))
         assert ratio["value"] == of / to
     assert row["parameters"] > 0
+
+
+def test_a_round_of_kfac_has_whole_cycles(made: Callable[[str, str], Path]) -> None:
+    rows = json.loads(made("kfac_step", "cpu").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["Noisy K-FAC K = 1, lenet5", "K-FAC, lenet5"]
+    for row in rows:
+        assert row["factors_every"] == 2
+        assert {row["columns"][name]["steps"] for name in ("eager step", "compile_step")} == {2}
 
 
 def test_memory_says_that_a_cpu_has_no_counter(made: Callable[[str, str], Path]) -> None:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import posterity
+from posterity.optim.inverses import inverse_roots
+from posterity.posterior.matrix import damped
 from posterity.train_step import TrainStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -47,6 +49,26 @@ def test_loop_and_stack_agree_and_nothing_is_captured(samples: int) -> None:
         results.append({**model.state_dict(), **{f"std {n}": s for n, s in opt.posterior().std().items()}})
     for key, value in results[0].items():
         torch.testing.assert_close(results[1][key], value, rtol=1e-6, atol=1e-8, msg=key)
+
+
+@pytest.mark.parametrize("damping", [1e-9, 1e-4, 1e-1])
+def test_inverses_are_right_whatever_products_are_allowed(damping: float) -> None:
+    torch.manual_seed(0)
+    before = torch.get_float32_matmul_precision()
+    factors = {}
+    for number, size in enumerate((1500, 40, 40)):  # one by itself, two together
+        a, s = torch.rand(size, 3, device="cuda"), torch.randn(30, 20, device="cuda")
+        factors[number] = (s @ s.mT, a @ a.mT, damping)
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = inverse_roots(factors)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for (*pair, _), roots in zip(factors.values(), found.values(), strict=True):
+        for precision, root in zip(damped(*(each.double() for each in pair), damping), roots, strict=True):
+            precision.diagonal().add_(torch.finfo(torch.float32).eps * precision.trace())
+            left = root.double().mT @ precision @ root.double()
+            torch.testing.assert_close(left, torch.eye(len(left)).to(left), rtol=0, atol=1e-3)
 
 
 def test_state_stays_on_the_device_through_saving() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -13,11 +14,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import posterity
-from posterity import KFAC, DiagonalGaussian, Factorised, MatrixGaussian, NoisyKFAC
+from posterity import KFAC, DiagonalGaussian, EigenGaussian, Factorised, MatrixGaussian, NoisyKFAC
 from posterity.curvature import Kronecker
 from posterity.noise import normal
-from posterity.optim.kfac import inverse_roots, undamped
+from posterity.optim.inverses import inverse_roots, undamped
 from posterity.optim.statistics import Statistics
+from posterity.posterior.matrix import damped
 
 B = 6
 HYPER = {
@@ -260,6 +262,16 @@ def test_a_run_equals_the_transcription(
     compare(model, opt, exact)
 
 
+def test_blocks_may_all_be_deterministic() -> None:
+    model, x, y = conv_net()
+    fixed = ("0.weight", "0.bias", "4.weight", "4.bias")
+    opt, exact = NoisyKFAC(model, deterministic=fixed, **HYPER), Transcription(model, fixed=fixed)
+    for _ in range(3):
+        exact.step(x, y)
+        opt.step(lambda: loss_fn(model, x, y), batch_size=B)
+    compare(model, opt, exact)
+
+
 def test_weights_and_biases_in_different_groups_are_blocks_of_their_own() -> None:
     model, x, y = conv_net()
     named = list(model.named_parameters())
@@ -373,6 +385,37 @@ def test_a_posterior_taken_up_is_the_same() -> None:
                 torch.testing.assert_close(other.state[twin[0].weight][key], opt.state[first][key])
 
 
+def eigen_leaf(scale: Tensor) -> EigenGaussian:
+    generator = torch.Generator().manual_seed(3)
+    rows, columns = (torch.linalg.qr(torch.randn(n, n, generator=generator).double()).Q for n in (5, 5))
+    return EigenGaussian((torch.ones(5, 4).double(), torch.zeros(5).double()), rows, columns, scale)
+
+
+def test_an_eigenbasis_posterior_is_taken_up_as_the_nearest_product() -> None:
+    model, x, y = mlp()
+    opt = NoisyKFAC(model, **HYPER)
+    first, second = torch.linspace(0.1, 0.5, 5).double(), torch.linspace(2, 1, 5).double()
+    for prior in (0.0, 0.7):
+        # As a Laplace approximation has it: a product, and the prior's precision added.
+        leaf = eigen_leaf((torch.outer(first, second) ** -2 + prior).rsqrt())
+        opt.load_posterior(Factorised({("0.weight", "0.bias"): leaf}))
+        taken = opt.posterior().block("0.weight+0.bias")
+        assert isinstance(taken, MatrixGaussian)
+        torch.testing.assert_close(taken.mean(), leaf.mean())
+        torch.testing.assert_close(taken.log_volume(), leaf.log_volume())
+        covariance = torch.kron(taken.rows @ taken.rows.mT, taken.columns @ taken.columns.mT)
+        basis = torch.kron(leaf.rows, leaf.columns)
+        found = basis.mT @ covariance @ basis
+        torch.testing.assert_close(found, found.diagonal().diag(), rtol=0, atol=1e-12)
+        logs = 0.5 * found.diagonal().log().view(5, 5)
+        torch.testing.assert_close(logs.mean(0), leaf.scale.log().mean(0))
+        torch.testing.assert_close(logs.mean(1), leaf.scale.log().mean(1))
+        if prior == 0.0:
+            torch.testing.assert_close(taken.std(), leaf.std())
+        opt.step(lambda: loss_fn(model, x, y))
+        assert set(opt.posterior().blocks) == {"0.weight+0.bias", "2.weight"}
+
+
 def test_a_diagonal_posterior_is_taken_up_until_layers_tell_of_their_factors() -> None:
     model, x, y = mlp()
     opt = NoisyKFAC(model, **HYPER)
@@ -417,18 +460,19 @@ def test_singular_factors_have_an_inverse_in_single_precision(make: type[KFAC] |
     assert all(torch.isfinite(std).all() for std in opt.posterior().std().values())
 
 
-def test_factors_without_an_inverse_are_refused_before_anything_moves() -> None:
+@pytest.mark.parametrize(("layer", "block"), [(0, "0.weight+0.bias"), (2, "2.weight")])
+def test_factors_without_an_inverse_are_refused_before_anything_moves(layer: int, block: str) -> None:
     model, x, y = mlp()
     opt = KFAC(model, **HYPER)
     opt.step(lambda: loss_fn(model, x, y))
-    opt.state[model[2].weight]["outputs"].neg_().mul_(10)  # as no loss makes them
+    opt.state[model[layer].weight]["outputs"].neg_().mul_(10)  # as no loss makes them
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"'2.weight': .* raise damping; nothing has moved"):
+    with pytest.raises(ValueError, match=f"'{re.escape(block)}': .* raise damping; nothing has moved"):
         opt.step(lambda: loss_fn(model, x, y))
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     with pytest.raises(RuntimeError, match="no gradient at sampled weights"):
         opt.step()  # what was refused is not waiting
-    opt.state[model[2].weight]["outputs"].neg_()
+    opt.state[model[layer].weight]["outputs"].neg_()
     opt.step(lambda: loss_fn(model, x, y))
 
 
@@ -460,11 +504,28 @@ def test_a_weight_used_by_rows_is_refused_by_name() -> None:
 def test_undamping_undoes_damping() -> None:
     generator = torch.Generator().manual_seed(0)
     a, s = (torch.randn(n, 9, generator=generator).double() for n in (4, 3))
-    roots = inverse_roots(s @ s.T, a @ a.T, 0.7)
+    roots = inverse_roots({0: (s @ s.T, a @ a.T, 0.7)})[0]
     for found, exact in zip(undamped(*roots, 0.7), (s @ s.T, a @ a.T), strict=True):
         torch.testing.assert_close(found, exact)
     for found in undamped(*roots, 1e6):
         assert not found.any()
+
+
+@pytest.mark.parametrize("damping", [1e-15, 1e-9, 1e-4, 1e-1])
+def test_inverses_of_single_precision_are_right_to_three_digits(damping: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    factors = []
+    for size in (600, 40, 40):  # without damping, Cholesky's method fails for the first
+        a = torch.rand(size, 1, generator=generator)
+        s = torch.randn(30, 20, generator=generator)
+        factors.append((s @ s.T, a @ a.T, damping))
+    for (s, a, _), pair in zip(factors, inverse_roots(dict(enumerate(factors))).values(), strict=True):
+        exact = damped(s.double(), a.double(), damping)
+        for precision, root in zip(exact, pair, strict=True):
+            precision.diagonal().add_(torch.finfo(torch.float32).eps * precision.trace())
+            assert root.dtype == torch.float32
+            left = root.double().mT @ precision @ root.double()
+            torch.testing.assert_close(left, torch.eye(len(left)).double(), rtol=0, atol=1e-3)
 
 
 def test_drawn_weights_have_the_covariance_of_the_posterior() -> None:
@@ -537,7 +598,9 @@ def test_linear_regression_reaches_its_own_fixed_point(
             S = S + opt.draws * covariance[0] * (covariance[1] @ A).trace()
         grad = residual.T @ X / N
         told = Kronecker("w", None, None, A, S)
-        mean, state = opt.update(mean, state, Statistics(grad, grad[:0], N, step, grad[:0], told), group)
+        stats = Statistics(grad, grad[:0], N, step, grad[:0], told)
+        ((mean, new),) = opt.updates([(mean, state, stats, group)])
+        state |= new
     exact, U, V = regression(temperature, damping, opt.draws)
     torch.testing.assert_close(mean, exact, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(torch.kron(*covariance), torch.kron(U, V), rtol=1e-8, atol=1e-12)

@@ -21,7 +21,22 @@ from posterity.optim.slab import State
 from posterity.optim.statistics import Accumulator, Statistics
 
 Names: TypeAlias = tuple[str, ...]
-Update: TypeAlias = Callable[[Tensor, State, Statistics, Group], tuple[Tensor, State]]
+# Mean, state, what a step has seen, and group of every block; new means and states, in the same order.
+Moving: TypeAlias = tuple[Tensor, State, Statistics, Group]
+Updates: TypeAlias = Callable[[Sequence[Moving]], Sequence[tuple[Tensor, State]]]
+
+
+class Refused(ValueError):
+    """A rule cannot move a block.
+
+    Args:
+        reason: Why, and what to do.
+        number: Which of those that it was given.
+    """
+
+    def __init__(self, reason: str, number: int) -> None:
+        super().__init__(reason)
+        self.number = number
 
 
 class Member(NamedTuple):
@@ -57,15 +72,18 @@ class Block:
         self.number, _, self.state = parts[0]
         self.params = [part.p for part in parts]
         self._widths = [p.shape[1:].numel() for p in self.params]
+        self._dims = [p.dim() for p in self.params]
 
     def join(self, values: Iterable[Tensor]) -> Tensor:
-        """One value per weight, ``[..., *shape]`` of every parameter, as a matrix."""
-        places = zip(values, self.params, self._widths, strict=True)
-        return torch.cat([v.reshape(*v.shape[: v.dim() - p.dim()], len(p), w) for v, p, w in places], -1)
+        """One value per weight, ``[..., *shape]`` of every parameter, as a matrix; a view if it can be."""
+        places = zip(values, self._dims, strict=True)
+        rows = [value.flatten(1 - dim) if dim > 1 else value.unsqueeze(-1) for value, dim in places]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """The inverse of :meth:`join`."""
-        places = zip(torch.split(matrix, self._widths, -1), self.params, strict=True)
+        parts = [matrix] if len(self.params) == 1 else torch.split(matrix, self._widths, -1)
+        places = zip(parts, self.params, strict=True)
         return [part.reshape(*matrix.shape[:-2], *p.shape) for part, p in places]
 
     def means(self) -> list[Tensor]:
@@ -87,42 +105,44 @@ class Block:
             matrices: Keys of the state that are not values of single weights.
         """
         means, keep = self.means(), self.keep()
-        grads = [
-            None if p.grad is None else p.grad.to(m.dtype) for p, m in zip(self.params, means, strict=True)
-        ]
+        still = [p.grad is None for p in self.params]
+        grads = [m if p.grad is None else p.grad.to(m.dtype) for p, m in zip(self.params, means, strict=True)]
 
-        def joined(values: Iterable[Tensor]) -> Tensor:
-            pairs = zip(values, grads, strict=True)
-            return self.join(torch.zeros_like(v) if grad is None else v for v, grad in pairs)
+        def joined(values: list[Tensor]) -> Tensor:
+            if any(still):
+                values = [torch.zeros_like(v) if s else v for v, s in zip(values, still, strict=True)]
+            return self.join(values)
 
-        single = self.parts[-1].state.keys() - {"step", "mean", "keep", *matrices}
-        state = {key: joined(part.state[key] for part in self.parts) for key in single}
+        apart = {"step", "mean", "keep", *matrices}
+        single = [key for key in self.parts[-1].state if key not in apart]
+        state = {key: joined([part.state[key] for part in self.parts]) for key in single}
         state |= {key: self.state[key] for key in matrices if key in self.state}
-        grad = joined(mean if grad is None else grad for mean, grad in zip(means, grads, strict=True))
+        grad = joined(grads)
         # What is pruned may not move the others through the matrix.
         return joined(means), grad if keep is None else grad * keep, state
 
-    def put(self, mean: Tensor, state: State, matrices: Sequence[str]) -> None:
-        """Write what a rule has made of them; parameters without a gradient stay as they are."""
+    def put(self, mean: Tensor, state: State, matrices: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
+        """Take what a rule has made of them: what is to be written where, others being as they are.
+
+        Parameters without a gradient stay, and so does what the rule has left out or given back.
+        """
         keep = self.keep()
-        single = {"mean": mean if keep is None else mean * keep}
+        pairs, single = [], {"mean": mean if keep is None else mean * keep}
         for key, value in state.items():
+            old = self.state.get(key)
             if key not in matrices:
                 single[key] = value
-            elif key in self.state and self.state[key].shape == value.shape:
-                self.state[key].copy_(value)
-            else:
+            elif old is None or old.shape != value.shape:
                 self.state[key] = value.clone()
+            elif old is not value:
+                pairs.append((old, value))
         moved = [i for i, p in enumerate(self.params) if p.grad is not None]
         for key, value in single.items():
             values = self.split(value)
-            for i in moved:
-                if key in self.parts[i].state:
-                    self.parts[i].state[key].copy_(values[i])
-                if key == "mean":
-                    self.params[i].copy_(values[i])
-        for i in moved:
-            self.parts[i].state["step"] += 1
+            pairs += [(self.parts[i].state[key], values[i]) for i in moved if key in self.parts[i].state]
+            if key == "mean":
+                pairs += [(self.params[i], values[i]) for i in moved]
+        return pairs
 
     def forget(self, matrices: Sequence[str]) -> None:
         """Drop the state of the matrix as a whole."""
@@ -162,22 +182,26 @@ class Blocks:
             drawn: The draws of all slabs, those of deterministic parameters left out.
             perturb: How far from the mean the rule draws a block, given standard normals ``[K, O, I + 1]``.
         """
-        if not self._blocks:
+        blocks = [each for each in self._blocks if not self._groups[each.number]["deterministic"]]
+        if not blocks:
             return
         places = {p: (draw, i) for draw in drawn for i, p in enumerate(draw.slab.params)}
         weights = {draw.slab: draw.weights() for draw in drawn}
-        for block in self._blocks:
-            group = self._groups[block.number]
-            if group["deterministic"]:
-                continue
+        targets, values, means = [], [], []
+        for block in blocks:
             found = [places[p] for p in block.params]
             noise = block.join(draw.noise.blocks[i] for draw, i in found)
-            values, keep = block.join(block.means()) + perturb(block.state, noise, group), block.keep()
-            parts = block.split(values if keep is None else values * keep)
-            for (draw, i), part in zip(found, parts, strict=True):
-                weights[draw.slab][i].copy_(part)
+            values.append(perturb(block.state, noise, self._groups[block.number]))
+            means.append(block.join(block.means())[None])
+            targets += [weights[draw.slab][i] for draw, i in found]
+        torch._foreach_add_(values, means)
+        parts = []
+        for block, value in zip(blocks, values, strict=True):
+            keep = block.keep()
+            parts += block.split(value if keep is None else value * keep)
+        _copy(list(zip(targets, parts, strict=True)))
 
-    def move(self, sums: Accumulator, sizes: Sequence[int], update: Update) -> set[Tensor]:
+    def move(self, sums: Accumulator, sizes: Sequence[int], updates: Updates) -> set[Tensor]:
         """Move the blocks that have a gradient, all or none of them; the parameters of all blocks.
 
         What layers have told of is a block from here on, whatever its parameters were before.
@@ -185,8 +209,46 @@ class Blocks:
         Args:
             sums: What a step has seen.
             sizes: The batch size that each group's rule sees.
-            update: The rule.
+            updates: The rule.
         """
+        factors, old, blocks = self._told(sums)
+        known = {id(each) for each in self._blocks}
+        moving, given, none = [], [], torch.empty(0)
+        for block in blocks:
+            if any(p.grad is not None for p in block.params):
+                mean, grad, state = block.gather(self._keys)
+                if id(block) not in known:  # what is there belongs to another block of its first parameter
+                    state = {key: value for key, value in state.items() if key not in self._keys}
+                stats = Statistics(
+                    grad,
+                    none,
+                    sizes[block.number],
+                    int(block.state["step"]) + 1,
+                    none,
+                    factors.get(block.names),
+                )
+                moving.append(block)
+                given.append((mean, state, stats, self._groups[block.number]))
+        try:
+            made = updates(given)
+        except Refused as error:
+            names = "+".join(moving[error.number].names)
+            raise ValueError(f"{names!r}: {error}; nothing has moved") from error
+        for block in old:
+            block.forget(self._keys)
+        _copy([pair for block, new in zip(moving, made, strict=True) for pair in block.put(*new, self._keys)])
+        if counts := [
+            part.state["step"] for each in moving for part in each.parts if part.p.grad is not None
+        ]:
+            torch._foreach_add_(counts, 1)
+        if blocks != self._blocks:
+            self._remember(blocks)
+        return {p for block in blocks for p in block.params}
+
+    def _told(self, sums: Accumulator) -> tuple[dict[Names, Kronecker], list[Block], list[Block]]:
+        """Factors by block, blocks that are none any more, and those that there are from here on."""
+        if not sums.layers:
+            return {}, [], self._blocks
         parts = self._parts()
         factors = {
             names: each
@@ -197,31 +259,8 @@ class Blocks:
         old = [each for each in self._blocks if each.names not in factors and named & {*each.names}]
         blocks = [each for each in self._blocks if each not in old]
         known = {each.names for each in blocks}
-        blocks += [Block(names, [parts[name] for name in names]) for names in factors if names not in known]
-        moves = []
-        for block in blocks:
-            if any(p.grad is not None for p in block.params):
-                mean, grad, state = block.gather(self._keys)
-                if block.names not in known:  # what is there belongs to another block of its first parameter
-                    state = {key: value for key, value in state.items() if key not in self._keys}
-                stats = Statistics(
-                    grad,
-                    grad[:0],
-                    sizes[block.number],
-                    int(block.state["step"]) + 1,
-                    grad[:0],
-                    factors.get(block.names),
-                )
-                try:
-                    moves.append((block, *update(mean, state, stats, self._groups[block.number])))
-                except ValueError as error:
-                    raise ValueError(f"{'+'.join(block.names)!r}: {error}; nothing has moved") from error
-        for block in old:
-            block.forget(self._keys)
-        for block, mean, state in moves:
-            block.put(mean, state, self._keys)
-        self._remember(blocks)
-        return {p for block in blocks for p in block.params}
+        new = [Block(names, [parts[name] for name in names]) for names in factors if names not in known]
+        return factors, old, [*blocks, *new]
 
     def displace(self, blocks: Iterable[Names], fresh: Mapping[Tensor, State]) -> None:
         """Let parameters have other states, and other blocks where these have matrices.
@@ -264,7 +303,7 @@ def told(layers: Iterable[Kronecker], parts: Mapping[str, Member], weight: float
     """
     found: dict[Names, Kronecker] = {}
     for layer in layers:
-        mean = replace(layer, A=layer.A / weight, S=layer.S / weight)
+        mean = layer if weight == 1 else replace(layer, A=layer.A / weight, S=layer.S / weight)
         if layer.bias is None:
             found[layer.weight,] = mean
         elif parts[layer.weight].kind == parts[layer.bias].kind:
@@ -273,3 +312,10 @@ def told(layers: Iterable[Kronecker], parts: Mapping[str, Member], weight: float
             found[layer.weight,] = replace(mean, bias=None, A=mean.A[:-1, :-1])
             found[layer.bias,] = replace(mean, weight=layer.bias, bias=None, A=mean.A[-1:, -1:])
     return found
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write values over tensors, all at once."""
+    if pairs:
+        targets, values = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, values)

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import final
 
 import torch
@@ -54,43 +55,14 @@ from torch import Tensor
 
 from posterity.curvature import Factors
 from posterity.names import NameFilter
+from posterity.optim.blocks import Moving
 from posterity.optim.groups import Group, Params
+from posterity.optim.inverses import inverse_roots, undamped
 from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
 from posterity.optim.variational import VariationalOptimizer
 from posterity.optim.vogn import GaussNewton, scales
-from posterity.posterior import Leaf, MatrixGaussian
-from posterity.posterior.matrix import damped, inverse_cholesky, solved
-
-
-def inverse_roots(outputs: Tensor, inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Lower R, C with R Rᵀ = S_γ⁻¹ and C Cᵀ = A_γ⁻¹."""
-    # In double precision: factors are often nearly singular.
-    rows, columns = damped(outputs.double(), inputs.double(), damping)
-    for factor in (rows, columns):
-        # Rounding may have made eigenvalues of a singular factor negative, though by no more than this.
-        factor.diagonal().add_(torch.finfo(outputs.dtype).eps * factor.trace())
-    return inverse_cholesky(rows).to(outputs.dtype), inverse_cholesky(columns).to(inputs.dtype)
-
-
-def undamped(rows: Tensor, columns: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The S̄, Ā with S_γ = (rows rowsᵀ)⁻¹ and A_γ = (columns columnsᵀ)⁻¹, or the nearest that there are.
-
-    tr A_γ / (I+1) = π (√(tr Ā/(I+1) · tr S̄/O) + √γ), and that of S_γ is the same over π instead of times π:
-    the ratio of both is π², before damping as after it. Where damping alone exceeds S_γ or A_γ, nothing is
-    left of them.
-    """
-    found = []
-    for root in (rows.double(), columns.double()):
-        inverse = solved(root, torch.eye(len(root), dtype=root.dtype, device=root.device), 0)
-        found.append(torch.linalg.eigh(inverse.mT @ inverse))
-    pi = (found[1][0].mean() / found[0][0].mean()).sqrt()
-    shifts = math.sqrt(damping) / pi, math.sqrt(damping) * pi
-    outputs, inputs = (
-        (vectors * (values - shift).clamp(min=0.0)) @ vectors.mT
-        for (values, vectors), shift in zip(found, shifts, strict=True)
-    )
-    return outputs, inputs
+from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
 
 
 class KroneckerNewton(GaussNewton):
@@ -155,6 +127,7 @@ class KroneckerNewton(GaussNewton):
 
     def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
         """Factors whose inverses are a matrix Gaussian's; of a diagonal one, curvature as for VOGN."""
+        leaf = leaf.product() if isinstance(leaf, EigenGaussian) else leaf
         if not isinstance(leaf, MatrixGaussian):
             return self.init(mean, std, group)
         num_data, _, shift = scales(group)
@@ -167,9 +140,11 @@ class KroneckerNewton(GaussNewton):
 
     def perturb(self, state: State, noise: Tensor, group: Group) -> Tensor:
         """sqrt(τ/N) · R E Cᵀ."""
-        num_data, _, _ = scales(group)
-        rows, columns = state["rows"].to(noise), state["columns"].to(noise)
-        return math.sqrt(group["temperature"] / num_data) * (rows @ noise @ columns.mT)
+        scale = math.sqrt(group["temperature"] / scales(group)[0])
+        rows, columns, flat = state["rows"].to(noise), state["columns"].to(noise), noise.flatten(0, 1)
+        # What is added is zero times the noise, which is there for its shape.
+        half = torch.addmm(flat, flat, columns.mT, beta=0, alpha=scale).view_as(noise)
+        return torch.bmm(rows.expand(len(noise), -1, -1), half)
 
     def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
         """MN(M, S_γ⁻¹, τ/N A_γ⁻¹)."""
@@ -178,30 +153,52 @@ class KroneckerNewton(GaussNewton):
         scale = math.sqrt(group["temperature"] / scales(group)[0])
         return MatrixGaussian(mean, scale * state["rows"], state["columns"], keep=keep)
 
-    def curvature(self, state: State, stats: Statistics, group: Group) -> State:
-        """Averages of the factors, and their inverses where these are due."""
-        if stats.factors is None and "rows" not in state:
-            return super().curvature(state, stats, group) if len(stats.squares) else {"hess": state["hess"]}
-        new = {key: state[key] for key in self.matrices if key in state}
-        new["hess"] = state["hess"]
-        if stats.factors is not None:
-            beta2 = group["betas"][1]
-            for key, told in (("inputs", stats.factors.A), ("outputs", stats.factors.S)):
-                told = told.to(stats.grad)
-                new[key] = beta2 * state[key] + (1 - beta2) * told if key in state else told
-            # Of each weight by itself, for those who ask how fast it moves.
-            new["hess"] = torch.outer(new["outputs"].diagonal(), new["inputs"].diagonal())
-        due = group["steps"] % (group["inverses_every"] or group["factors_every"]) == 0
-        if due or "rows" not in state:
-            new["rows"], new["columns"] = inverse_roots(new["outputs"], new["inputs"], scales(group)[2])
+    def updates(self, blocks: Sequence[Moving]) -> list[tuple[Tensor, State]]:
+        """Averages of the factors, their inverses where these are due, and steps with both."""
+        news = [self.averages(state, stats, group) for _, state, stats, group in blocks]
+        due = {
+            i: (new["outputs"], new["inputs"], scales(group)[2])
+            for i, (new, (*_, group)) in enumerate(zip(news, blocks, strict=True))
+            if "rows" not in new or group["steps"] % (group["inverses_every"] or group["factors_every"]) == 0
+        }
+        for i, (rows, columns) in inverse_roots(due).items():
+            news[i] |= {"rows": rows, "columns": columns}
+        moved: list[Tensor] = []
+        for _, alike in groupby(zip(blocks, news, strict=True), key=lambda pair: id(pair[0][3])):
+            moved += self._steps(*zip(*alike, strict=True))
+        return list(zip(moved, news, strict=True))
+
+    def _steps(self, blocks: Sequence[Moving], news: Sequence[State]) -> Sequence[Tensor]:
+        """m ← β1 m + (G + δ̃ M), M ← M − α S_γ⁻¹ m A_γ⁻¹ for blocks of one group: the new M."""
+        group = blocks[0][3]
+        _, decay, _ = scales(group)
+        into, out = (group["lr"], 1.0) if group["keep_velocity"] else (1.0, group["lr"])
+        means = [mean for mean, *_ in blocks]
+        momenta = torch._foreach_add([stats.grad for *_, stats, _ in blocks], means, alpha=decay)
+        torch._foreach_mul_(momenta, into)
+        torch._foreach_add_(momenta, [state["momentum"] for _, state, *_ in blocks], alpha=group["betas"][0])
+        natural = []
+        for momentum, new in zip(momenta, news, strict=True):
+            rows, columns = new["rows"], new["columns"]
+            new["momentum"] = momentum
+            natural.append(rows @ (rows.mT @ momentum @ columns) @ columns.mT)
+        return torch._foreach_add(means, natural, alpha=-out)
+
+    def averages(self, state: State, stats: Statistics, group: Group) -> State:
+        """Ā ← β2 Ā + (1−β2) A and S̄ likewise, in a step that has factors; the matrices else as they are."""
+        new = {key: state[key].to(stats.grad) for key in self.matrices if key in state}
+        if stats.factors is None:
+            return new
+        for key, told in (("inputs", stats.factors.A), ("outputs", stats.factors.S)):
+            told = told.to(stats.grad)
+            new[key] = torch.lerp(new[key], told, 1 - group["betas"][1]) if key in new else told
+        # Of each weight by itself, for those who ask how fast it moves.
+        new["hess"] = torch.outer(new["outputs"].diagonal(), new["inputs"].diagonal())
         return new
 
-    def natural(self, step: Tensor, curvature: State, group: Group) -> Tensor:
-        """S_γ⁻¹ · step · A_γ⁻¹."""
-        if "rows" not in curvature:
-            return super().natural(step, curvature, group)
-        rows, columns = curvature["rows"], curvature["columns"]
-        return rows @ (rows.mT @ step @ columns) @ columns.mT
+    def curvature(self, state: State, stats: Statistics, group: Group) -> State:
+        """VOGN's, of what has no factors, in steps that have squares."""
+        return super().curvature(state, stats, group) if len(stats.squares) else {"hess": state["hess"]}
 
 
 @final

@@ -23,7 +23,7 @@ from posterity.curvature import Collector
 from posterity.names import NameFilter, select
 from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
-from posterity.optim.blocks import Blocks
+from posterity.optim.blocks import Blocks, Moving
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
 from posterity.optim.collecting import Collecting
 from posterity.optim.gradients import GradientLedger, refuse_bad_gradients, refuse_process_group
@@ -131,6 +131,10 @@ class VariationalOptimizer(Optimizer, ABC):
     def perturb(self, state: State, noise: Tensor, group: Group) -> Tensor:
         """How far weights are drawn from their mean, given standard normals."""
         return self.std(state, group) * noise
+
+    def updates(self, blocks: Sequence[Moving]) -> Sequence[tuple[Tensor, State]]:
+        """New means and states of all blocks that are matrices; what is left out of a state stays."""
+        return [self.update(*block) for block in blocks]
 
     def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
         """The posterior of a block, given the means of its tensors."""
@@ -400,7 +404,7 @@ class VariationalOptimizer(Optimizer, ABC):
     @torch.no_grad()
     def apply(self, sizes: list[int]) -> None:
         """Move every parameter that has a gradient, given the batch size that each group's rule sees."""
-        done = self._matrices.move(self._sums, sizes, self.update) if self.matrices else set()
+        done = self._matrices.move(self._sums, sizes, self.updates) if self.matrices else set()
         collected = self.collects is None or bool(self._sums.examples)
         for sums in self._sums:
             slab, live = sums.slab, self._live

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
-from posterity.posterior.matrix import solved
+from posterity.posterior.matrix import MatrixGaussian, solved
 
 # Kept weights of a pruned block whose covariance is written out: 4096² numbers are 128 MiB in float64.
 _DENSE = 4096
@@ -135,6 +135,24 @@ class EigenGaussian(Leaf):
     def marginals(self) -> DiagonalGaussian:
         """Independent weights with the same means and stds."""
         return DiagonalGaussian(self.mean(), self.std(), keep=self.keep)
+
+    def product(self) -> MatrixGaussian:
+        """The matrix Gaussian with the same means, eigenvectors and volume, and the nearest stds along them.
+
+        Nearest is meant by squares of logarithms: a scale that is a product of two vectors is kept as it is.
+
+        Example:
+            >>> leaf = EigenGaussian(torch.zeros(2, 2), torch.eye(2), torch.eye(2), torch.full((2, 2), 0.1))
+            >>> leaf.product().std()[0]
+            tensor([0.1000, 0.1000])
+        """
+        logs = self.scale.double().log()
+        stds = logs.mean(1).exp(), (logs.mean(0) - logs.mean()).exp()
+        roots = []
+        for basis, std in zip((self.rows, self.columns), stds, strict=True):
+            upper = cast(Tensor, torch.linalg.qr((basis.double() * std).mT, mode="r").R)
+            roots.append((upper * upper.diagonal().sign()[:, None]).mT)
+        return MatrixGaussian(self.split(self.loc), *roots, keep=self.keep)
 
     def correlation(self) -> Tensor:
         """KL from this to its ``marginals``: what the weights know of each other."""

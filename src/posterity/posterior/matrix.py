@@ -26,8 +26,13 @@ from torch import Tensor
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 
+# Matrices up to this size are decomposed together with others of theirs, a GPU having too little to do with
+# one; of larger ones, so many columns are solved for at once.
+_TOGETHER = 1024
 # Kept weights of a pruned block whose covariance is written out: 4096² numbers are 128 MiB in float64.
 _DENSE = 4096
+
+SINGULAR = "a factor of the precision is not positive definite: raise damping"
 
 
 def damped(rows: Tensor, columns: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -43,23 +48,60 @@ def damped(rows: Tensor, columns: Tensor, damping: float) -> tuple[Tensor, Tenso
     """
     if not 0.0 <= damping < math.inf:
         raise ValueError(f"damping must be finite and 0 or more, not {damping}")
-    ratio = columns.diagonal().mean() / rows.diagonal().mean()
+    rows, columns = rows.clone(), columns.clone()
+    shifts = shares(rows.diagonal().mean(), columns.diagonal().mean(), math.sqrt(damping))
+    for factor, shift in zip((rows, columns), shifts, strict=True):
+        factor.diagonal().add_(shift)
+    return rows, columns
+
+
+def shares(rows: Tensor, columns: Tensor, root: float | Tensor) -> tuple[Tensor, Tensor]:
+    """What :func:`damped` adds, given mean eigenvalues and the damping's root; of any number of pairs."""
+    ratio = columns / rows
     pi = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0).sqrt()
-    eye = torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
-    eye_columns = torch.eye(len(columns), dtype=columns.dtype, device=columns.device)
-    return rows + math.sqrt(damping) / pi * eye, columns + math.sqrt(damping) * pi * eye_columns
+    return root / pi, root * pi
 
 
-def inverse_cholesky(precision: Tensor) -> Tensor:
-    """The lower L with ``L Lᵀ = precision⁻¹``, without making that inverse.
+def inverse_cholesky(matrices: Sequence[Tensor], shifts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+    """The lower L with ``L Lᵀ = (matrix + shift · I)⁻¹`` of each, and which are not positive definite.
 
-    With J the reversal of an order, J P J = C Cᵀ gives P = R Rᵀ for the upper R = J C J, and L = R⁻ᵀ.
+    With J the reversal of an order, J P J = C Cᵀ gives P = R Rᵀ for the upper R = J C J, and L = R⁻ᵀ: the
+    inverse is never made. Small matrices of one size are worked on together, and no GPU is waited for.
+
+    Args:
+        matrices: Symmetric ones, of any sizes.
+        shifts: One number for each.
     """
-    lower, failed = torch.linalg.cholesky_ex(precision.flip(0, 1))
-    if bool(failed):
-        raise ValueError("a factor of the precision is not positive definite: raise damping")
-    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-    return solved(lower.flip(0, 1).mT, eye, 0)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, each in enumerate(matrices):
+        alone = i if len(each) > _TOGETHER else None
+        alike.setdefault((len(each), each.dtype, each.device, alone), []).append(i)
+    roots: dict[int, Tensor] = {}
+    failures: dict[int, Tensor] = {}
+    for places in alike.values():
+        backwards = torch.stack([matrices[i] for i in places]).flip(1, 2)
+        if shifts is not None:
+            added = torch.stack([shifts[i] for i in places]).to(backwards)
+            backwards.diagonal(0, 1, 2).add_(added[:, None])
+        lower, failed = torch.linalg.cholesky_ex(backwards)
+        roots |= zip(places, inverse_triangle(lower.flip(1, 2).mT), strict=True)
+        failures |= zip(places, failed.to(matrices[0].device), strict=True)
+    every = range(len(matrices))
+    return [roots[i] for i in every], torch.stack([failures[i] for i in every]) > 0
+
+
+def inverse_triangle(lower: Tensor) -> Tensor:
+    """The inverses of lower triangles ``[..., n, n]``, some columns after others: above them, all is zero.
+
+    Of large ones that saves half the work.
+    """
+    size, inverse = lower.shape[-1], torch.zeros_like(lower)
+    for start in range(0, size, _TOGETHER):
+        some = slice(start, start + _TOGETHER)
+        rest = lower[..., start:, start:]
+        eye = torch.eye(size - start, len(range(size)[some]), dtype=lower.dtype, device=lower.device)
+        inverse[..., start:, some] = torch.linalg.solve_triangular(rest, eye, upper=False)
+    return inverse
 
 
 @final
@@ -143,7 +185,9 @@ class MatrixGaussian(Leaf):
             raise ValueError(f"scale must be finite and greater than 0, not {scale}")
         # In double precision: factors are often nearly singular, and this is done once.
         pair = damped(rows.detach().double(), columns.detach().double(), damping)
-        u, v = (inverse_cholesky(each) for each in pair)
+        (u, v), failed = inverse_cholesky(pair)
+        if bool(failed.any()):
+            raise ValueError(SINGULAR)
         return cls(mean, u / math.sqrt(scale), v, keep=keep)
 
     def std(self) -> Tensor:

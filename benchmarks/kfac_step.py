@@ -1,0 +1,79 @@
+"""How long is one step of Noisy K-FAC (K = 1) and of K-FAC, beside Adam?
+
+    posterity bench kfac_step --device cuda
+    posterity bench kfac_step --nets lenet5 --every 1
+
+CIFAR's shapes, [128, 3, 32, 32]. Kronecker factors are collected, and their inverses made, in every tenth
+step; a round has whole cycles of ten, so that a time is the mean over steps with and without factors. Ours is
+measured in a plain loop (`with opt.sampled_params():` around forward and backward, then `opt.step()`) and by
+`compile_step`, which is no CUDA graph here; BatchNorm's weights have no posterior.
+"""
+
+from __future__ import annotations
+
+from peers import (
+    ADAM,
+    EAGER,
+    OURS,
+    Loss,
+    adam_eager,
+    arithmetic,
+    batch,
+    count,
+    for_device,
+    fresh_row,
+    kfac_eager,
+    kfac_ours,
+    maker,
+    net,
+    setting,
+    timing,
+)
+
+from posterity import KFAC, NoisyKFAC
+from posterity_lab.bench import Column, Ratio, Record, measure, parser, positive
+
+SHAPE = [3, 32, 32]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--nets", type=net, nargs="+", default=["resnet18"], help="names of nets for images")
+    options.add_argument(
+        "--settings", type=setting, nargs="+", help="such as 'tf32 nchw' (the default on a GPU)"
+    )
+    options.add_argument("--batch", type=positive, default=128)
+    options.add_argument(
+        "--every", type=positive, default=10, help="steps from one collection of factors to the next"
+    )
+    given = options.parse_args()
+    given.settings = for_device(options, given.device, given.settings, ["tf32 nchw"])
+    record = Record("kfac_step", given, "ms per step", EAGER)
+    for name in given.nets:
+        for where in given.settings:
+            precision, layout = where.split()
+            data = batch([given.batch, *SHAPE], given.device, layout)
+            loss_fn = Loss(precision, given.device)
+            make = maker(name, SHAPE, given.device, layout)
+            more = {"parameters": count(make()), "factors_every": given.every}
+            aimed = given.device == "cuda" and (given.batch, given.every, precision) == (128, 10, "tf32")
+            for case, rule, most in (("Noisy K-FAC K = 1", NoisyKFAC, 2.0), ("K-FAC", KFAC, None)):
+                fresh_row(given.device)
+                with arithmetic(precision):
+                    columns = {
+                        EAGER: Column(
+                            kfac_eager(rule, given.every, make(), loss_fn, *data), where, given.every
+                        ),
+                        OURS: Column(
+                            kfac_ours(rule, given.every, make(), loss_fn, *data), where, given.every
+                        ),
+                        ADAM: Column(adam_eager(make(), loss_fn, *data), where),
+                    }
+                    ratios = [Ratio(EAGER, ADAM, at_most=most if aimed else None), Ratio(OURS, ADAM)]
+                    record.add(f"{case}, {name}", where, measure(columns, **timing(given)), ratios, **more)
+                    del columns
+    record.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -43,10 +43,10 @@ def draw(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     points = made(config["points"]).to(device)
     model = nets.initialise(nets.build(config["net"], [2], 2), unit.seed).to(device)
     method = learner(unit.method, config, model, num_data=len(points), seed=unit.seed)
-    number = 0
+    number, steps = 0, -(-len(points) // config["batch_size"]) * config["epochs"]
     for epoch in range(config["epochs"]):
         for x, y in data.batches(points, config["batch_size"], seed=unit.seed, epoch=epoch):
-            temper(method, config, number)
+            temper(method, config, number, steps)
             method.step(x, y)
             number += 1
     posterior = method.posterior()
@@ -123,7 +123,7 @@ def cells(quick: bool) -> list[Cell]:
     if quick:
         base |= {"epochs": 5, "networks": 20}
     vogn = {"lr": 1e-2, "momentum": 0.9, "beta2": 0.99, "damping": 1e-4, "augmentation": 1.0}
-    vogn |= {"prior_precision": 1.0, "mc_samples": 10, "warmup_start": 0.01, "warmup_steps": 1000}
+    vogn |= {"prior_precision": 1.0, "mc_samples": 10, "warmup_start": 0.01, "warmup": 1.0}
     return [Cell("moons", "adam", {**base, "lr": 1e-2}), Cell("moons", "vogn", {**base, **vogn})]
 
 

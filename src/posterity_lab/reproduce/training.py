@@ -59,8 +59,9 @@ def fit(
     Args:
         unit: What to do. Its config has ``data``, ``net``, ``batch_size``, ``epochs`` and all that the
             functions here and the learner ask for; ``milestones``, shares of the epochs after each of which
-            the learning rate is divided by ten; ``warmup_steps`` and ``warmup_start`` for a temperature that
-            rises in a straight line to 1; ``bfloat16``, on a GPU, where nets other than MLPs have it anyway.
+            the learning rate is divided by ten; ``warmup``, the share in which the temperature rises from
+            ``warmup_start`` in a straight line to 1; ``bfloat16``, on a GPU, where nets other than MLPs have
+            it anyway.
         device: Where.
         cache: Folder for the checkpoint.
         show: Is told of every epoch.
@@ -161,28 +162,29 @@ def _epoch(training: Training, epoch: int) -> float:
     steps = -(-len(training.train) // config["batch_size"])
     wait, start = training.train.x.is_cuda, time.perf_counter()
     for number, (x, y) in enumerate(batches(training.train, config, seed, epoch), start=epoch * steps):
-        temper(method, config, number)
+        temper(method, config, number, steps * config["epochs"])
         method.step(x, y)
     if wait:
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def temper(method: Method, config: Values, step: int) -> None:
-    """Before a step, from 0: the temperature that a config with a warm-up wants there.
+def temper(method: Method, config: Values, step: int, steps: int) -> None:
+    """Before a step, from 0, of so many: the temperature that a config with a warm-up wants there.
 
     Example:
         >>> from posterity import IVON
         >>> from posterity_lab.continual import by_rule
         >>> net = nn.Linear(4, 2)
         >>> method = by_rule(net, IVON(net, num_data=8))
-        >>> temper(method, {"warmup_start": 0.5, "warmup_steps": 10}, step=5)
+        >>> temper(method, {"warmup_start": 0.5, "warmup": 0.1}, step=5, steps=100)
         >>> method.optimizer.param_groups[0]["temperature"]
         0.75
     """
-    if "warmup_steps" in config:
+    if "warmup" in config:
+        rising = warmup(round(config["warmup"] * steps), start=config["warmup_start"])
         for group in method.optimizer.param_groups:
-            group["temperature"] = warmup(config["warmup_steps"], start=config["warmup_start"])(step)
+            group["temperature"] = rising(step)
 
 
 def _resumed(cache: Path, method: Method, device: str) -> tuple[list[dict[str, Any]], list[float]]:

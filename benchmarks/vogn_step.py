@@ -6,7 +6,9 @@
 CIFAR's shapes, [128, 3, 32, 32]. Ours is measured twice: in a plain loop (`with opt.sampled_params():` around
 forward and backward, then `opt.step()`) and by `compile_step`; BatchNorm's weights have no posterior.
 BackPACK, a package of its own, only makes the squares: Adam's step does not use them. It knows no BatchNorm,
-and has no column for ResNet-18.
+and has no column for ResNet-18. It is in both rows, always in a plain loop, as its users run it; five times
+its speed is the target of `compile_step`. In plain loops there is none: on LeNet-5 Adam alone takes a third
+of BackPACK's time there, so no rule that costs as much as Adam can be five times as fast.
 """
 
 from __future__ import annotations
@@ -85,14 +87,16 @@ def main() -> None:
                 }
                 if installed and known:
                     plain[BACKPACK] = Column(backpack_adam(make(), loss_fn, *data), where)
-                ratios = [Ratio(EAGER, ADAM, at_most=most), Ratio(BACKPACK, EAGER, at_least=least)]
+                ratios = [Ratio(EAGER, ADAM, at_most=most), Ratio(BACKPACK, EAGER)]
                 record.add(f"{case}, eager", where, measure(plain, **timing(given)), ratios, **more)
                 del plain
                 fresh_row(given.device)
                 captured = {OURS: Column(vogn_ours(make(), loss_fn, *data), where)}
                 if given.device == "cuda":
                     captured[ADAM_GRAPH] = Column(adam_graph(make(), loss_fn, *data), where)
-                ratios = [Ratio(OURS, ADAM_GRAPH, at_most=most)]
+                if installed and known:
+                    captured[BACKPACK] = Column(backpack_adam(make(), loss_fn, *data), where)
+                ratios = [Ratio(OURS, ADAM_GRAPH, at_most=most), Ratio(BACKPACK, OURS, at_least=least)]
                 record.add(f"{case}, one graph", where, measure(captured, **timing(given)), ratios, **more)
                 del captured
     record.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +13,7 @@ from torch.nn import functional as F
 
 from curvature.problems import PROBLEMS, Problem
 from posterity import buffers
-from posterity.curvature import Squares, conv
+from posterity.curvature import Squares, conv, layers
 from posterity.mc import stacked_pass
 from posterity.routes import StackedRoutes
 
@@ -156,7 +159,15 @@ def resnet_with_copies(w: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.einsum("bc,boc->bo", x.mean((2, 3)), w["head.weight"]) + w["head.bias"]
 
 
-def test_with_batch_statistics_a_term_is_the_gradient_of_an_examples_own_copy() -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_with_batch_statistics_a_term_is_the_gradient_of_an_examples_own_copy(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    real = torch.var_mean
+    monkeypatch.setattr(torch, "var_mean", lambda *args, **more: made.append(args) or real(*args, **more))
+    if not kept:  # as of a torch whose node has other names for them
+        monkeypatch.setattr(layers.BatchNorm, "keeps", {})
     model, x, y = ResNet().double(), torch.randn(6, 3, 5, 5).double(), torch.tensor([0, 1, 2, 0, 1, 1])
     copies = {
         name: p.detach().expand(6, *p.shape).clone().requires_grad_() for name, p in model.named_parameters()
@@ -165,9 +176,32 @@ def test_with_batch_statistics_a_term_is_the_gradient_of_an_examples_own_copy() 
     terms = dict(zip(copies, torch.autograd.grad(loss, list(copies.values())), strict=True))
     with Squares(model) as squares:
         F.cross_entropy(model(x), y).backward()
+    assert len(made) == (0 if kept else 2)
     assert_same(squares.sums, {name: grads.square().sum(0) for name, grads in terms.items()})
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, terms[name].sum(0), **EXACT)
+
+
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_activations_live_no_longer_than_without_a_collector(differentiated: bool) -> None:
+    """Until the backward pass, or until nobody has the loss; none waits for the garbage collector."""
+    model, x, seen = ResNet(), torch.randn(2, 3, 5, 5), []
+    gc.collect()
+    gc.disable()
+    try:
+        with Squares(model):
+            model(x).sum().backward()
+            for layer in (model.conv2, model.norm2, model.head):
+                layer.register_forward_hook(lambda _, args, out: seen.append(weakref.ref(args[0])))
+            loss = model(x).sum()
+            assert all(each() is not None for each in seen)
+            if differentiated:
+                loss.backward()
+            else:
+                del loss
+            assert [each() for each in seen] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_backward_passes_add_up_and_sizes_may_differ() -> None:

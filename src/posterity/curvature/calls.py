@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -42,14 +43,12 @@ def layer_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cal
         1
         >>> layer_call(torch.mm, (x, weight.T), {})
     """
-    if func not in _CALLS:
-        return None
-    read, signature = _CALLS[func]
-    return read(**{**dict(zip(signature, args, strict=False)), **kwargs})
+    read = _CALLS.get(func)
+    return None if read is None else read(*args, **kwargs)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
-    return Call(Linear(), input, weight, bias, input.dim() - 1) if weight.dim() == 2 else None
+    return Call(_LINEAR, input, weight, bias, input.dim() - 1) if weight.dim() == 2 else None
 
 
 def _conv(
@@ -61,8 +60,16 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Call:
-    axes = weight.dim() - 2
-    taps, dilation = tuple(weight.shape[2:]), _each(dilation, axes)
+    taps = tuple(weight.shape[2:])
+    strides = (each if isinstance(each, int | str) else tuple(each) for each in (stride, padding, dilation))
+    layer = _conv_layer(taps, *strides, groups)
+    return Call(layer, input, weight, bias, int(input.dim() == len(taps) + 2))
+
+
+@lru_cache(maxsize=1024)
+def _conv_layer(taps: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int) -> Conv:
+    axes = len(taps)
+    dilation = _each(dilation, axes)
     totals = [d * (t - 1) if padding == "same" else 0 for t, d in zip(taps, dilation, strict=True)]
     padding = 0 if isinstance(padding, str) else padding
     sizes = Sizes(
@@ -74,7 +81,7 @@ def _conv(
     )
     # Torch puts the odd zero at the end.
     before = tuple(side for total in reversed(totals) for side in (total // 2, total - total // 2))
-    return Call(Conv(sizes, axes, before), input, weight, bias, int(input.dim() == axes + 2))
+    return Conv(sizes, axes, before)
 
 
 def _batch_norm(
@@ -87,8 +94,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Call:
-    fixed = () if training or running_mean is None or running_var is None else (running_mean, running_var)
-    return Call(BatchNorm(eps), input, weight, bias, 1, fixed)
+    if training or running_mean is None or running_var is None:
+        return Call(BatchNorm(eps, fixed=False), input, weight, bias, 1)
+    return Call(BatchNorm(eps, fixed=True), input, weight, bias, 1, (running_mean, running_var))
 
 
 def _layer_norm(
@@ -137,16 +145,14 @@ def _plane(sizes: tuple[int, ...], height: int) -> tuple[int, int]:
     return (height, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
-_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_STATISTICS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-# By operation: what reads its arguments, and the names of the positional ones.
-_CALLS: dict[Any, tuple[Callable[..., Call | None], tuple[str, ...]]] = {
-    F.linear: (_linear, ("input", "weight", "bias")),
-    F.conv1d: (_conv, _CONV),
-    F.conv2d: (_conv, _CONV),
-    F.batch_norm: (_batch_norm, _STATISTICS),
-    F.layer_norm: (_layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")),
-    F.group_norm: (_group_norm, ("input", "num_groups", "weight", "bias", "eps")),
-    F.embedding: (_embedding, _EMBEDDING),
+_LINEAR = Linear()
+# By operation: what reads its arguments, which have the names and the order that torch gives them.
+_CALLS: dict[Any, Callable[..., Call | None]] = {
+    F.linear: _linear,
+    F.conv1d: _conv,
+    F.conv2d: _conv,
+    F.batch_norm: _batch_norm,
+    F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    F.embedding: _embedding,
 }

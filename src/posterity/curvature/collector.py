@@ -107,6 +107,7 @@ class Collector(ABC):
             raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
         self._taps, self._strict, self._once = Taps(self, batch_dim), strict, once
         self._wanted: dict[int, tuple[Tensor, Part]] = {}
+        self.parts: dict[int, tuple[Tensor, Part]] = {}
         self._entered = False
         self.refused: dict[str, str] = {}
         self.watch({} if params is None else params)
@@ -140,7 +141,7 @@ class Collector(ABC):
                 "a collector has nothing to watch: no parameter that needs a gradient was given"
             )
         self.refused.clear()
-        self._extra: dict[int, tuple[Tensor, Part]] = {}
+        self.parts = dict(self._wanted)
         self._run = Run()
         # Which backward pass made a parameter's gradient, and which told of it.
         self._reached: set[tuple[int, str]] = set()
@@ -162,7 +163,7 @@ class Collector(ABC):
     ) -> None:
         self._taps.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._entered = False
-        self._extra = {}
+        self.parts = {}
         for hook in self._hooks:
             hook.remove()
         if kind is not None:
@@ -181,20 +182,10 @@ class Collector(ABC):
 
     # What its taps ask and tell.
 
-    def part(self, tensor: Tensor) -> Part | None:
-        """Which wanted parameter a tensor is, if any."""
-        found = self._wanted.get(id(tensor)) or self._extra.get(id(tensor))
-        return None if found is None else found[1]
-
-    def add_part(self, tensor: Tensor, part: Part) -> None:
-        """A tensor that is some rows of a wanted parameter."""
-        self._extra[id(tensor)] = tensor, part
-
     def begin(self, use: Use, examples: int, counted: int | None) -> bool:
         """A layer is called with so many examples; whether to listen."""
-        names = [part.name for part in use.parts]
         if torch._C._current_graph_task_id() != -1:
-            self.refuse(names, "is used in a backward pass, as checkpointing does")
+            self.refuse(use.names, "is used in a backward pass, as checkpointing does")
             return False
         if self._run.heard:
             self._run = Run()
@@ -212,17 +203,18 @@ class Collector(ABC):
             key: each for key, each in self.blocks.items() if not {each.weight, each.bias} & set(names)
         }
 
-    def heard(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+    def heard(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         """A use's inputs and gradient, ``[K, B, …]``; the weight's gradient, if it brings it."""
-        names, run = [part.name for part in use.parts], use.run
-        self._heard.update((torch._C._current_graph_task_id(), name) for name in names)
+        run, task = use.run, torch._C._current_graph_task_id()
+        for part in use.parts:
+            self._heard.add((task, part.name))
         if use.fresh:
             # Only now: a pass that nobody differentiates does no harm.
             if run.examples not in (0, use.examples):
-                self.refuse(names, f"sees {use.examples} examples where another layer saw {run.examples}")
+                self.refuse(use.names, f"sees {use.examples} examples where another layer saw {run.examples}")
             if None not in (use.counted, run.counted) and use.counted != run.counted:
                 self.refuse(
-                    names,
+                    use.names,
                     f"counts examples on axis {use.counted} where another layer does on axis {run.counted} "
                     "(attention has batch_first=True)",
                 )
@@ -234,7 +226,7 @@ class Collector(ABC):
             for part in use.parts:
                 run.used[part.name].append(part)
         elif self._once:
-            self.refuse(names, "is in several backward passes of one forward pass (add the losses)")
+            self.refuse(use.names, "is in several backward passes of one forward pass (add the losses)")
         sample = use.parts[0].sample
         if sample not in run.heard:
             run.heard.add(sample)
@@ -246,20 +238,22 @@ class Collector(ABC):
         """Whether heard() gives the weight's gradient."""
 
     @abstractmethod
-    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         """Add what this method gathers."""
 
     # What the methods share.
 
-    def _add_squares(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+    def _add_squares(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         """Add Σ g² of a use; the weight's gradient, if the layer brings it."""
-        into = None
-        if use.weight is not None:
-            into, squares = use.layer.squares(x, grad, extras)
-            self._add(use.weight, squares)
-        if use.bias is not None:
-            self._add(use.bias, use.layer.bias_terms(grad).square().sum(0))
-        return into
+        if use.weight is None:
+            if use.bias is not None:
+                self._add(use.bias, use.layer.bias_squares(grad))
+            return None
+        found = use.layer.squares(x, grad, extras, use.bias is not None)
+        self._add(use.weight, found.weight)
+        if use.bias is not None and found.bias is not None:
+            self._add(use.bias, found.bias)
+        return found.gradient
 
     def _add(self, part: Part, squares: Tensor) -> None:
         if part.name in self.refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
@@ -50,7 +51,7 @@ class Factors(Collector):
         """Whether heard() gives the weight's gradient."""
         return use.layer.brings_gradient and not use.layer.multiplies
 
-    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         if use.weight is None or not use.layer.multiplies:
             return self._add_squares(use, x, grad, extras)
         if self.refused.keys() & {part.name for part in use.parts}:

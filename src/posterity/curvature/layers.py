@@ -8,9 +8,9 @@ one term: squares are taken of each, and summed over all K·B.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,11 +20,27 @@ from posterity.curvature.conv import Sizes, at_once, conv2d_squares, wide_dtype,
 from posterity.noise import kernels
 
 
+class Found(NamedTuple):
+    """What single examples have to say of a layer's weights.
+
+    Attributes:
+        gradient: The weight's Σ g of every sample ``[K, *shape]``, if the layer brings it.
+        weight: Σ g² of the weight, over examples and samples.
+        bias: Σ g² of the bias, if it was asked for.
+    """
+
+    gradient: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+
+
 class Layer(ABC):
     """A kind of layer, as it was called."""
 
     # Whether squares() brings the gradient too, so that autograd need not make it again.
     brings_gradient: ClassVar[bool] = False
+    # By the name of torch's own autograd node: under which names that keeps x, and then extras, if it does.
+    keeps: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @property
     def multiplies(self) -> bool:
@@ -32,12 +48,12 @@ class Layer(ABC):
         return False
 
     @abstractmethod
-    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
-        """The weight's Σ g of every sample ``[K, *shape]``, or None, and Σ g² over examples and samples."""
+    def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
+        """Of the weight, and of the bias if it is wanted too."""
 
     @abstractmethod
-    def bias_terms(self, grad: Tensor) -> Tensor:
-        """The examples' gradients of the bias, ``[K·B, O]``."""
+    def bias_squares(self, grad: Tensor) -> Tensor:
+        """Σ g² of the bias over examples and samples."""
 
     def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
         """What the matrix multiplies at all T positions, ``[I, n·T]`` for some examples after others."""
@@ -53,29 +69,31 @@ class Linear(Layer):
     """``x [K, B, T…, I]``, ``grad [K, B, T…, O]``."""
 
     multiplies = True
+    keeps: ClassVar = {"AddmmBackward0": ("_saved_mat1",), "MmBackward0": ("_saved_self",)}
 
-    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """``(grad²)ᵀ x²``; with several positions, which share the weight, example by example."""
         wide = wide_dtype(grad.dtype)
         if grad.dim() == 3:
             own = grad.to(wide).square()
             # What all samples share is multiplied once.
             own, rows = (own.sum(0), x[0]) if x.stride(0) == 0 else (own.flatten(0, 1), x.flatten(0, 1))
-            return None, own.mT @ rows.to(wide).square()
+            return Found(None, own.mT @ rows.to(wide).square(), own.sum(0) if bias else None)
+        shift = self.bias_squares(grad) if bias else None
         if kernels is not None and kernels.multiplies(grad):
             # A convolution by one tap, over a picture of one row.
-            rows, own = (each.flatten(2, -2).mT.unsqueeze(3) for each in (x.to(grad.dtype), grad))
-            return None, kernels.conv2d_squares(rows, own, (1, 1))[1].flatten(1)
+            rows, own = (each.flatten(2, -2).mT.unsqueeze(3) for each in (x, grad))
+            return Found(None, kernels.conv2d_squares(rows, own, (1, 1))[1].flatten(1), shift)
         squares = grad.new_zeros(grad.shape[-1], x.shape[-1], dtype=wide)
         x, grad = _positions(x.to(grad.dtype)), _positions(grad)
         step = at_once(grad, squares.numel())
         for rows, own in zip(torch.split(x, step), torch.split(grad, step), strict=True):
             squares += (own.mT @ rows).to(wide).square_().sum(0)
-        return None, squares
+        return Found(None, squares, shift)
 
-    def bias_terms(self, grad: Tensor) -> Tensor:
-        """Sums over positions."""
-        return _positions(grad).sum(1, dtype=wide_dtype(grad.dtype))
+    def bias_squares(self, grad: Tensor) -> Tensor:
+        """Of sums over positions."""
+        return _squared(_positions(grad).sum(1, dtype=wide_dtype(grad.dtype)))
 
     def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
         """As they are."""
@@ -102,14 +120,16 @@ class Conv(Layer):
     axes: int
     before: tuple[int, ...]
 
-    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """From the same products, example by example."""
         sums, squares = conv2d_squares(*self._planes(x, grad), self.sizes)
-        return (sums, squares) if self.axes == 2 else (sums.squeeze(-2), squares.squeeze(-2))
+        if self.axes == 1:
+            sums, squares = sums.squeeze(-2), squares.squeeze(-2)
+        return Found(sums, squares, self.bias_squares(grad) if bias else None)
 
-    def bias_terms(self, grad: Tensor) -> Tensor:
-        """Sums over the picture."""
-        return grad.flatten(0, 1).flatten(2).sum(2, dtype=wide_dtype(grad.dtype))
+    def bias_squares(self, grad: Tensor) -> Tensor:
+        """Of sums over the picture."""
+        return _squared(_channels(grad))
 
     @property
     def multiplies(self) -> bool:
@@ -133,28 +153,44 @@ class Conv(Layer):
 @final
 @dataclass(frozen=True)
 class BatchNorm(Layer):
-    """``x [K, B, C, T…]``, with the batch's own statistics, or mean and variance ``[K, C]`` as extras."""
+    """``x [K, B, C, T…]``.
 
+    Extras are what inputs are normalised by, ``[K, C]``, or ``[C]`` for all samples; without them the batch's
+    statistics are made again.
+
+    Attributes:
+        eps: Added to the variance.
+        fixed: Whether extras are mean and variance, not the batch's but given; else mean and 1 / √(variance +
+            eps).
+    """
+
+    keeps = dict.fromkeys(
+        ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "NativeBatchNormBackward0"),
+        ("_saved_input", "_saved_result1", "_saved_result2"),
+    )
     eps: float
+    fixed: bool
 
-    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """Of normalised inputs; what an example does to the batch's statistics is in ``grad`` already."""
-        x = x.to(wide_dtype(x.dtype)).reshape(*x.shape[:3], -1)
-        grad = grad.reshape(x.shape)
-        if extras:
-            mean, var = (each.to(x)[:, None, :, None] for each in extras)
+        wide, shape = wide_dtype(x.dtype), (*x.shape[:3], -1)
+        x, grad = x.reshape(shape), grad.reshape(shape)
+        if extras and not self.fixed:
+            mean, rstd = extras
         else:
-            var, mean = torch.var_mean(x, (1, 3), correction=0, keepdim=True)
-        rstd = torch.rsqrt(var + self.eps)
-        if kernels is not None and x.is_cuda and x.dtype == torch.float32:
-            terms = kernels.batch_norm_terms(x, grad, mean[:, 0, :, 0], rstd[:, 0, :, 0])
-        else:
-            terms = _channels((x - mean) * rstd * grad)
-        return None, terms.square().sum(0)
+            mean, var = extras if self.fixed else torch.var_mean(x.to(wide), (1, 3), correction=0)[::-1]
+            rstd = torch.rsqrt(var.to(wide) + self.eps)
+        mean, rstd = mean.to(wide).contiguous(), rstd.to(wide).contiguous()
+        if kernels is not None and _fuses(grad):
+            scale, shift = kernels.batch_norm_squares(x, grad, mean, rstd).unbind()
+            return Found(None, scale, shift if bias else None)
+        mean, rstd = mean.view(-1, 1, shape[2], 1), rstd.view(-1, 1, shape[2], 1)
+        normal = (x.to(wide) - mean) * rstd
+        return Found(None, _squared(_channels(normal * grad)), self.bias_squares(grad) if bias else None)
 
-    def bias_terms(self, grad: Tensor) -> Tensor:
-        """Sums over positions."""
-        return _channels(grad.to(wide_dtype(grad.dtype)))
+    def bias_squares(self, grad: Tensor) -> Tensor:
+        """Of sums over positions."""
+        return _squared(_channels(grad))
 
 
 @final
@@ -165,16 +201,15 @@ class LayerNorm(Layer):
     shape: tuple[int, ...]
     eps: float
 
-    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """Of normalised inputs, summed over positions."""
         normal = F.layer_norm(x.to(wide_dtype(x.dtype)), self.shape, eps=self.eps)
-        return None, self.bias_terms(normal * grad).square().sum(0)
+        return Found(None, self.bias_squares(normal * grad), self.bias_squares(grad) if bias else None)
 
-    def bias_terms(self, grad: Tensor) -> Tensor:
-        """Sums over positions."""
-        return grad.reshape(grad.shape[0] * grad.shape[1], -1, *self.shape).sum(
-            1, dtype=wide_dtype(grad.dtype)
-        )
+    def bias_squares(self, grad: Tensor) -> Tensor:
+        """Of sums over positions."""
+        terms = grad.reshape(grad.shape[0] * grad.shape[1], -1, *self.shape)
+        return _squared(terms.sum(1, dtype=wide_dtype(grad.dtype)))
 
 
 @final
@@ -185,14 +220,15 @@ class GroupNorm(Layer):
     groups: int
     eps: float
 
-    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """Of normalised inputs, summed over positions."""
         normal = F.group_norm(x.flatten(0, 1).to(wide_dtype(x.dtype)), self.groups, eps=self.eps)
-        return None, _channels(normal.view(x.shape) * grad).square().sum(0)
+        squares = _squared(_channels(normal.view(x.shape) * grad))
+        return Found(None, squares, self.bias_squares(grad) if bias else None)
 
-    def bias_terms(self, grad: Tensor) -> Tensor:
-        """Sums over positions."""
-        return _channels(grad.to(wide_dtype(grad.dtype)))
+    def bias_squares(self, grad: Tensor) -> Tensor:
+        """Of sums over positions."""
+        return _squared(_channels(grad))
 
 
 @final
@@ -208,7 +244,7 @@ class Embedding(Layer):
     rows_in_all: int
     padding: int | None
 
-    def squares(self, x: Tensor, grad: Tensor, extras: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """A word that an example has several times has the sum of their gradients, s, and Σ_t g_t·s = s²."""
         words = x.reshape(x.shape[0] * x.shape[1], -1)
         own = grad.reshape(*words.shape, grad.shape[-1]).to(wide_dtype(grad.dtype))
@@ -219,9 +255,9 @@ class Embedding(Layer):
         for word, each in zip(torch.split(words, step), torch.split(own, step), strict=True):
             same = (word[:, :, None] == word[:, None, :]).to(each)
             squares.index_add_(0, word.flatten(), ((same @ each) * each).flatten(0, 1))
-        return None, squares
+        return Found(None, squares, None)
 
-    def bias_terms(self, grad: Tensor) -> Tensor:
+    def bias_squares(self, grad: Tensor) -> Tensor:
         """There is none."""
         raise NotImplementedError
 
@@ -233,4 +269,14 @@ def _positions(x: Tensor) -> Tensor:
 
 def _channels(x: Tensor) -> Tensor:
     """Sums of ``[K, B, C, T…]`` over positions: ``[K·B, C]``."""
-    return x.reshape(x.shape[0] * x.shape[1], x.shape[2], -1).sum(2)
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2], -1).sum(2, dtype=wide_dtype(x.dtype))
+
+
+def _squared(terms: Tensor) -> Tensor:
+    """Σ g² of the terms, which lie along the first axis."""
+    return terms.square().sum(0)
+
+
+def _fuses(x: Tensor) -> bool:
+    """Whether a kernel may walk over such numbers: it sums in float32."""
+    return x.is_cuda and wide_dtype(x.dtype) == torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
@@ -42,5 +43,5 @@ class Squares(Collector):
         """Whether heard() gives the weight's gradient."""
         return use.layer.brings_gradient
 
-    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         return self._add_squares(use, x, grad, extras)

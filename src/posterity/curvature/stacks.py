@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch._C import _functorch as functorch  # vmap's own: which tensors are stacked, and where
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 
 def rows_of(result: Tensor, whole: Tensor) -> tuple[int, int] | None:
@@ -53,11 +51,6 @@ def stacking() -> tuple[Any, int]:
     if len(stack) > 1 or stack[0].key() != functorch.TransformType.Vmap:
         return NotImplemented, 1
     return stack[0].level(), functorch.CVmapInterpreterPtr(stack[0]).batchSize()
-
-
-def outside(level: int | None) -> AbstractContextManager[Any]:
-    """Where vmap, if it runs, does not: for what is done to whole stacks."""
-    return nullcontext() if level is None else temporarily_pop_interpreter_stack()
 
 
 def inside(x: Any) -> Any:

@@ -2,9 +2,10 @@
 
 :class:`Taps` sees every call of torch while it is entered. Behind each layer that uses a wanted parameter it
 puts a node that does nothing, forward, and backward hands the layer's inputs and its outputs' gradient to
-whoever listens. It sees operations, not modules, so the model may be called as it is, by ``functional_call``
-with drawn weights, or by ``vmap`` with stacks of them. Entered after
-:class:`~posterity.routes.StackedRoutes`, it leaves the layer's own work to those.
+whoever listens; where torch's own node of the layer keeps these anyway, that one is listened to. It sees
+operations, not modules, so the model may be called as it is, by ``functional_call`` with drawn weights, or by
+``vmap`` with stacks of them. Entered after :class:`~posterity.routes.StackedRoutes`, it leaves the layer's
+own work to those.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # vmap's own: which tensors are stacked, and where
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from posterity.curvature.calls import Call, layer_call
 from posterity.curvature.stacks import (
     inside,
-    outside,
     rows_of,
     sample_of,
     samples_axis,
@@ -51,9 +52,9 @@ class Place(NamedTuple):
     def front(self, x: Tensor, axis: int | None) -> Tensor:
         """``[K, B, …]`` of a tensor with its samples on some axis."""
         x = x[None] if axis is None else x.movedim(axis, 0)
-        x = x if self.fold is None else x.reshape(len(x), -1, self.fold, *x.shape[2:])
+        x = x if self.fold is None else x.reshape(x.shape[0], -1, self.fold, *x.shape[2:])
         x = x if self.axis == 0 else x.movedim(self.axis + 1, 1)
-        return x if len(x) == self.samples else x.expand(self.samples, *[-1] * (x.dim() - 1))
+        return x if x.shape[0] == self.samples else x.expand(self.samples, *[-1] * (x.dim() - 1))
 
 
 @final
@@ -79,8 +80,15 @@ class Taps(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        parts = [(each, self._listener.part(inside(each))) for each in _tensors((*args, *kwargs.values()))]
-        found = {part: each for each, part in parts if part is not None}
+        values = (*args, *kwargs.values()) if kwargs else args
+        parts, stacked = self._listener.parts, functorch.peek_interpreter_stack() is not None
+        found: dict[Part, Tensor] = {}
+        for value in values:  # most calls are none of ours, and this is all that they wait for
+            if stacked or type(value) in _NESTED:
+                wanted = ((self._wanted(each), each) for each in _tensors((value,)))
+                found.update((part, each) for part, each in wanted if part is not None)
+            elif id(value) in parts:
+                found[parts[id(value)][1]] = value
         if not found or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -88,7 +96,7 @@ class Taps(TorchFunctionMode):
         call = layer_call(func, args, kwargs)
         if call is not None:
             use = Use(call.layer, self._wanted(call.weight), self._wanted(call.bias))
-            if set(use.parts) == set(found):
+            if len(use.parts) == len(found):
                 return self._tapped(func, args, kwargs, call, use)
         versions = [each._version for each in found.values()]
         out = func(*args, **kwargs)
@@ -101,7 +109,8 @@ class Taps(TorchFunctionMode):
         return out
 
     def _wanted(self, tensor: Tensor | None) -> Part | None:
-        return None if tensor is None else self._listener.part(inside(tensor))
+        found = self._listener.parts.get(id(inside(tensor)))
+        return None if found is None else found[1]
 
     def _rows(self, result: Tensor, found: Mapping[Part, Tensor]) -> bool:
         """Whether a result is some rows, or one sample, of what was found, and so is wanted itself."""
@@ -115,7 +124,7 @@ class Taps(TorchFunctionMode):
                 some = Part(part.name, (first + rows[0], first + rows[1], count), part.sample)
             else:
                 continue
-            self._listener.add_part(inside(result), some)
+            self._listener.parts[id(inside(result))] = inside(result), some
             return True
         return False
 
@@ -148,13 +157,17 @@ class Taps(TorchFunctionMode):
     ) -> Any:
         level, samples = stacking()
         place = self._place(call, samples)
-        names = [part.name for part in use.parts]
-        ours = self._listener.stacked and all(part.sample is None for part in use.parts)
-        if level is NotImplemented or (level is not None and not ours):
-            self._listener.refuse(names, "is used inside a transform of torch.func that stacks no samples")
+        if level is not None and (
+            level is NotImplemented
+            or not self._listener.stacked
+            or any(part.sample is not None for part in use.parts)
+        ):
+            self._listener.refuse(
+                use.names, "is used inside a transform of torch.func that stacks no samples"
+            )
         elif place is None:
             self._listener.refuse(
-                names, f"is used on inputs {list(call.x.shape)} without an axis of examples"
+                use.names, f"is used on inputs {list(call.x.shape)} without an axis of examples"
             )
         elif self._listener.begin(use, place.fold or call.x.shape[place.axis], place.counted):
             return self._listened(func, args, kwargs, call, use, place, level)
@@ -177,18 +190,24 @@ class Taps(TorchFunctionMode):
             args = [held if each is weight else each for each in args]
             kwargs = {key: held if each is weight else each for key, each in kwargs.items()}
         out = func(*args, **kwargs)
-        if not inside(out).requires_grad and not brings:
+        if not brings and not inside(out).requires_grad:
             return out
-        axis, y = samples_axis(out), inside(out)
-        if level is not None and axis is None:  # the same for all samples, whose gradients are not
-            axis, y = 0, out.expand(place.samples, *out.shape).clone()
-        tap = _Ends(self._listener, use, place, axis, samples_axis(call.x), samples_axis(weight))
+        into = inside(weight) if brings else None
         seen = None if use.weight is None else inside(call.x)  # a bias has no need of them
-        extras = [] if seen is None else [samples_first(each) for each in call.extras]
-        into = inside(weight) if brings and weight is not None else None
-        with outside(level):
-            result = _Tap.apply(y, into, tap, seen, *extras)  # type: ignore[no-untyped-call]
-        return result if axis is None or level is None else functorch._add_batch_dim(result, axis, level)
+        if level is None:
+            ends = _Ends(self._listener, use, place, None, None, None)
+            if seen is not None and not brings and not call.extras and out.grad_fn.name() in use.layer.keeps:
+                out.grad_fn.register_prehook(_Ear(ends))
+                return out
+            return _Tap.apply(out, into, ends, seen, *call.extras)  # type: ignore[no-untyped-call]
+        axis, y = samples_axis(out), inside(out)
+        if axis is None:  # the same for all samples, whose gradients are not
+            axis, y = 0, out.expand(place.samples, *out.shape).clone()
+        extras = [samples_first(each) for each in call.extras]
+        ends = _Ends(self._listener, use, place, axis, samples_axis(call.x), samples_axis(weight))
+        with temporarily_pop_interpreter_stack():
+            result = _Tap.apply(y, into, ends, seen, *extras)  # type: ignore[no-untyped-call]
+        return functorch._add_batch_dim(result, axis, level)
 
 
 class _Ends(NamedTuple):
@@ -200,6 +219,20 @@ class _Ends(NamedTuple):
     out_axis: int | None
     x_axis: int | None
     weight_axis: int | None
+
+    def tell(self, grad: Tensor, x: Tensor | None, extras: Sequence[Tensor]) -> Tensor | None:
+        """The listener hears of a backward pass; the weight's gradient, if it brings it."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a gradient that is differentiated again (create_graph=True) is not that of single examples: "
+                "use a method that collects no curvature"
+            )
+        own = self.place.front(grad, self.out_axis)
+        # Where only a bias is wanted, nothing looks at the inputs.
+        seen = own if x is None else self.place.front(x, self.x_axis)
+        into = self.listener.heard(self.use, seen, own, extras)
+        self.use.fresh = False
+        return into
 
 
 class _Tap(torch.autograd.Function):
@@ -216,23 +249,38 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a gradient that is differentiated again (create_graph=True) is not that of single examples: "
-                "use a method that collects no curvature"
-            )
         x, *extras = ctx.saved_tensors
-        listener, use, place, out_axis, x_axis, weight_axis = ctx.ends
         # Nobody looks at these operations, and none is cast.
         with torch._C.DisableTorchFunction(), _uncast(grad.device.type):
-            own = place.front(grad, out_axis)
-            # Where only a bias is wanted, nothing looks at the inputs.
-            into = listener.heard(use, own if x is None else place.front(x, x_axis), own, extras)
-            use.fresh = False
+            into = ctx.ends.tell(grad, x, extras)
             if ctx.dtype is not None:
-                into = into.sum(0) if weight_axis is None else into.movedim(0, weight_axis)
+                axis = ctx.ends.weight_axis
+                if axis is not None:
+                    into = into.movedim(0, axis)
+                else:
+                    into = into[0] if len(into) == 1 else into.sum(0)
                 into = into.to(ctx.dtype)
         return grad, into, None, None, *(None for _ in extras)
+
+
+class _Ear:
+    """Instead of a tap, where the layer's own node keeps all that is wanted of the forward pass."""
+
+    __slots__ = ("_ends",)
+
+    def __init__(self, ends: _Ends) -> None:
+        self._ends = ends
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[0]
+        if grad is None:
+            return
+        # To hold on to the node, which holds on to this, would be a circle that nobody frees.
+        node = torch._C._current_autograd_node()
+        names = self._ends.use.layer.keeps[node.name()]
+        with torch._C.DisableTorchFunction(), _uncast(grad.device.type):
+            x, *extras = [getattr(node, name) for name in names]
+            self._ends.tell(grad, x, extras)
 
 
 def _uncast(device: str) -> AbstractContextManager[Any]:
@@ -250,6 +298,9 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _attention_forward = _unseen(F.multi_head_attention_forward)
+
+
+_NESTED = (list, tuple)
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

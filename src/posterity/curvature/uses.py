@@ -71,7 +71,7 @@ class Use:
     layer: Layer
     weight: Part | None
     bias: Part | None
-    run: Run = field(default_factory=Run)
+    run: Run = field(init=False)
     fresh: bool = True
     examples: int = 0
     counted: int | None = None
@@ -79,21 +79,22 @@ class Use:
     def __post_init__(self) -> None:
         self.parts = [part for part in (self.weight, self.bias) if part is not None]
 
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [part.name for part in self.parts]
+
 
 class Listener(Protocol):
     """Who asks for uses, and hears of their backward passes.
 
     Attributes:
         stacked: Whether wanted tensors are stacks of samples, to be used by vmap or one by one.
+        parts: What is wanted, by id, and in the same place whatever has turned out to be some rows of it.
     """
 
     stacked: bool
-
-    def part(self, tensor: Tensor) -> Part | None:
-        """Which wanted parameter a tensor is, if any."""
-
-    def add_part(self, tensor: Tensor, part: Part) -> None:
-        """A tensor that is some rows of a wanted parameter."""
+    parts: dict[int, tuple[Tensor, Part]]
 
     def begin(self, use: Use, examples: int, counted: int | None) -> bool:
         """A layer is called with so many examples; whether to listen."""
@@ -101,7 +102,7 @@ class Listener(Protocol):
     def brings_gradient(self, use: Use) -> bool:
         """Whether heard() gives the weight's gradient."""
 
-    def heard(self, use: Use, x: Tensor, grad: Tensor, extras: list[Tensor]) -> Tensor | None:
+    def heard(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         """Inputs and gradient ``[K, B, …]`` of a use; the weight's ``[K, *shape]``, if it brings it."""
 
     def refuse(self, names: Sequence[str], reason: str) -> None:

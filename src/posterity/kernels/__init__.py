@@ -6,12 +6,12 @@ from posterity.kernels.matmul import linear, multiplies
 from posterity.kernels.noise import moments, normal, perturb, transfer
 from posterity.kernels.norm import batch_norm, batch_norm_grad, column_sums
 from posterity.kernels.pool import max_pool2d, max_pool2d_grad, pools
-from posterity.kernels.squares import batch_norm_terms, conv2d_squares
+from posterity.kernels.squares import batch_norm_squares, conv2d_squares
 
 __all__ = [
     "batch_norm",
     "batch_norm_grad",
-    "batch_norm_terms",
+    "batch_norm_squares",
     "column_sums",
     "conv2d",
     "conv2d_input_grad",

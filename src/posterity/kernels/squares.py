@@ -10,12 +10,14 @@ shares its weight over places, such as the words of a text, is a convolution by 
 
 Few tiles are shared out by examples, and the parts added up by one more launch, always in the same order.
 
-Tensor cores want the summed axis of float32 contiguous, so places come last there, as torch has them. Halves
-are multiplied in any order and have channels last, since fewer than four bytes cannot be loaded ahead; where
-the channels are no multiple of 16, they go as float32, which changes no number. Inputs are padded in memory:
-a mask for every number of a tile would cost more than its product.
+Tensor cores want the summed axis of float32 contiguous, so places come last. Inputs are padded in memory: a
+mask for every number of a tile would cost more than its product. Whatever else lies in memory, halves too
+(fewer than four bytes cannot be loaded ahead), is written out like that in the same launch that pads it.
 
-For the scale of a batch normalisation it is Σ_(p, q) grad_i · x̂_i, made in one walk over both.
+For a batch normalisation the gradients are Σ_(p, q) grad_i · x̂_i of the scale and Σ_(p, q) grad_i of the
+shift, both made and squared in one walk.
+
+What a layer's sizes decide is worked out once for each: in a plain loop a GPU waits for what Python does.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
-from posterity.kernels.conv import Pair, Tile, channels_first, turned
+from posterity.kernels.conv import Pair, Tile
+from posterity.kernels.launch import Launch
 
 # A thread has 32 numbers of a tile, three times, and so many registers in all: sixteen warps fill one of an
 # H200's 132 multiprocessors.
@@ -39,19 +41,21 @@ _OVERHEAD = 256
 _MOST_SPLITS = 64
 
 
-# Sizes and strides decide how wide loads can be; a kernel for every other value would be waste.
-@triton.jit(do_not_specialize=["own", "share", "batch", "width", "taps_w"])
+# Depth and channels decide how wide loads and stores can be; a kernel for every other value would be waste.
+@triton.jit(do_not_specialize=["own", "share", "batch", "outputs", "width", "plane", "row"])
 def _squares(
-    grad, x, out, own, share, batch, outputs, columns, depth, width, minor, taps_w,
-    grad_b, grad_o, grad_place, x_b, x_c, down, across, below, beside,
-    LAST: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    grad, x, out, own, share, batch, outputs, channels, depth, width, plane, row,
+    R: tl.constexpr, S: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    BELOW: tl.constexpr, BESIDE: tl.constexpr,
+    WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Rows are output channels, columns ``(c, r, s)``, or ``(r, s, c)`` if channels are LAST in memory.
+    """Rows are output channels, columns ``(c, r, s)``.
 
-    ``minor`` is how many of the columns' last axis there are, taps or channels. Place ``(p, q)`` is
-    ``p · down + q · across`` from the first, tap ``(r, s)`` ``r · below + s · beside``. WHOLE: all places of
-    an example are summed at once.
+    Outputs are ``depth`` places in rows of ``width``; inputs have ``plane`` places in rows of ``row``. Output
+    ``(p, q)`` sees what is from ``(DOWN · p, ACROSS · q)``, by tap ``(r, s)`` ``(BELOW · r, BESIDE · s)`` on.
+    WHOLE: all places of an example are summed at once.
     """
+    columns = channels * (R * S)
     tiles = tl.cdiv(columns, BN)
     m = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     n = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
@@ -59,18 +63,15 @@ def _squares(
     sample = tl.program_id(2).to(tl.int64)
     first = split * share
     examples = tl.minimum(batch - first, share)
+    grad_b = outputs * depth
+    x_b = channels * plane
     grad += (sample * batch + first) * grad_b
     x += (sample * own * batch + first) * x_b
-    major = n // minor
-    if LAST:
-        tap = major
-        c = n - major * minor
-    else:
-        c = major
-        tap = n - major * minor
-    r = tap // taps_w
-    left = m * grad_o
-    right = c * x_c + r * below + (tap - r * taps_w) * beside
+    c = n // (R * S)
+    tap = n - c * (R * S)
+    r = tap // S
+    left = m * depth
+    right = c * plane + r * (BELOW * row) + (tap - r * S) * BESIDE
 
     acc = tl.zeros([BM, BN], tl.float32)
     total = tl.zeros([BM, BN], tl.float32)
@@ -79,9 +80,9 @@ def _squares(
     for _ in range(examples * tl.cdiv(depth, BK)):
         t = start + tl.arange(0, BK)
         p = t // width
-        place = p * down + (t - p * width) * across
+        place = p * (DOWN * row) + (t - p * width) * ACROSS
         a = tl.load(
-            grad + (left[:, None] + (t * grad_place)[None, :]),
+            grad + (left[:, None] + t[None, :]),
             mask=(m < outputs)[:, None] & (t < depth)[None, :],
             other=0.0,
         )
@@ -108,38 +109,76 @@ def _squares(
             start = tl.where(start >= depth, 0, start)
 
     # [2, splits, K, O, columns]
-    size = outputs.to(tl.int64) * columns
-    at = out + (split * tl.num_programs(2) + sample) * size
+    number = split * tl.num_programs(2) + sample
     written = (m < outputs)[:, None] & (n < columns)[None, :]
-    tl.store(at + m[:, None] * columns + n[None, :], total, mask=written)
-    at += tl.num_programs(1) * tl.num_programs(2) * size
-    tl.store(at + m[:, None] * columns + n[None, :], square, mask=written)
+    at = m[:, None] * columns + n[None, :]
+    tl.store(out + number * outputs * columns + at, total, mask=written)
+    number += tl.num_programs(1) * tl.num_programs(2)
+    tl.store(out + number * outputs * columns + at, square, mask=written)
+
+
+@triton.jit(do_not_specialize=["batch", "height", "width"])
+def _spread(
+    x, out, batch, channels, height, width, x_sample, x_b, x_c, x_h, x_w,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Some places of some channels of one picture, with DOWN and ACROSS zeros on its sides.
+
+    Places are the tile's first axis: threads go along it, unless the other one is known to be contiguous.
+    """
+    picture = tl.program_id(0).to(tl.int64)
+    sample = picture // batch
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    t = tl.program_id(2) * PLACES + tl.arange(0, PLACES)
+    row = width + 2 * ACROSS
+    plane = (height + 2 * DOWN) * row
+    r = t // row
+    h = r - DOWN
+    w = t - r * row - ACROSS
+    seen = (h >= 0) & (h < height) & (w >= 0) & (w < width)
+    value = tl.load(
+        x + sample * x_sample + (picture - sample * batch) * x_b
+        + ((h * x_h + w * x_w)[:, None] + (c * x_c)[None, :]),
+        mask=seen[:, None] & (c < channels)[None, :],
+        other=0.0,
+    )  # fmt: skip
+    tl.store(
+        out + picture * channels * plane + (t[:, None] + c[None, :] * plane),
+        value.to(tl.float32),
+        mask=(t < plane)[:, None] & (c < channels)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _products(
+def _norm_squares(
     grad, x, mean, rstd, out, batch, channels, places,
-    grad_sample, grad_b, grad_c, grad_place, x_sample, x_b, x_c, x_place,
+    grad_sample, grad_b, grad_c, grad_place, x_sample, x_b, x_c, x_place, own,
     CHANNELS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """One example's Σ grad · (x − mean) · rstd over places, of some channels."""
-    example = tl.program_id(0)
-    sample = (example // batch).to(tl.int64)
+    """One example's (Σ grad · (x − mean) · rstd)² and (Σ grad)² over places, of some channels."""
+    example = tl.program_id(0).to(tl.int64)
+    sample = example // batch
     b = example - sample * batch
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     within = c < channels
     grad += sample * grad_sample + b * grad_b
     x += sample * x_sample + b * x_b
-    centre = tl.load(mean + sample * channels + c, mask=within, other=0.0)
-    total = tl.zeros([CHANNELS, PLACES], tl.float32)
+    centre = tl.load(mean + sample * own + c, mask=within, other=0.0)
+    scale = tl.zeros([CHANNELS, PLACES], tl.float32)
+    shift = tl.zeros([CHANNELS, PLACES], tl.float32)
     for start in range(0, places, PLACES):
         t = start + tl.arange(0, PLACES)
         mask = within[:, None] & (t < places)[None, :]
         value = tl.load(grad + c[:, None] * grad_c + t[None, :] * grad_place, mask=mask, other=0.0)
         beside = tl.load(x + c[:, None] * x_c + t[None, :] * x_place, mask=mask, other=0.0)
-        total += value.to(tl.float32) * (beside.to(tl.float32) - centre[:, None])
-    scale = tl.load(rstd + sample * channels + c, mask=within, other=0.0)
-    tl.store(out + example.to(tl.int64) * channels + c, tl.sum(total, 1) * scale, mask=within)
+        value = value.to(tl.float32)
+        shift += value
+        scale += value * (beside.to(tl.float32) - centre[:, None])
+    first = tl.sum(scale, 1) * tl.load(rstd + sample * own + c, mask=within, other=0.0)
+    second = tl.sum(shift, 1)
+    # [2, K·B, C]
+    tl.store(out + example * channels + c, first * first, mask=within)
+    tl.store(out + (tl.num_programs(0) + example) * channels + c, second * second, mask=within)
 
 
 def conv2d_squares(
@@ -157,7 +196,7 @@ def conv2d_squares(
 
     Args:
         x: Inputs ``[K, B, C, H, W]``, as they lie in memory; the same for all samples if K has stride 0.
-        grad: The loss's gradient in the outputs ``[K, B, O, P, Q]``, of the same type.
+        grad: The loss's gradient in the outputs ``[K, B, O, P, Q]``.
         kernel_size: R and S.
         stride: As in ``F.conv2d``, for both axes.
         padding: Likewise.
@@ -165,86 +204,79 @@ def conv2d_squares(
         tile: Instead of the one chosen by size; ``tile.k`` counts places.
         splits: By how many programs the examples are shared.
     """
-    samples, batch, outputs, height, width = grad.shape
-    channels, taps = x.shape[2], kernel_size[0] * kernel_size[1]
-    own = int(x.stride(0) != 0)
-    x = x if own else x[:1]
-    if channels % 16 or outputs % 16:
-        x, grad = x.float(), grad.float()
-    last = x.dtype != torch.float32
-    x, grad = _laid_out(x, last, padding), _laid_out(grad, last)
-    grad_o, _, grad_place = grad.stride()[2:]
-    x_c, x_row, x_place = x.stride()[2:]
-    columns, depth = channels * taps, height * width
-    tile = tile or _tile(outputs, columns, depth, x.dtype)
-    tiles = triton.cdiv(outputs, tile.m) * triton.cdiv(columns, tile.n)
-    steps = triton.cdiv(depth, tile.k)
-    share = triton.cdiv(batch, splits or _splits(tiles * samples, batch, steps * tile.k, tile.warps))
-    splits = triton.cdiv(batch, share)
-    parts = x.new_empty((2, splits, samples * outputs, columns), dtype=torch.float32)
-    _squares[tiles, splits, samples](
-        grad, x, parts, own, share, batch, outputs, columns, depth, width,
-        channels if last else taps, kernel_size[1],
-        grad[0, 0].numel(), grad_o, grad_place, x[0, 0].numel(), x_c,
-        stride[0] * x_row, stride[1] * x_place, dilation[0] * x_row, dilation[1] * x_place,
-        LAST=last, WHOLE=steps == 1, BM=tile.m, BN=tile.n, BK=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=_REGISTERS,
-    )  # fmt: skip
-    both = parts[:, 0] if splits == 1 else parts.sum(1)
-    if last:
-        both = channels_first(both.view(2 * samples, outputs, *kernel_size, channels))
-    sums, squares = both.view(2, samples, outputs, channels, *kernel_size)
-    return sums, squares[0] if samples == 1 else squares.sum(0)
+    own = x.stride(0) != 0
+    x, grad = _laid_out(x if own else x[:1], padding), _laid_out(grad, (0, 0))
+    launch, shape, splits = _shared_out(x.shape, grad.shape, own, kernel_size, stride, dilation, tile, splits)
+    parts = x.new_empty(shape)
+    launch(grad, x, parts)
+    sums, squares = (parts.sum(1) if splits > 1 else parts[:, 0]).unbind()
+    return sums, squares[0] if len(sums) == 1 else squares.sum(0)
 
 
-def batch_norm_terms(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """The examples' gradients of the scale of a batch normalisation, ``[K·B, C]``, in float32.
+def batch_norm_squares(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """Sums of the squares of the examples' gradients of scale and shift, ``[2, C]``, in float32.
 
     Args:
         x: Inputs ``[K, B, C, T]``, as they lie in memory.
         grad: The loss's gradient in the outputs, likewise.
-        mean: That inputs are normalised by, float32 ``[K, C]``, or ``[1, C]`` for all samples.
+        mean: That inputs are normalised by, contiguous float32 ``[K, C]``, or ``[C]`` for all samples.
         rstd: 1 / √(variance + eps), likewise.
     """
-    samples, batch, channels, places = grad.shape
-    out = grad.new_empty((samples * batch, channels), dtype=torch.float32)
-    mean, rstd = (each.expand(samples, channels).contiguous() for each in (mean, rstd))
-    # Four numbers for each thread along the axis that is side by side in memory.
-    by_place = grad.stride(3) == 1
-    wide = min(512 if by_place else 64, max(16, triton.next_power_of_2(places if by_place else channels)))
-    tall = 2048 // wide
-    size = {"CHANNELS": tall, "PLACES": wide} if by_place else {"CHANNELS": wide, "PLACES": tall}
-    _products[samples * batch, triton.cdiv(channels, size["CHANNELS"])](
-        grad, x, mean, rstd, out, batch, channels, places,
-        *grad.stride(), *x.stride(), **size,
-    )  # fmt: skip
+    launch, shape = _walk(
+        grad.shape, grad.stride(), x.stride(), mean.numel() > grad.shape[2], (grad.dtype, x.dtype)
+    )
+    out = mean.new_empty(shape)
+    launch(grad, x, mean, rstd, out)
+    return out.sum(1)
+
+
+def _laid_out(x: Tensor, padding: Pair) -> Tensor:
+    """``[K, B, C, H, W]`` in float32 with zeros around, and neighbouring places side by side."""
+    if padding == (0, 0) and x.dtype == torch.float32 and x.is_contiguous():
+        return x
+    launch, shape = _cover(x.shape, x.stride(), padding, x.dtype)
+    out = x.new_empty(shape, dtype=torch.float32)
+    launch(x, out)
     return out
 
 
-def _laid_out(x: Tensor, last: bool, padding: Pair = (0, 0)) -> Tensor:
-    """``[K, B, C, H, W]`` with zeros around, and neighbouring channels or else places side by side."""
-    channels, height, width = x.shape[2:]
-    sides = (padding[1], padding[1], padding[0], padding[0])
-    by_place = x.permute(0, 1, 3, 4, 2)
-    if last:
-        if not by_place.is_contiguous():
-            by_place = turned(x.contiguous().view(-1, channels, height, width, 1)).view(by_place.shape)
-        by_place = F.pad(by_place, (0, 0, *sides)) if any(padding) else by_place
-        return by_place.permute(0, 1, 4, 2, 3)
-    if not x.is_contiguous():
-        x = turned(by_place.contiguous().view(-1, height * width, channels, 1, 1)).view(x.shape)
-    return F.pad(x, sides) if any(padding) else x
+@lru_cache(maxsize=1024)
+def _shared_out(
+    x: tuple[int, ...],
+    grad: tuple[int, ...],
+    own: bool,
+    kernel_size: Pair,
+    stride: Pair,
+    dilation: Pair,
+    tile: Tile | None,
+    splits: int | None,
+) -> tuple[Launch, tuple[int, ...], int]:
+    """Programs for a convolution, the shape of what they write, and by how many examples are shared."""
+    samples, batch, outputs, height, width = grad
+    channels, rows, row = x[2:]
+    columns, depth = channels * kernel_size[0] * kernel_size[1], height * width
+    tile = tile or _tile(outputs, columns, depth)
+    tiles = triton.cdiv(outputs, tile.m) * triton.cdiv(columns, tile.n)
+    steps = triton.cdiv(depth, tile.k)
+    share = triton.cdiv(batch, splits or _splits(tiles * samples, batch, steps * tile.k, tile.warps))
+    splits = triton.cdiv(batch, share)
+    numbers = (
+        int(own), share, batch, outputs, channels, depth, width, rows * row, row,
+        *kernel_size, *stride, *dilation, steps == 1, tile.m, tile.n, tile.k,
+    )  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": _REGISTERS}
+    launch = Launch(_squares, (tiles, splits, samples), numbers, options)
+    return launch, (2, splits, samples, outputs, channels, *kernel_size), splits
 
 
-def _tile(outputs: int, columns: int, depth: int, dtype: torch.dtype) -> Tile:
+def _tile(outputs: int, columns: int, depth: int) -> Tile:
     """As large as registers permit, since every number that is loaded is used by a row or a column of it."""
     m = 128 if outputs > 64 else 64
     n = 128 if columns > 64 else max(32, triton.next_power_of_2(columns))
-    k = min(32 if dtype == torch.float32 else 64, max(16, triton.next_power_of_2(depth)))
+    k = min(32, max(16, triton.next_power_of_2(depth)))
     return Tile(m, n, k, max(4, m * n // 1024), 4)
 
 
-@lru_cache(maxsize=1024)
 def _splits(programs: int, batch: int, depth: int, warps: int) -> int:
     """So many that all programs end soonest, when as many run at once as there are registers for."""
     at_once = _WARPS // warps
@@ -254,3 +286,37 @@ def _splits(programs: int, batch: int, depth: int, warps: int) -> int:
             triton.cdiv(programs * splits, at_once) * (triton.cdiv(batch, splits) * depth + _OVERHEAD)
         ),
     )
+
+
+@lru_cache(maxsize=1024)
+def _walk(
+    shape: tuple[int, ...],
+    grad: tuple[int, ...],
+    x: tuple[int, ...],
+    own: bool,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[Launch, tuple[int, ...]]:
+    """Programs for examples, by their shape, strides and types, and the shape of what they write."""
+    samples, batch, channels, places = shape
+    # Four numbers for each thread along the axis that is side by side in memory.
+    by_place = grad[3] == 1
+    wide = min(512 if by_place else 64, max(16, triton.next_power_of_2(places if by_place else channels)))
+    tall, wide = (2048 // wide, wide) if by_place else (wide, 2048 // wide)
+    numbers = (batch, channels, places, *grad, *x, channels if own else 0, tall, wide)
+    grid = (samples * batch, triton.cdiv(channels, tall), 1)
+    return Launch(_norm_squares, grid, numbers, {}), (2, samples * batch, channels)
+
+
+@lru_cache(maxsize=1024)
+def _cover(
+    shape: tuple[int, ...], strides: tuple[int, ...], padding: Pair, dtype: torch.dtype
+) -> tuple[Launch, tuple[int, ...]]:
+    """Programs for pictures, by their shape, strides, zeros and type, and the shape of what they write."""
+    samples, batch, channels, height, width = shape
+    rows, row = height + 2 * padding[0], width + 2 * padding[1]
+    # They are written by places, whatever they are read by.
+    wide = min(512 if strides[4] == 1 else 32, max(16, triton.next_power_of_2(rows * row)))
+    tall = 2048 // wide
+    grid = (samples * batch, triton.cdiv(channels, tall), triton.cdiv(rows * row, wide))
+    numbers = (batch, channels, height, width, *strides, *padding, tall, wide)
+    return Launch(_spread, grid, numbers, {}), (samples, batch, channels, rows, row)

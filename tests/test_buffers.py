@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from posterity import buffers
 from posterity.buffers import Keeper
+from posterity.layout import Layout
 
 
 class Odd(nn.Module):
@@ -32,6 +37,7 @@ def spoil(module: nn.Module) -> None:
             buffer.fill_(9)
 
 
+@pytest.mark.usefixtures("_kernel")
 def test_buffers_come_back_as_often_as_they_were_kept() -> None:
     model = Odd()
     keeper = Keeper(model)
@@ -44,6 +50,7 @@ def test_buffers_come_back_as_often_as_they_were_kept() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
 
 
+@pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("when", ["before", "within"])
 @pytest.mark.parametrize(
     "change",
@@ -91,3 +98,47 @@ def test_keeping_begun_in_inference_mode_goes_on_outside() -> None:
     spoil(model)
     keeper.restore()
     assert torch.equal(model.norm.running_mean, torch.full((3,), 4.0))
+
+
+@pytest.fixture(params=[False, True], ids=["apart", "one kernel"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(buffers, "kernels", SimpleNamespace(transfer=transfer))
+        monkeypatch.setattr(buffers._Words, "fit", lambda own: True)
+
+
+def transfer(
+    layout: Layout, pointers: Tensor, flat: Tensor, *, read: bool, unless: Tensor | None = None
+) -> None:
+    """What the kernel does, on a CPU."""
+    for place, start, size in zip(pointers.tolist(), layout.starts, layout.sizes, strict=True):
+        here, count = flat.data_ptr() + start * flat.element_size(), size * flat.element_size()
+        if unless is None or not unless:
+            ctypes.memmove(*((here, place) if read else (place, here)), count)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("ok", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: None,
+        lambda model: setattr(model, "table", model.table + 1),
+        lambda model: model.norm.double(),
+    ],
+)
+def test_a_flag_decides_whether_buffers_come_back(change, ok: bool) -> None:
+    model = Odd()
+    keeper = Keeper(model)
+    for number in range(2):
+        model.norm.running_mean.fill_(number)
+        keeper.keep()
+        before = values(model)
+        spoil(model)
+        model.norm.running_var.fill_(torch.nan)
+        change(model)
+        after = values(model)
+        keeper.restore_unless(torch.tensor(ok))
+        for name, value in model.named_buffers():
+            expected = (after if ok else before)[name].to(value.dtype)
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True, msg=name)

@@ -221,6 +221,20 @@ def test_a_bad_step_is_raised_though_others_have_followed_before_the_host_looked
     step(X, Y)  # said once
 
 
+def test_a_bad_step_of_any_graph_is_raised_before_the_posterior_is_shown() -> None:
+    model = net()
+    opt = posterity.BGD(model, batch_size=16)
+    step = captured(model, opt)
+    for _ in range(3):
+        step(X, Y)
+        step(X[:7], Y[:7])
+    step(torch.full_like(X, torch.nan), Y)
+    step(X[:7], Y[:7])
+    with pytest.raises(FloatingPointError, match="not touched"):
+        opt.state_dict()
+    opt.posterior()
+
+
 @captured_rules
 def test_the_norm_of_the_mean_gradient_is_clipped(rule: Rule) -> None:
     results = []
@@ -398,11 +412,12 @@ def test_squares_that_overflow_in_a_graph_move_nothing(rule: Rule) -> None:
     for _ in range(3):
         step(X, Y)
     before = everything(model, opt)
-    scale.fill_(1e25)  # gradients are finite, their squares are not
-    step(X, Y)
-    assert same(before, everything(model, opt))
-    scale.fill_(1.0)
-    with pytest.raises(FloatingPointError, match="not touched"):
+    for learn in (lambda: step(X, Y), opt.posterior, opt.state_dict):
+        scale.fill_(1e25)  # gradients are finite, their squares are not
         step(X, Y)
+        scale.fill_(1.0)
+        with pytest.raises(FloatingPointError, match="not touched"):
+            learn()
+        assert same(before, everything(model, opt))
     step(X, Y)
     assert not torch.equal(before["last.weight"], model.last.weight)

@@ -173,14 +173,93 @@ def test_a_nan_in_a_captured_step_leaves_the_posterior_alone_and_is_raised() -> 
     before = {key: value.clone() for key, value in model.state_dict().items()}
     bad = x.clone()
     bad[0, 0] = torch.nan
-    step(bad, y)
-    torch.cuda.synchronize()
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    with pytest.raises(FloatingPointError, match="not touched"):
-        step(x, y)
+    for learn in (lambda: step(x, y), opt.posterior):
+        step(bad, y)
+        torch.cuda.synchronize()
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        with pytest.raises(FloatingPointError, match="not touched"):
+            learn()
     step(x, y)
     assert not torch.equal(before["0.weight"], model[0].weight)
     assert torch.isfinite(model[0].weight).all()
+
+
+@pytest.mark.parametrize("name", ["bgd", "ivon"])
+def test_a_nan_in_an_eager_step_moves_nothing_and_is_raised_by_the_next_call(name: str) -> None:
+    x, y = X.cuda(), Y.cuda()
+    bad = x.clone()
+    bad[0, 0] = torch.nan
+    model, twin = net(), net()
+    opt, other = make(name, model), make(name, twin)
+
+    def by_context(x: Tensor, model: nn.Module = model, opt: posterity.VariationalOptimizer = opt) -> None:
+        opt.zero_grad()
+        with opt.sampled_params():
+            loss_fn(model, x, y).backward()
+        opt.step()
+
+    by_context(x)
+    by_context(x, twin, other)
+    before = copy.deepcopy(opt.state_dict())
+    ways = [by_context, lambda x: opt.step(lambda: loss_fn(model, x, y))]
+    for way in ways:
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        for learn in (lambda: by_context(x), opt.posterior, opt.state_dict):
+            way(bad)
+            assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+            with pytest.raises(FloatingPointError, match="not touched"):
+                learn()
+        after = opt.state_dict()
+        assert after["param_groups"][0]["steps"] == before["param_groups"][0]["steps"]
+        for i, state in before["state"].items():
+            assert all(torch.equal(value, after["state"][i][key]) for key, value in state.items())
+    by_context(x)
+    by_context(x, twin, other)
+    for (key, a), b in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_an_eager_step_does_not_wait_for_the_device() -> None:
+    x, y = X.cuda(), Y.cuda()
+    model = net()
+    opt = make("ivon", model)
+
+    def step() -> None:
+        opt.zero_grad()
+        with opt.sampled_params():
+            loss_fn(model, x, y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.step(lambda: loss_fn(model, x, y))
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_gradients_that_lie_apart_are_summed_as_those_end_to_end(samples: int) -> None:
+    x, y = X.cuda(), Y.cuda()
+    results = []
+    for apart in (True, False):
+        model = net()
+        opt = make("ivon", model)
+        for _ in range(5):
+            for _ in range(samples):
+                with opt.sampled_params():
+                    loss_fn(model, x, y).backward()
+                    if not apart:  # as a transposed layer's are
+                        for p in model.parameters():
+                            if p.dim() == 2:
+                                p.grad = p.grad.t().contiguous().t()
+            opt.step()
+        results.append({**model.state_dict(), **{f"std {n}": s for n, s in opt.posterior().std().items()}})
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-5, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("name", ["bgd", "ivon"])

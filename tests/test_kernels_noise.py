@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posterity.layout import Layout
-from posterity.noise import Noise
+from posterity.noise import Noise, addresses
 
 pytest.importorskip("triton", reason="needs Triton")
 kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
@@ -70,12 +70,26 @@ def test_perturb_and_moments_use_the_same_normals() -> None:
     for blocks in ([0, 2, 4], [1], [3, 5, 6]):
         joined = torch.cat([grads[i].flatten() for i in blocks])
         # Of the last two samples.
-        kernels.moments(made, 2, blocks, joined, sums, poison, fresh=fresh[blocks[0]])
+        kernels.moments(made, range(2, 4), blocks, joined, sums, poison, fresh=fresh[blocks[0]])
     assert float(poison) == 0.0
     for i, grad in enumerate(grads):
         before = 0.0 if i == 1 else 1.0
         torch.testing.assert_close(LAYOUT.views(sums[0])[i], before + 0.5 * grad.sum(0))
         torch.testing.assert_close(LAYOUT.views(sums[1])[i], before + 0.5 * (grad * eps[i][1:]).sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_lie_apart_are_found_by_their_addresses(dtype: torch.dtype) -> None:
+    blocks = [5, 0, 2, 3, 6]
+    grads = [torch.randn(2, *SHAPES[i]).to(DEVICE, dtype) for i in blocks]
+    results = []
+    for places in (None, addresses(tuple(grad.data_ptr() for grad in grads), DEVICE)):
+        given = torch.cat([grad.flatten() for grad in grads]) if places is None else grads[0]
+        sums, poison = torch.zeros(2, LAYOUT.size, device=DEVICE), torch.zeros((), device=DEVICE)
+        kernels.moments(noise(), range(2, 4), blocks, given, sums, poison, fresh=True, places=places)
+        results.append(sums)
+    assert torch.equal(*results)
+    assert all(LAYOUT.views(results[0][0])[i].any() for i in blocks if i != 5)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
@@ -85,11 +99,10 @@ def test_a_gradient_that_is_not_finite_poisons(value: float, place: int) -> None
     grads = torch.ones(3, 600, device=DEVICE)
     grads[1, place] = value
     sums, poison = torch.ones(2, LAYOUT.size, device=DEVICE), torch.zeros((), device=DEVICE)
-    kernels.moments(noise(), 1, [1], grads, sums, poison, fresh=True)
+    kernels.moments(noise(), range(1, 4), [1], grads, sums, poison, fresh=True)
     assert torch.isnan(poison)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs addresses on a GPU")
 def test_tensors_are_copied_by_their_addresses() -> None:
     tensors = [torch.randn(shape, device=DEVICE) for shape in SHAPES]
     pointers = torch.tensor([each.data_ptr() for each in tensors]).to(DEVICE)
@@ -102,3 +115,14 @@ def test_tensors_are_copied_by_their_addresses() -> None:
     kernels.transfer(LAYOUT, pointers, flat, read=False)
     for each, old in zip(tensors, before, strict=True):
         assert torch.equal(each, 2 * old)
+
+
+@pytest.mark.parametrize("ok", [False, True])
+def test_a_flag_on_the_device_keeps_tensors_from_being_copied(ok: bool) -> None:
+    tensors = [torch.randn(shape, device=DEVICE) for shape in SHAPES]
+    before = [each.clone() for each in tensors]
+    pointers = torch.tensor([each.data_ptr() for each in tensors]).to(DEVICE)
+    flat, flag = torch.zeros(LAYOUT.size, device=DEVICE), torch.tensor(ok, device=DEVICE)
+    kernels.transfer(LAYOUT, pointers, flat, read=False, unless=flag)
+    for each, old in zip(tensors, before, strict=True):
+        assert torch.equal(each, old if ok else torch.zeros_like(old))

@@ -75,6 +75,21 @@ def test_gathered_gradients_hold_nothing_of_earlier_ones(slab: Slab) -> None:
     assert torch.isfinite(a).all()
 
 
+def test_gradients_are_gathered_whatever_their_memory_and_type(slab: Slab) -> None:
+    first, second = slab.params
+    second.grad = torch.randn(5)
+    for grad in (torch.randn(3, 3), torch.randn(3, 3).t(), torch.randn(6, 6)[::2, ::2]):
+        first.grad = grad
+        a, b = slab.layout.views(slab.gather())
+        assert torch.equal(a, grad)
+        assert torch.equal(b, second.grad)
+    half = Slab(0, ["a"], [p := nn.Parameter(torch.randn(4).half())], {p: {"step": torch.tensor(0)}})
+    half._fused = True
+    half.params[0].grad = torch.randn(4).half()
+    (a,) = half.layout.views(half.gather())
+    assert torch.equal(a, half.params[0].grad.float())
+
+
 def test_an_optimiser_follows_parameters_that_move_inside_and_after_a_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

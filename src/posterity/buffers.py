@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from operator import is_
 from typing import final
 
 import torch
 from torch import Tensor, nn
+
+from posterity.layout import Layout
+from posterity.noise import addresses, kernels
 
 
 def writable(module: nn.Module) -> dict[str, Tensor]:
@@ -33,6 +37,9 @@ class Keeper:
     Args:
         module: Whose buffers.
 
+    Attributes:
+        copies: What was kept, by name.
+
     Example:
         >>> norm = nn.BatchNorm1d(3)
         >>> keeper = Keeper(norm)
@@ -45,48 +52,136 @@ class Keeper:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._found: list[Tensor | None] = []
-        self._shapes: list[torch.Size] = []
-        self._copies: dict[str, Tensor] = {}
-        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
+        # What each module has of modules and of buffers.
+        self._parts: list[Mapping[str, object]] = []
+        self._found: list[object] = []
+        self._buffers: list[Tensor] = []
+        self._places: list[tuple[int, torch.Size]] = []
+        self.copies: dict[str, Tensor] = {}
+        self._kept: list[_Words | _Alike] = []
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers as they are."""
-        found = _all_buffers(self._module)
-        if not self._same(found):
+        if not self._same():
             own = writable(self._module)
             with torch.inference_mode(False):
-                self._copies = {name: torch.empty_like(buffer) for name, buffer in own.items()}
-            self._pairs = list(_alike(own, self._copies))
-            self._found, self._shapes = found, _shapes(found)
-        for own_alike, copies in self._pairs:
-            torch._foreach_copy_(copies, own_alike)
+                self._kept = list(_memory(own))
+            self.copies = {name: copy for each in self._kept for name, copy in each.copies.items()}
+            self._parts = [part for each in self._module.modules() for part in (each._modules, each._buffers)]
+            self._found, self._buffers = _values(self._parts), list(self._module.buffers())
+            self._places = _places(self._buffers)
+        for each in self._kept:
+            each.keep()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Give the buffers, or those that have taken their names, the values that were kept."""
-        if self._same(_all_buffers(self._module)):
-            for own_alike, copies in self._pairs:
-                torch._foreach_copy_(own_alike, copies)
+        if self._same():
+            for each in self._kept:
+                each.restore()
         else:
-            restore(self._module, self._copies)
+            restore(self._module, self.copies)
 
-    def _same(self, found: list[Tensor | None]) -> bool:
-        return all(map(is_, found, self._found)) and _shapes(found) == self._shapes
+    @torch.no_grad()
+    def restore_unless(self, ok: Tensor) -> None:
+        """The same, if a flag on the device is not set."""
+        if self._same():
+            for each in self._kept:
+                each.restore_unless(ok)
+        else:
+            for name, buffer in writable(self._module).items():
+                buffer.copy_(torch.where(ok.to(buffer.device), buffer, self.copies[name]))
+
+    def _same(self) -> bool:
+        """Whether modules and buffers are those that were found last, where they were."""
+        now = _values(self._parts)
+        return (
+            bool(self._parts)
+            and len(now) == len(self._found)
+            and all(map(is_, now, self._found))
+            and _places(self._buffers) == self._places
+        )
 
 
-def _all_buffers(module: nn.Module) -> list[Tensor | None]:
-    """What ``module.named_buffers()`` gives, in a tenth of its time; without names, and some come twice."""
-    parts = [module]
-    for part in parts:  # grows on the way
-        if part._modules:
-            parts += [child for child in part._modules.values() if child is not None]
-    return [buffer for part in parts for buffer in part._buffers.values()]
+class _Words:
+    """Buffers on one GPU as words of four bytes: one kernel copies all of them, whatever their types."""
+
+    def __init__(self, own: Mapping[str, Tensor], device: torch.device) -> None:
+        self._own = list(own.values())
+        self._layout = Layout(list(own), [(b.numel() * b.itemsize // 4,) for b in self._own])
+        self._flat = torch.empty(self._layout.size, dtype=torch.int32, device=device)
+        self._at = addresses(tuple(b.data_ptr() for b in self._own), device)
+        views = self._layout.views(self._flat)
+        self.copies = {
+            name: view.view(b.dtype).view(b.shape) for (name, b), view in zip(own.items(), views, strict=True)
+        }
+
+    @staticmethod
+    def fit(own: Mapping[str, Tensor]) -> bool:
+        """Whether it can have these."""
+        return (
+            kernels is not None
+            and {b.device.type for b in own.values()} == {"cuda"}
+            and len({b.device for b in own.values()}) == 1
+            and all(b.is_contiguous() and (b.numel() * b.itemsize) % 4 == 0 for b in own.values())
+            and all(b.data_ptr() % 4 == 0 for b in own.values())
+        )
+
+    def keep(self) -> None:
+        kernels.transfer(self._layout, self._at, self._flat, read=True)
+
+    def restore(self) -> None:
+        kernels.transfer(self._layout, self._at, self._flat, read=False)
+        torch.autograd.graph.increment_version(self._own)
+
+    def restore_unless(self, ok: Tensor) -> None:
+        kernels.transfer(self._layout, self._at, self._flat, read=False, unless=ok)
+        torch.autograd.graph.increment_version(self._own)
 
 
-def _shapes(found: list[Tensor | None]) -> list[torch.Size]:
-    return [buffer.shape for buffer in found if buffer is not None]
+class _Alike:
+    """Buffers of one type on one device, and memory for their values of then and of now."""
+
+    def __init__(self, own: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._own, self._device = list(own.values()), device
+        sizes = [buffer.numel() for buffer in self._own]
+        self._flats = torch.empty(2, sum(sizes), dtype=dtype, device=device)
+        self._then, self._now = (
+            [part.view(b.shape) for part, b in zip(flat.split(sizes), self._own, strict=True)]
+            for flat in self._flats
+        )
+        self.copies = dict(zip(own, self._then, strict=True))
+
+    def keep(self) -> None:
+        torch._foreach_copy_(self._then, self._own)
+
+    def restore(self) -> None:
+        torch._foreach_copy_(self._own, self._then)
+
+    def restore_unless(self, ok: Tensor) -> None:
+        torch._foreach_copy_(self._now, self._own)
+        then, now = self._flats
+        torch.where(ok.to(self._device), now, then, out=now)
+        torch._foreach_copy_(self._own, self._now)
+
+
+def _memory(own: Mapping[str, Tensor]) -> Iterator[_Words | _Alike]:
+    """Memory to keep the buffers in."""
+    if _Words.fit(own):
+        yield _Words(own, next(iter(own.values())).device)
+        return
+    for dtype, device in {(buffer.dtype, buffer.device) for buffer in own.values()}:
+        some = {name: b for name, b in own.items() if (b.dtype, b.device) == (dtype, device)}
+        yield _Alike(some, dtype, device)
+
+
+def _places(buffers: Iterable[Tensor]) -> list[tuple[int, torch.Size]]:
+    return [(buffer.data_ptr(), buffer.shape) for buffer in buffers]
+
+
+def _values(parts: Iterable[Mapping[str, object]]) -> list[object]:
+    return list(chain.from_iterable([part.values() for part in parts]))
 
 
 @torch.no_grad()
@@ -110,27 +205,6 @@ def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for some, theirs in _alike(into, values):
-        torch._foreach_copy_(some, theirs)
-
-
-def _alike(
-    into: Mapping[str, Tensor], values: Mapping[str, Tensor]
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Tensors of one type, which one launch serves, with their values."""
-    for dtype in {each.dtype for each in into.values()}:
+    for dtype in {each.dtype for each in into.values()}:  # one launch serves all of a type
         names = [name for name, each in into.items() if each.dtype == dtype]
-        yield [into[name] for name in names], [values[name] for name in names]
-
-
-@torch.no_grad()
-def restore_unless(ok: Tensor, module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give the buffers the given values, in place, if a flag on the device is not set."""
-    own = writable(module)
-    for dtype in {buffer.dtype for buffer in own.values()}:
-        names = [name for name, buffer in own.items() if buffer.dtype == dtype]
-        now = torch.cat([own[name].reshape(-1) for name in names])
-        then = torch.cat([values[name].reshape(-1) for name in names])
-        chosen = torch.split(torch.where(ok, now, then), [own[name].numel() for name in names])
-        shaped = [part.view(own[name].shape) for name, part in zip(names, chosen, strict=True)]
-        torch._foreach_copy_([own[name] for name in names], shaped)
+        torch._foreach_copy_([into[name] for name in names], [values[name] for name in names])

@@ -26,7 +26,7 @@ try:
     from posterity import kernels
 except ImportError:  # Triton comes with torch's CUDA builds only
     kernels = None  # type: ignore[assignment]
-__all__ = ["Noise", "Room", "address", "fresh", "kernels", "normal"]
+__all__ = ["Noise", "Room", "address", "addresses", "alike", "fresh", "kernels", "normal"]
 
 _MASK = (1 << 64) - 1
 # Fewer numbers than this are not worth the threads.
@@ -93,7 +93,17 @@ class Noise:
         self.device, self.dtype = torch.device(device), dtype
         on_gpu = self.device.type == "cuda" and kernels is not None
         self.fused = on_gpu and dtype == torch.float32
+        # Whether the first sums of a block may be written over whatever is there; a step from Python looks at
+        # all sums, those of blocks without a gradient too.
+        self.overwrites = self.fused and isinstance(step, Tensor)
         self._philox = on_gpu
+
+    @cached_property
+    def clock(self) -> Tensor:
+        """Number of the step, where a kernel can read it."""
+        if isinstance(self.step, Tensor):
+            return self.step
+        return torch.full((), self.step, dtype=torch.int32, device=self.device)
 
     @cached_property
     def values(self) -> Tensor:
@@ -152,16 +162,19 @@ class Noise:
             fresh: Whether the sums hold nothing of these blocks yet.
         """
         if self.fused:
-            first = self.samples[rows].start
-            # One sample's gradients are no larger than the model: copying them is cheaper than launches from
-            # Python, though not than those of a graph.
-            join = len(self.samples) == 1 and not isinstance(self.step, Tensor)
-            large = {i for i, grad in grads.items() if not join and grad.numel() >= _WORTH_A_LAUNCH}
+            samples = self.samples[rows]
+            blocks, values = list(grads), list(grads.values())
+            if len(values) > 1 and not isinstance(self.step, Tensor) and alike(values, values[0].dtype):
+                # Launches from Python cost more than a table of addresses, those of a graph do not.
+                places = addresses(tuple([grad.data_ptr() for grad in values]), self.device)
+                kernels.moments(self, samples, blocks, values[0], sums, poison, fresh=fresh, places=places)
+                return
+            large = {i for i, grad in grads.items() if grad.numel() >= _WORTH_A_LAUNCH}
             for i in large:
-                kernels.moments(self, first, [i], grads[i].contiguous(), sums, poison, fresh=fresh)
+                kernels.moments(self, samples, [i], grads[i].contiguous(), sums, poison, fresh=fresh)
             if small := [i for i in grads if i not in large]:
                 joined = torch._utils._flatten_dense_tensors([grads[i] for i in small])  # type: ignore[no-untyped-call]
-                kernels.moments(self, first, small, joined, sums, poison, fresh=fresh)
+                kernels.moments(self, samples, small, joined, sums, poison, fresh=fresh)
             return
         for i, grad in grads.items():
             total, product = sums[:, self.layout.span(i)]
@@ -203,6 +216,18 @@ class Room:
         if found is None or len(found) < size or found.dtype != noise.dtype:
             self._buffers[use] = found = torch.empty(size, dtype=noise.dtype)
         return found[:size]
+
+
+def alike(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether one kernel can have them by their addresses."""
+    return all(map(Tensor.is_contiguous, tensors)) and {each.dtype for each in tensors} == {dtype}
+
+
+@lru_cache(maxsize=64)
+def addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses of tensors, where a kernel can read them; the host does not wait until they are there."""
+    table = torch.tensor(at, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
 
 
 def _fill(rows: Sequence[tuple[Tensor, int]]) -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from posterity import buffers, noise
 from posterity.mc import chunks, one_pass, stacked_pass
 from posterity.optim.gradients import refuse_process_group
+from posterity.optim.guard import verdict
 from posterity.optim.live import Live
 from posterity.optim.statistics import Sink
 from posterity.optim.variational import VariationalOptimizer
@@ -84,6 +85,8 @@ class TrainStep:
         refuse_process_group()
         self.target, self.optimizer = _Loss(model, loss_fn), optimizer
         self.max_norm, self.chunk = max_norm, chunk
+        self._keeper = buffers.Keeper(self.target)
+        self._ones: dict[tuple[object, ...], Tensor] = {}
         self.names: dict[Tensor, str] = {p: name for name, p in self.target.named_parameters()}
         for group in optimizer.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
@@ -108,15 +111,18 @@ class TrainStep:
         self.refuse_changed()
         if self.optimizer._sums.samples:
             raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
-        before = buffers.snapshot(self.target)
+        self._keeper.keep()
+        guard = self.optimizer.guard
         try:
-            loss = self.gather(before, batch)
-            self.optimizer.watch(loss)
+            loss = self.gather(self._keeper.copies, batch).mean()
+            guard.watch(loss)
             self.optimizer.step(batch_size=self.batch_size(batch))
         except BaseException:
-            buffers.restore(self.target, before)
+            self._keeper.restore()
             self.optimizer.zero_grad()
             raise
+        if guard.ok is not None:
+            self._keeper.restore_unless(guard.ok)
         return loss
 
     def batch_size(self, batch: tuple[Tensor, ...]) -> int:
@@ -125,7 +131,7 @@ class TrainStep:
 
     @torch.enable_grad()
     def gather(self, before: Mapping[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
-        """Draw, run forward and backward, hand the statistics to the optimiser; the mean loss."""
+        """Draw, run forward and backward, hand the statistics to the optimiser; the samples' losses."""
         losses: list[Tensor] = []
         opt = self.optimizer
         params = [p for group in opt.param_groups for p in group["params"]]
@@ -167,7 +173,7 @@ class TrainStep:
                 if opt.collects is None:
                     modes.close()  # the backward pass has nobody to tell
                 leaves = [theta.get(p, p) for p in wanted]
-                grads = torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
+                grads = torch.autograd.grad(loss, leaves, self._ones_like(loss), allow_unused=True)
             found = {
                 p: grad if p in theta and not one else grad[None]
                 for p, grad in zip(wanted, grads, strict=True)
@@ -177,7 +183,14 @@ class TrainStep:
         opt.publish()
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)
-        return (torch.cat(losses) if len(losses) > 1 else losses[0]).mean()
+        return torch.cat(losses) if len(losses) > 1 else losses[0]
+
+    def _ones_like(self, loss: Tensor) -> Tensor:
+        """What the backward pass begins with, made once: a graph has it before it is captured."""
+        key = (loss.shape, loss.dtype, loss.device)
+        if key not in self._ones:
+            self._ones[key] = torch.ones_like(loss)
+        return self._ones[key]
 
 
 @final
@@ -235,6 +248,7 @@ class CapturedStep:
     def _capture(self, key: Any, batch: tuple[Tensor, ...]) -> _Graph | None:
         opt = self.step.optimizer
         opt._refuse_inside("a training step")
+        opt.guard.settle_step()
         opt._ledger.refuse_foreign(opt.param_groups)
         try:
             self._graphs[key] = _Graph(self.step, batch)
@@ -296,7 +310,7 @@ class _Graph:
         updates = {p: int(opt.state[p]["step"]) if opt.state[p] else 0 for p in self.params}
         self.live = Live(
             torch.zeros((), dtype=torch.int32, device=device),
-            {p: number + 1 - steps for p, number in updates.items()},
+            {p: number - steps for p, number in updates.items()},
             [
                 {key: torch.tensor(float(group[key]), device=device) for key in opt.live}
                 for group in opt.param_groups
@@ -308,6 +322,7 @@ class _Graph:
         self.sizes = [opt._batch_size(group, step.batch_size(batch)) for group in opt.param_groups]
         self.host_loss = torch.zeros(()).pin_memory()
         self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
+        self.keeper = buffers.Keeper(step.target)
         self.generation, self.used = opt.generation, 0
         before = self._snapshot()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -330,12 +345,13 @@ class _Graph:
                 (slab, [i for i, p in enumerate(slab.params) if p.grad is not None]) for slab in opt._slabs
             ]
         finally:
-            opt._live = None
+            opt._live = opt.guard.ok = None
             opt._reset()
             torch.cuda.synchronize()
             self._restore(before)
             self.poison.zero_()
         self.counts = self._counts()
+        opt.guard.graphs.add(self)
 
     def stale(self) -> bool:
         """Whether a parameter that it moves was left out of steps since: its count of updates is fixed."""
@@ -356,11 +372,8 @@ class _Graph:
         fresh = fresh or any(p.grad is not None for p in self.unused)
         if fresh:  # something happened to the gradients since the last replay
             opt._ledger.refuse_foreign(opt.param_groups)
-        loss = self.host_loss.item()  # of an earlier step; reading it waits for nothing
-        self.host_loss.zero_()
-        if not math.isfinite(loss):
-            self.poison.zero_()
-        opt.watch(loss)
+        opt.guard.settle_step()
+        self._look()
         steps = opt.param_groups[0]["steps"]
         if steps != self.clock:  # not the next one: state was loaded, or another graph ran
             self.live.clock.fill_(steps)
@@ -383,20 +396,31 @@ class _Graph:
             opt._reset()
         return self.loss.clone()
 
+    def _look(self) -> None:
+        """Raise what is known of earlier steps; this waits for nothing."""
+        loss = self.host_loss.item()
+        self.host_loss.zero_()
+        if not math.isfinite(loss):
+            self.poison.zero_()
+        self.step.optimizer.guard.watch(loss)
+
+    def wait(self) -> None:
+        """Raise what there is to be known of all steps up to here."""
+        torch.cuda.synchronize()
+        self._look()
+
     def _body(self) -> Tensor:
         """What is captured: the eager step, with its checks done on the device."""
-        opt, target = self.step.optimizer, self.step.target
+        opt = self.step.optimizer
         torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
-        before = buffers.snapshot(target)
-        loss = self.step.gather(before, tuple(self.batch))
-        # What is poisoned is NaN, and less than nothing.
-        ok = sum((sums.poison for sums in opt._sums), loss.abs()) < float("inf")
-        self.live.ok = ok
+        self.keeper.keep()
+        losses = self.step.gather(self.keeper.copies, tuple(self.batch))
+        poisons = [sums.poison for sums in opt._sums]
+        loss, ok = verdict(losses, poisons, self.poison, self.host_loss, self.live.clock)
+        opt.guard.ok = ok
         opt.apply(self.sizes)
-        buffers.restore_unless(ok, target, before)
-        self.poison += torch.where(ok, 0.0, torch.nan)
-        self.host_loss.copy_(loss + self.poison, non_blocking=True)
-        self.live.clock.add_(1)
+        self.keeper.restore_unless(ok)
+        opt.guard.ok = None
         opt._reset()
         return loss
 

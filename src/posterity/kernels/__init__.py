@@ -1,6 +1,7 @@
 """Triton kernels for the GPU; not importable where Triton is not installed."""
 
 from posterity.kernels.conv import conv2d, conv2d_input_grad, conv2d_weight_grad
+from posterity.kernels.guard import verdict
 from posterity.kernels.loss import cross_entropy
 from posterity.kernels.matmul import linear, multiplies
 from posterity.kernels.noise import moments, normal, perturb, transfer
@@ -27,4 +28,5 @@ __all__ = [
     "perturb",
     "pools",
     "transfer",
+    "verdict",
 ]

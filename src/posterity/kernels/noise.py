@@ -66,14 +66,17 @@ def _sum_up(into, at, mine, value, FRESH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed", "first", "rows"])
 def _moments(
-    grads, total, product, poison, table, step, seed, first, rows, weight,
-    FRESH: tl.constexpr, COUNT: tl.constexpr,
+    grads, places, total, product, poison, table, step, seed, first, rows, weight,
+    APART: tl.constexpr, FRESH: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     block, at, mine, quarter, size, start, rest = _place(table, COUNT)
     a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
     i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
     key, number = seed.to(tl.int64), tl.load(step)
-    grads += tl.load(rest + 1) * rows
+    if APART:
+        grads = tl.load(places + tl.load(rest)).to(tl.pointer_type(grads.dtype.element_ty))
+    else:
+        grads += tl.load(rest + 1) * rows
     t0 = tl.zeros([COUNT], tl.float32)
     t1, t2, t3, p0, p1, p2, p3 = t0, t0, t0, t0, t0, t0, t0
     for row in tl.range(0, rows, loop_unroll_factor=2):
@@ -102,8 +105,10 @@ def _moments(
 
 
 @triton.jit
-def _transfer(pointers, flat, table, READ: tl.constexpr, COUNT: tl.constexpr):
+def _transfer(pointers, flat, table, ok, READ: tl.constexpr, ASKS: tl.constexpr, COUNT: tl.constexpr):
     _, at, mine, quarter, size, start, rest = _place(table, COUNT)
+    if ASKS:
+        mine = mine & (tl.load(ok) == 0)
     apart = tl.load(pointers + tl.load(rest)).to(tl.pointer_type(flat.dtype.element_ty))
     flat += start
     for part in tl.static_range(4):
@@ -115,11 +120,16 @@ def _transfer(pointers, flat, table, READ: tl.constexpr, COUNT: tl.constexpr):
             tl.store(apart + here, tl.load(flat + here, mask=inside), mask=inside)
 
 
-def transfer(layout: Layout, pointers: Tensor, flat: Tensor, *, read: bool) -> None:
-    """Copy contiguous tensors, given by their addresses, into a flat buffer, or back."""
+def transfer(
+    layout: Layout, pointers: Tensor, flat: Tensor, *, read: bool, unless: Tensor | None = None
+) -> None:
+    """Copy contiguous tensors, given by their addresses, into a flat buffer or back, unless a flag is set."""
     table = layout.table(range(len(layout)), flat.device)
     if len(table):
-        _transfer[(len(table),)](pointers, flat, table, READ=read, COUNT=CHUNK)
+        asks = unless is not None
+        _transfer[(len(table),)](
+            pointers, flat, table, unless if asks else flat, READ=read, ASKS=asks, COUNT=CHUNK
+        )
 
 
 def normal(noise: Noise) -> Tensor:
@@ -136,41 +146,39 @@ def perturb(noise: Noise, mean: Tensor, std: Tensor) -> Tensor:
 
 def moments(
     noise: Noise,
-    first: int,
+    samples: range,
     blocks: list[int],
     grads: Tensor,
     sums: Tensor,
     poison: Tensor,
     *,
     fresh: bool,
+    places: Tensor | None = None,
 ) -> None:
-    """Add weighted Σ g and Σ g · eps over samples from ``first`` on, of some blocks' gradients end to end.
+    """Add weighted Σ g and Σ g · eps over some samples, of some blocks' gradients.
 
     Args:
         noise: Behind the samples; its weight is theirs.
-        first: Number of the first sample.
+        samples: Their numbers.
         blocks: Whose gradients.
-        grads: Of each block ``[k, *shape]``.
+        grads: Of each block ``[len(samples), *shape]``, end to end; with ``places``, any one of them.
         sums: Both sums of all blocks, ``[2, size]``.
         poison: One number, which becomes NaN if a sum is not finite.
         fresh: Whether these are the first, so that nothing is there to add to.
+        places: Addresses of all blocks' contiguous gradients, if these lie apart.
     """
     table = noise.layout.table(blocks, noise.device)
     if len(table):
-        rows = grads.numel() // sum(noise.layout.sizes[i] for i in blocks)
         step, seed, _ = address(noise)
         _moments[(len(table),)](
-            grads, sums[0], sums[1], poison, table, step, seed, first, rows, noise.weight,
-            FRESH=fresh, COUNT=CHUNK,
+            grads, table if places is None else places, sums[0], sums[1], poison, table, step, seed,
+            samples.start, len(samples), noise.weight, APART=places is not None, FRESH=fresh, COUNT=CHUNK,
         )  # fmt: skip
 
 
 def address(noise: Noise) -> tuple[Tensor, int, int]:
     """Step (on the device, where a graph can read it anew), seed, first sample."""
-    step = noise.step
-    if not isinstance(step, Tensor):
-        step = torch.full((), step, dtype=torch.int32, device=noise.device)
-    return step, noise.seed & 0x7FFFFFFFFFFFFFFF, noise.samples.start
+    return noise.clock, noise.seed & 0x7FFFFFFFFFFFFFFF, noise.samples.start
 
 
 def _stacked(noise: Noise, mean: Tensor, std: Tensor, out: Tensor, *, scaled: bool) -> Tensor:

@@ -121,6 +121,11 @@ class Sampling:
         if self._before is not None:
             self._before.restore()
 
+    def restore_unless(self, ok: Tensor) -> None:
+        """The same, if a flag on the device is not set."""
+        if self._before is not None:
+            self._before.restore_unless(ok)
+
     def finish(self) -> None:
         """Let the next sample be the first of another step."""
         self._before = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posterity.layout import Layout
-from posterity.noise import Room, kernels
+from posterity.noise import Room, addresses, alike, kernels
 from posterity.optim.groups import Group, members
 from posterity.optim.statistics import state_dtype
 
@@ -77,12 +77,12 @@ class Slab:
         self._plain = self._fits and all(map(Tensor.is_contiguous, self.params))
         return self._fits
 
-    def count(self, moved: Sequence[int]) -> None:
-        """Count an update of some parameters."""
+    def count(self, moved: Sequence[int], by: int = 1) -> None:
+        """Count an update of some parameters, or uncount one."""
         if len(moved) == len(self.params):
-            self.steps += 1
+            self.steps += by
         else:
-            self.steps[moved] += 1
+            self.steps[moved] += by
 
     @property
     def mean(self) -> Tensor:
@@ -113,10 +113,16 @@ class Slab:
     def gather(self) -> Tensor:
         """The parameters' gradients, flat, in the precision of the state; overwritten by the next call."""
         flat, views = self._gathered
-        grads = {i: grad for i, p in enumerate(self.params) if (grad := p.grad) is not None}
-        if len(grads) < len(views):
+        grads = [p.grad for p in self.params]
+        found = [grad for grad in grads if grad is not None]
+        if len(found) < len(views):
             flat.zero_()  # else it would have gradients of earlier steps
-        torch._foreach_copy_([views[i] for i in grads], list(grads.values()))
+        elif self._fused and alike(found, flat.dtype):
+            places = addresses(tuple([grad.data_ptr() for grad in found]), self.device)
+            kernels.transfer(self.layout, places, flat, read=True)
+            return flat
+        there = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+        torch._foreach_copy_(there, found)
         return flat
 
     @cached_property
@@ -138,7 +144,7 @@ class Slab:
         if not (self._fused and self._plain):
             return False
         if self._at not in self._places:
-            self._places[self._at] = torch.tensor(self._at, dtype=torch.int64).to(self.device)
+            self._places[self._at] = addresses(self._at, self.device)
         kernels.transfer(self.layout, self._places[self._at], flat, read=read)
         if not read:
             torch.autograd.graph.increment_version(self.params)

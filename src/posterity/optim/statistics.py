@@ -60,9 +60,12 @@ class Sums:
     published: tuple[Tensor, dict[int, Tensor]] | None = None
 
     @classmethod
-    def zeros(cls, slab: Slab) -> Sums:
-        """Nothing yet."""
+    def none(cls, slab: Slab, noise: Noise | None) -> Sums:
+        """Nothing yet, of gradients taken under some noise."""
         size, dtype = slab.layout.size, state_dtype(slab.weights)
+        if noise is not None and noise.overwrites:
+            both = torch.empty(2, size, dtype=dtype, device=slab.device)
+            return cls(slab, both, torch.zeros((), dtype=dtype, device=slab.device))
         flat = torch.zeros(2 * size + 1, dtype=dtype, device=slab.device)
         return cls(slab, flat[:-1].view(2, size), flat[-1])
 
@@ -84,10 +87,14 @@ class Sums:
         Those of one sample may lack the leading dimension. Where no noise matters, all have a weight; those
         of deterministic parameters are one, a sum over samples.
         """
-        fresh = self.used.isdisjoint(grads)
+        known = self.used & grads.keys()
         self.used.update(grads)
         if noise is not None:
-            noise.moments(grads, self.both, self.poison, rows, fresh=fresh)
+            first = {i: grad for i, grad in grads.items() if i not in known} if known else grads
+            more = {i: grads[i] for i in known}
+            for some, fresh in ((first, True), (more, False)):
+                if some:
+                    noise.moments(some, self.both, self.poison, rows, fresh=fresh)
         elif grads:
             shapes = self.slab.layout.shapes
             whole = {i: grad if grad.dim() == len(shapes[i]) else grad.sum(0) for i, grad in grads.items()}
@@ -143,10 +150,10 @@ class Accumulator:
         self.layers: dict[str, Kronecker] = {}  # sums of factors, by the layer's weight
         self._sums: dict[Slab, Sums] = {}
 
-    def of(self, slab: Slab) -> Sums:
-        """The sums of one slab, to add to."""
+    def of(self, slab: Slab, noise: Noise | None) -> Sums:
+        """The sums of one slab, to add gradients to that were taken under some noise."""
         if slab not in self._sums:
-            self._sums[slab] = Sums.zeros(slab)
+            self._sums[slab] = Sums.none(slab, noise)
         return self._sums[slab]
 
     def add_layers(self, layers: Mapping[str, Kronecker], examples: int, weight: float) -> None:
@@ -173,6 +180,11 @@ class Accumulator:
     def used(self) -> set[int]:
         """Parameters that had a gradient, by ``id``."""
         return {id(sums.slab.params[i]) for sums in self for i in sums.used}
+
+    @property
+    def curvature(self) -> str:
+        """What the sums beside the gradients' are of, in words."""
+        return "the mean of squared gradients" if self.examples else "E[gradient · noise]"
 
     def clear(self) -> None:
         """Start the next step."""
@@ -204,7 +216,7 @@ class Sink(NamedTuple):
 
     def take(self, grads: Tensor, rows: slice) -> None:
         """Add the gradients ``[k, *shape]`` of some of the samples."""
-        self.sums.of(self.slab).add({self.block: grads}, self.noise, rows=rows)
+        self.sums.of(self.slab, self.noise).add({self.block: grads}, self.noise, rows=rows)
 
 
 def state_dtype(p: Tensor) -> torch.dtype:

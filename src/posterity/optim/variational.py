@@ -26,14 +26,19 @@ from posterity.optim.adam import adam_init, adam_update
 from posterity.optim.blocks import Blocks, Moving
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
 from posterity.optim.collecting import Collecting
-from posterity.optim.gradients import GradientLedger, refuse_bad_gradients, refuse_process_group
+from posterity.optim.gradients import (
+    GradientLedger,
+    refuse_missing,
+    refuse_not_finite,
+    refuse_process_group,
+)
 from posterity.optim.groups import Group, Params, checked_group, members, named_groups, split_groups
+from posterity.optim.guard import Guard, ahead_of
 from posterity.optim.handover import states_from
 from posterity.optim.live import Live
 from posterity.optim.sampling import Draw, Sampling
 from posterity.optim.slab import Slab, State, needs_mean, slabs
 from posterity.optim.statistics import Accumulator, Sink, Statistics, state_dtype, zero
-from posterity.optim.watch import LossWatch
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.factorised import Key
 
@@ -186,6 +191,12 @@ class VariationalOptimizer(Optimizer, ABC):
 
         Returns:
             The closure's loss, averaged over the samples.
+
+        Raises:
+            FloatingPointError: A loss, a gradient or another statistic is not finite. Nothing has moved then.
+                Where all parameters are on one GPU, the host does not wait for what the device finds: the
+                step that was bad moves nothing, and the next call of this method, or of what shows or saves
+                the posterior, raises, and drops what was gathered for a step of its own.
         """
         self._refuse_inside("step()")
         if hasattr(self, "grad_scale"):
@@ -205,12 +216,21 @@ class VariationalOptimizer(Optimizer, ABC):
                     f"the layers saw {min(self._sums.examples - {batch_size})} examples, not batch_size="
                     f"{batch_size}: count those of all micro-batches, and keep them on the first axis"
                 )
-            refuse_bad_gradients(self.param_groups, self._sums, type(self).__name__)
+            refuse_missing(self.param_groups, self._sums, type(self).__name__)
+            self.guard.settle_step()
+            check = None
+            if self.guard.device is None:
+                refuse_not_finite(self.param_groups, self._sums)
+            else:
+                check = self.guard.judge(self._sums, self._take_back)
             self.apply(sizes)
         except BaseException:
             self._sampling.restore()
             self._reset()
             raise
+        if check is not None and self.guard.ok is not None:
+            self._sampling.restore_unless(self.guard.ok)
+            self.guard.expect(check)
         self.advance()
         self._reset()
         return loss
@@ -218,6 +238,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def posterior(self) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes."""
         self._refuse_inside("posterior()")
+        self.guard.settle()
         leaves: dict[Key, Leaf] = {}
         self._ready()
         within = self._matrices.by_name()
@@ -233,6 +254,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def load_posterior(self, posterior: Factorised) -> None:
         """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
         self._refuse_inside("load_posterior()")
+        self.guard.settle()
         named = {name: (p, group) for name, p, group in self._blocks()}
         fresh = states_from(posterior, named, self.adopt, self.matrices)
         self._matrices.displace(posterior.tensors.values(), fresh)
@@ -254,6 +276,8 @@ class VariationalOptimizer(Optimizer, ABC):
         """Add a group; it is checked as a whole before anything is added."""
         if self._slabs and self._sums.samples:
             raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
+        if self._slabs:
+            self.guard.settle()
         if param_group.get("deterministic"):
             adam = {"lr": self._deterministic_lr, "betas": (0.9, 0.999)}
             param_group = {**(adam if self.without_noise is None else self.without_noise), **param_group}
@@ -263,9 +287,15 @@ class VariationalOptimizer(Optimizer, ABC):
         super().add_param_group(group)
         self._slabs = []
 
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to resume from."""
+        self.guard.settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
         self._refuse_inside("load_state_dict()")
+        self.guard.settle()
         used: list[dict[str, Any]] = []
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
@@ -283,6 +313,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 self.state[p][key] = value.detach().to("cpu" if key == "step" else p.device, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.guard.settle()
         own = {"_module": self._module, "_deterministic_lr": self._deterministic_lr}
         return {**super().__getstate__(), **own}
 
@@ -297,7 +328,8 @@ class VariationalOptimizer(Optimizer, ABC):
         self._sampling = Sampling(self._module)
         self._collecting = Collecting(self.collects, type(self).__name__)
         self._peeks: int = 0  # sampling contexts without gradients
-        self.watch = LossWatch(type(self).__name__)
+        self.guard = Guard(type(self).__name__)
+        self._moved: list[tuple[Slab, list[int]]] = []  # by the last step, of each slab
         self._live: Live | None = None
         self._generation = next(_generations)
         self._reset()
@@ -367,12 +399,13 @@ class VariationalOptimizer(Optimizer, ABC):
             (slab.layout.names[i] for slab, found in grads for i in found), samples
         )
         for slab, found in grads:
+            noise = noises.get(slab)
             if found:
-                self._sums.of(slab).add(found, noises.get(slab), weight)
+                self._sums.of(slab, noise).add(found, noise, weight)
             names = slab.layout.names
             if own := {i: squares[names[i]] for i in found if names[i] in squares}:
                 # Those of a mean loss: the examples' own gradients are as many times larger as they are many.
-                self._sums.of(slab).add_squares(own, weight * examples)
+                self._sums.of(slab, noise).add_squares(own, weight * examples)
         if examples:
             self._sums.examples.add(examples)
             self._sums.add_layers(layers, examples, weight)
@@ -406,12 +439,14 @@ class VariationalOptimizer(Optimizer, ABC):
         """Move every parameter that has a gradient, given the batch size that each group's rule sees."""
         done = self._matrices.move(self._sums, sizes, self.updates) if self.matrices else set()
         collected = self.collects is None or bool(self._sums.examples)
+        self._moved = []
         for sums in self._sums:
             slab, live = sums.slab, self._live
-            moved = [i for i, p in enumerate(slab.params) if p.grad is not None and p not in done]
+            moved = [i for i, p in enumerate(slab.params) if p.grad is not None and not (done and p in done)]
             if not moved:
                 continue
             slab.count(moved)
+            self._moved.append((slab, moved))
             group = self._group(slab)
             if live is None:
                 slab.locate()
@@ -431,7 +466,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     counts[i] if live is None else live.step(p),
                     group,
                     slab.state["keep"][span] if "keep" in slab.state else None,
-                    None if live is None else live.ok,
+                    self.guard.ok,
                 )
             slab.write(moved)
 
@@ -441,10 +476,10 @@ class VariationalOptimizer(Optimizer, ABC):
         self._ready()
         return self._generation
 
-    def advance(self) -> None:
-        """Count a step: the next one draws other noise."""
+    def advance(self, by: int = 1) -> None:
+        """Count steps: the next one draws other noise."""
         for group in self.param_groups:
-            group["steps"] += 1
+            group["steps"] += by
 
     # The machinery.
 
@@ -468,7 +503,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     ):
                         loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
-                self.watch(losses[-1])
+                self.guard.watch(losses[-1])
         self._sums.publish()
         return torch.stack(losses).mean(0)
 
@@ -496,7 +531,10 @@ class VariationalOptimizer(Optimizer, ABC):
         if keep is not None:
             new_mean = new_mean * keep
         for old, new in [(mean, new_mean), *((state[key], value) for key, value in new_state.items())]:
-            old.copy_(new if ok is None else torch.where(ok, new, old))
+            if ok is None:
+                old.copy_(new)
+            else:
+                torch.where(ok, new, old, out=old)
 
     # Sizes are dynamic: one compilation serves all slabs.
 
@@ -527,6 +565,9 @@ class VariationalOptimizer(Optimizer, ABC):
             self._slabs = list(slabs(self.param_groups, self.state, self.matrices))
         self._matrices = Blocks(self.param_groups, self.state, self.matrices)
         self._held = self._state_tensors()
+        # What may fail in the middle of a step is not for a device alone to judge.
+        self.guard.device = None if self.matrices else ahead_of(self._slabs)
+        self.guard.ok = None
         self._generation = next(_generations)
         return self._slabs
 
@@ -581,7 +622,15 @@ class VariationalOptimizer(Optimizer, ABC):
         if self._sampling.entered is not None:
             raise RuntimeError(f"{call} inside sampled_params() would see sampled weights: leave it first")
 
+    def _take_back(self) -> str | None:
+        """Uncount a step that was held back on the device; what was at fault, if it can still be told."""
+        for slab, moved in self._moved:
+            slab.count(moved, -1)
+        self.advance(-1)
+        return self._ledger.not_finite(self.param_groups)
+
     def _reset(self) -> None:
         self._sums.clear()
+        self.guard.forget()
         self._sampling.finish()
         self._ledger.remember(self._params())

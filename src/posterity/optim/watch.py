@@ -44,6 +44,6 @@ class LossWatch:
                 f"{self.name} seems to diverge: the loss began at {self._first:.3g} and is {value:.3g}; "
                 "lower the learning rate or the initial std",
                 DivergenceWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
             self._first = math.inf  # said once

@@ -224,7 +224,7 @@ def _share(epochs: int, *milestones: int) -> list[float]:
 
 def _steps(base: Mapping[str, Any], steps: int) -> float:
     """Steps as a share of those of all epochs."""
-    return round(steps / (-(-50_000 // base["batch_size"]) * base["epochs"]), 4)
+    return float(round(steps / (-(-50_000 // base["batch_size"]) * base["epochs"]), 4))
 
 
 def _factor(base: Mapping[str, Any]) -> float:

@@ -1,0 +1,45 @@
+"""One kernel says what plain torch says of a captured step."""
+
+import os
+
+import pytest
+import torch
+
+from posterity.optim import guard
+
+pytest.importorskip("triton", reason="needs Triton")
+kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA GPU or TRITON_INTERPRET=1"
+)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
+@pytest.mark.parametrize("samples", [1, 3, 10])
+@pytest.mark.parametrize("loss", [2.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("poison", [0.0, float("nan")])
+def test_the_verdict(samples: int, loss: float, poison: float) -> None:
+    results = []
+    for fused in (True, False):
+        device = DEVICE if fused else torch.device("cpu")
+        host = torch.full((), 7.0) if device.type == "cpu" else torch.full((), 7.0).pin_memory()
+        stuck, clock = torch.zeros((), device=device), torch.tensor(4, dtype=torch.int32, device=device)
+        told = []
+        for value in (loss, 1.0):  # a good step after what may be a bad one
+            losses = torch.arange(float(samples), device=device)
+            losses[-1] = value
+            bad = torch.tensor(poison if value is loss else 0.0, device=device)
+            say = kernels.verdict if fused else lambda losses, bad, *more: guard.verdict(losses, [bad], *more)
+            mean, ok = say(losses, bad, stuck, host, clock)
+            assert ok.dtype == torch.bool
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            told.append(torch.tensor([float(x) for x in (mean, ok, stuck, host, clock)]))
+        results.append(torch.stack(told))
+    torch.testing.assert_close(*results, equal_nan=True)
+    assert results[0][0, 1] == float(loss == 2.0 and poison == 0.0)
+    assert results[0][1, 4] == 6.0

@@ -12,7 +12,7 @@ from posterity.optim.blocks import Refused
 from posterity.posterior.matrix import SINGULAR, inverse_cholesky, shares, solved
 
 # Inverses are made in double precision, which few GPUs are fast in, where damping is less than this part of a
-# factor's diagonal: single precision keeps about four digits there.
+# factor's diagonal: single precision keeps two to four digits there, more than one batch's factors are worth.
 _LEAST = 1e-3
 
 

@@ -87,6 +87,16 @@ def test_cross_entropy(batch: int, classes: int, dtype: torch.dtype, ignore_inde
     assert not grads[:, labels == ignore_index].any()
 
 
+def test_labels_of_each_samples_own() -> None:
+    logits, labels = random(K, 7, 4), torch.randint(0, 4, (K, 7), device=DEVICE)
+    losses, grads = loss.cross_entropy(logits, labels, 1)
+    for sample in range(K):
+        (wanted,), slope = loss.cross_entropy(logits[sample : sample + 1], labels[sample], 1)
+        check(losses[sample], wanted, 1e-6)
+        check(grads[sample], slope[0], 1e-6)
+    assert len(losses.unique()) == K
+
+
 @pytest.mark.parametrize("label", [-1, 4])
 def test_a_label_that_names_no_class_gives_a_loss_that_is_not_a_number(label: int) -> None:
     logits, labels = random(K, 6, 4), torch.zeros(6, dtype=torch.int64, device=DEVICE)

@@ -356,3 +356,47 @@ def test_a_step_refuses_a_model_whose_parts_were_replaced() -> None:
     model[2] = nn.Linear(5, 3)
     with pytest.raises(RuntimeError, match="call compile_step again"):
         step(x, y)
+
+
+@pytest.mark.parametrize("name", ["BGD", "IVON", "VOGN"])
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_parts_of_a_batch_have_samples_of_their_own(name: str, chunk: int | None) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+    found = []
+    for stacked in (True, False):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+        for p, value in zip(model.parameters(), torch.linspace(0.1, 0.9, 6), strict=True):
+            nn.init.constant_(p, float(value))
+        given = {"std_init": 0.05, "batch_size": 12} if name == "BGD" else {"num_data": 100, "lr": 0.01}
+        opt = getattr(posterity, name)(model, mc_samples=2, seed=3, **given)
+        step = posterity.compile_step(model, mean_loss, opt, parts=3, chunk=chunk)
+        for begin in (0, 1):  # the second batch, of 11, cannot be cut
+            a, b = x[begin:].double(), y[begin:]
+            if stacked:
+                step(a, b)
+                continue
+            parts = 3 if begin == 0 else 1
+            for number in range(2 * parts):
+                part = slice(number % parts * (12 // parts), (number % parts + 1) * (12 // parts))
+                with opt.sampled_params():
+                    mean_loss(model, a[part], b[part]).backward()
+            opt.step()
+        posterior = opt.posterior()
+        found.append({**posterior.mean(), **{f"std of {k}": v for k, v in posterior.std().items()}})
+        found[-1] |= {key: value.double() for key, value in model.named_buffers()}
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_parts_need_tensors_of_one_length() -> None:
+    model = nn.Linear(4, 3)
+    opt = posterity.BGD(model, mc_samples=2, batch_size=8)
+    with pytest.raises(ValueError, match="parts must be a whole number of at least 1, not 0"):
+        posterity.compile_step(model, mean_loss, opt, parts=0)
+    step = posterity.compile_step(model, lambda model, x, y, scale: mean_loss(model, x, y), opt, parts=2)
+    with pytest.raises(ValueError, match="parts=2 cuts all tensors of a batch: give them one length"):
+        step(torch.randn(8, 4), torch.zeros(8, dtype=torch.long), torch.ones(1))
+
+
+def mean_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y)

@@ -85,13 +85,25 @@ def stacked_pass(
     kwargs: dict[str, Any],
     *,
     stacked: bool,
+    own: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs under the given weights, each sample starting from buffers ``before``, and the first's."""
+    """Outputs under the given weights, each sample starting from buffers ``before``, and the first's.
 
-    def call(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensor:
-        return one_pass(model, weights, state, args, kwargs)
+    Args:
+        model: What to run.
+        weights: ``[K, ...]`` by name.
+        before: The buffers, by name.
+        args: The model's inputs.
+        kwargs: Its keyword arguments, the same for all.
+        stacked: Whether in one pass, if it can be.
+        own: Whether these are tensors ``[K, ...]``, each sample having its own; else all have the same.
+    """
+
+    def call(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *mine: Tensor) -> Tensor:
+        return one_pass(model, weights, state, mine if own else args, kwargs)
 
     rows = range(_count(weights))
+    inputs = args if own else ()
     reason = ""
     if stacked and len(rows) > 1 and model not in _unstackable:
         moved = buffers.copied(
@@ -101,14 +113,17 @@ def stacked_pass(
             with warnings.catch_warnings():
                 # Operations without a batching rule still run, one sample after another.
                 warnings.filterwarnings("ignore", message="There is a performance drop")
-                outputs = vmap(call, randomness="different")(weights, moved)
+                outputs = vmap(call, randomness="different")(weights, moved, *inputs)
             return outputs, {name: value[0] for name, value in moved.items()}
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             reason = str(error).partition("\n")[0]
     states = [buffers.copied(before) for _ in rows]
-    looped = [call({name: value[k] for name, value in weights.items()}, states[k]) for k in rows]
+    looped = [
+        call({name: value[k] for name, value in weights.items()}, states[k], *(each[k] for each in inputs))
+        for k in rows
+    ]
     if reason:  # the loop went well, so it was vectorising that failed, not the model
         _unstackable.add(model)
         warnings.warn(

@@ -97,18 +97,17 @@ def _cross_entropy(
         "reduction": "mean",
         "label_smoothing": 0.0,
     }
-    level = _level(input)
+    level = _level(input, target)
     if (
         kernels is None
         or level is None
         or not input.is_cuda
         or input.dtype not in _FLOATS
-        or functorch.is_batchedtensor(target)
         or (input.dim(), target.dim(), target.dtype) != (2, 1, torch.int64)
         or any(other[key] != plain[key] for key in other)
     ):
         return NotImplemented
-    loss, _ = CrossEntropy.apply(_front(input), target, ignore_index)  # type: ignore[no-untyped-call]
+    loss, _ = CrossEntropy.apply(_front(input), _front(target), ignore_index)  # type: ignore[no-untyped-call]
     return functorch._add_batch_dim(loss, 0, level)
 
 

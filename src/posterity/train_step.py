@@ -40,6 +40,7 @@ def compile_step(
     *,
     max_norm: float | None = None,
     chunk: int | None = None,
+    parts: int = 1,
 ) -> Callable[..., Tensor]:
     """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
 
@@ -55,6 +56,9 @@ def compile_step(
         max_norm: Clip the norm of the mean gradient E[g] to this, as ``torch.nn.utils.clip_grad_norm_`` would
             between backward and step.
         chunk: At most this many samples at once, to cap memory.
+        parts: Cut the batch into so many parts, each with ``mc_samples`` weight samples of its own: every
+            example is still seen by as many, and their noise averages out over more. It costs no more
+            arithmetic. A batch that cannot be cut so is cut into as many as divide both.
 
     Example:
         >>> from posterity import BGD
@@ -64,7 +68,7 @@ def compile_step(
         >>> train_step(torch.randn(8, 4), torch.randint(0, 2, (8,))).shape
         torch.Size([])
     """
-    step = TrainStep(model, loss_fn, optimizer, max_norm, chunk)
+    step = TrainStep(model, loss_fn, optimizer, max_norm, chunk, parts)
     return CapturedStep(step) if can_capture(optimizer) else step
 
 
@@ -79,12 +83,15 @@ class TrainStep:
         optimizer: VariationalOptimizer,
         max_norm: float | None,
         chunk: int | None,
+        parts: int,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be greater than 0, not {max_norm}")
+        if not isinstance(parts, int) or parts < 1:
+            raise ValueError(f"parts must be a whole number of at least 1, not {parts}")
         refuse_process_group()
         self.target, self.optimizer = _Loss(model, loss_fn), optimizer
-        self.max_norm, self.chunk = max_norm, chunk
+        self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
         self._keeper = buffers.Keeper(self.target)
         self._ones: dict[tuple[object, ...], Tensor] = {}
         self.names: dict[Tensor, str] = {p: name for name, p in self.target.named_parameters()}
@@ -135,7 +142,10 @@ class TrainStep:
         losses: list[Tensor] = []
         opt = self.optimizer
         params = [p for group in opt.param_groups for p in group["params"]]
-        samples = opt.param_groups[0]["mc_samples"]
+        parts = math.gcd(self.parts, len(batch[0]))
+        if parts > 1 and len({len(x) for x in batch}) > 1:
+            raise ValueError(f"parts={self.parts} cuts all tensors of a batch: give them one length")
+        samples = parts * opt.param_groups[0]["mc_samples"]
         for rows in chunks(samples, self.chunk):
             drawn = opt.draw(rows, 1 / samples)
             one = len(rows) == 1
@@ -150,6 +160,7 @@ class TrainStep:
             for p in params:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in theta.items()}
+            seen = batch if parts == 1 else tuple(_dealt(x, parts, rows) for x in batch)
             wanted = [p for p in params if p.requires_grad]
             if not wanted:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
@@ -159,9 +170,12 @@ class TrainStep:
                 modes.enter_context(opt.collecting(theta, stacked=not one))
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
-                    loss = one_pass(self.target, named, state, batch, {})[None]
+                    mine = tuple(x[0] for x in seen) if parts > 1 else seen
+                    loss = one_pass(self.target, named, state, mine, {})[None]
                 else:
-                    loss, moved = stacked_pass(self.target, named, before, batch, {}, stacked=True)
+                    loss, moved = stacked_pass(
+                        self.target, named, before, seen, {}, stacked=True, own=parts > 1
+                    )
                     if rows.start == 0:
                         buffers.restore(self.target, moved)
                 if loss.dim() != 1:
@@ -179,7 +193,7 @@ class TrainStep:
                 for p, grad in zip(wanted, grads, strict=True)
                 if grad is not None
             }
-            opt.absorb(found.get, drawn, len(rows), 1 / samples)
+            opt.absorb(found.get, drawn, len(rows), 1 / samples, parts)
         opt.publish()
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)
@@ -191,6 +205,13 @@ class TrainStep:
         if key not in self._ones:
             self._ones[key] = torch.ones_like(loss)
         return self._ones[key]
+
+
+def _dealt(x: Tensor, parts: int, rows: range) -> Tensor:
+    """What each sample sees of a tensor of the batch, by its number: ``[samples, B / parts, ...]``."""
+    cut = x.reshape(parts, -1, *x.shape[1:])
+    dealt = [number % parts for number in rows]
+    return cut if dealt == list(range(parts)) else torch.stack([cut[part] for part in dealt])
 
 
 @final

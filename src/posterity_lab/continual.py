@@ -143,13 +143,16 @@ def run(
     return Scores(**matrices, untrained=torch.tensor(state["untrained"], dtype=torch.float64))
 
 
-def by_rule(model: nn.Module, optimizer: VariationalOptimizer, mask: Mask | None = None) -> Method:
+def by_rule(
+    model: nn.Module, optimizer: VariationalOptimizer, mask: Mask | None = None, parts: int = 1
+) -> Method:
     """A rule such as BGD or IVON as a method, all weight samples in one pass.
 
     Args:
         model: What to train.
         optimizer: The rule, which holds the model's parameters.
         mask: Which logits count in training.
+        parts: Of a batch, each with weight samples of its own.
 
     Example:
         >>> from posterity import BGD
@@ -157,14 +160,16 @@ def by_rule(model: nn.Module, optimizer: VariationalOptimizer, mask: Mask | None
         >>> method = by_rule(net, BGD(net))
         >>> loss = method.step(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))
     """
-    return _Rule(model, optimizer, mask)
+    return _Rule(model, optimizer, mask, parts)
 
 
 @final
 class _Rule(Method):
-    def __init__(self, model: nn.Module, optimizer: VariationalOptimizer, mask: Mask | None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: VariationalOptimizer, mask: Mask | None, parts: int
+    ) -> None:
         self.model, self.optimizer, self._rule = model, optimizer, optimizer
-        self._train_step = compile_step(model, masked_loss(mask), optimizer)
+        self._train_step = compile_step(model, masked_loss(mask), optimizer, parts=parts)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         return self._train_step(x, y)

@@ -11,7 +11,7 @@ from torch import Tensor
 _TILE = 4096
 
 
-@triton.jit(do_not_specialize=["batch", "ignore_index"])
+@triton.jit(do_not_specialize=["batch", "ignore_index", "own"])
 def _cross_entropy(
     logits,
     labels,
@@ -20,6 +20,7 @@ def _cross_entropy(
     batch,
     classes,
     ignore_index,
+    own,
     ROWS: tl.constexpr,
     CLASSES: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -27,6 +28,7 @@ def _cross_entropy(
     """The part of one sample's mean loss that a tile of its rows gives, and these rows' gradient."""
     tile = tl.program_id(0)
     sample = tl.program_id(1).to(tl.int64)
+    labels += sample * own
     counts = tl.zeros([COUNTED], tl.int32)
     for start in range(0, batch, COUNTED):
         at = start + tl.arange(0, COUNTED)
@@ -66,7 +68,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> t
 
     Args:
         logits: ``[K, B, C]``; the arithmetic is float32 whatever their type.
-        labels: The classes of the batch, int64 ``[B]``, the same for every sample.
+        labels: The classes, int64: ``[K, B]``, or ``[B]``, the same for every sample.
         ignore_index: Rows with this label count for nothing.
     """
     logits, labels = logits.contiguous(), labels.contiguous()
@@ -84,6 +86,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> t
         batch,
         classes,
         ignore_index,
+        batch * (labels.dim() - 1),
         ROWS=rows,
         CLASSES=width,
         COUNTED=min(1024, max(16, triton.next_power_of_2(max(batch, 1)))),

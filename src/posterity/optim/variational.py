@@ -378,6 +378,7 @@ class VariationalOptimizer(Optimizer, ABC):
         drawn: list[Draw],
         samples: int,
         weight: float = 1.0,
+        parts: int = 1,
     ) -> None:
         """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
@@ -389,6 +390,7 @@ class VariationalOptimizer(Optimizer, ABC):
             drawn: The weights.
             samples: How many.
             weight: Of each.
+            parts: Of the batch, of which every sample has seen one.
         """
         noises = {draw.slab: draw.noise for draw in drawn if self.collects is None}
         grads = [
@@ -407,7 +409,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 # Those of a mean loss: the examples' own gradients are as many times larger as they are many.
                 self._sums.of(slab, noise).add_squares(own, weight * examples)
         if examples:
-            self._sums.examples.add(examples)
+            self._sums.examples.add(examples * parts)
             self._sums.add_layers(layers, examples, weight)
         self._sums.samples += samples
         self._sums.weight += samples * weight

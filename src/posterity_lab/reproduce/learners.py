@@ -114,7 +114,7 @@ def learner(
                 **drawn,
                 **given("lr", "prior_precision", "damping", *every),
             )
-            return by_rule(model, made, mask)
+            return by_rule(model, made, mask, config.get("parts", 1))
     raise ValueError(f"there is no method {method!r}")
 
 

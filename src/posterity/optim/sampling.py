@@ -94,7 +94,8 @@ class Sampling:
             self.entered = 0
             with suppress(_Unused), collecting:
                 yield
-                grads = [grad for p in params if (grad := p.grad) is not None]
+                with torch._C.DisableTorchFunction():  # what collects would look at each of these
+                    grads = [grad for p in params if (grad := p.grad) is not None]
                 if not grads:
                     raise _Unused  # without a backward pass there was nothing to collect
                 if any(grad.is_sparse for grad in grads):

@@ -6,7 +6,6 @@ thrown away, what reaches it between replays, what it leaves behind.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -17,94 +16,34 @@ from torch import nn
 
 import posterity
 from conformance.rules import (
-    RULES,
     Rule,
     X,
     Y,
     by_closure,
     captured_layer_rules,
     captured_rules,
+    captured_squares_rules,
     everything,
     loss_fn,
     net,
     same,
 )
+from conformance.stand_in import captured, install, near
 from posterity import train_step
-
-
-class Graph(train_step._Graph):
-    """Replays by running the captured body again, into the memory that the first run has left."""
-
-    def replay(self) -> None:
-        opt = self.step.optimizer
-        held = {p: grad for p, grad, _ in self.grads}
-        counts = [slab.steps.clone() for slab in opt._slabs]
-        shown = {p: p.grad for p in self.params}
-        entries = [{key: group[key] for key in opt.live} for group in opt.param_groups]
-        opt._live = self.live
-        try:
-            for group in opt.param_groups:
-                group.update(dict.fromkeys(opt.live, torch.nan))  # a device cannot read them
-            loss = self._body()
-            for p, grad in held.items():
-                assert p.grad is not None
-                grad.data.copy_(p.grad)  # past the version counter, as a device would
-            self.loss.data.copy_(loss)
-        finally:
-            opt._live = None
-            for group, values in zip(opt.param_groups, entries, strict=True):
-                group.update(values)
-            for slab, before in zip(opt._slabs, counts, strict=True):
-                slab.steps.copy_(before)
-            for p, grad in shown.items():
-                p.grad = grad
-            opt._ledger.remember(self.params)
-
-
-class _Stream:
-    def wait_stream(self, other: Any) -> None:
-        """There is one stream only."""
 
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, _Stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-
-    def make(step: train_step.TrainStep, batch: Any) -> Graph:
-        graph = Graph(step, batch)
-        graph.graph = graph  # type: ignore[assignment]
-        return graph
-
-    monkeypatch.setattr(train_step, "_Graph", make)
+    install(monkeypatch)
 
 
-def captured(model: nn.Module, opt: posterity.VariationalOptimizer, **more: Any) -> train_step.CapturedStep:
-    step = posterity.compile_step(model, loss_fn, opt, **more)
-    assert isinstance(step, train_step.TrainStep)  # there is no GPU here
-    return train_step.CapturedStep(step)
-
-
-def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for key, value in a.items():
-        torch.testing.assert_close(b[key], value, rtol=1e-4, atol=1e-5, msg=key)
-
-
-def test_a_rule_that_is_not_for_graphs_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_for_parameters_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_step.noise, "kernels", object())
-    there = SimpleNamespace(device=torch.device("cuda"))
-    for rule in RULES:
-        opt = rule.make(net())
-        assert not train_step.can_capture(opt)
-        opt.param_groups = [{"params": [there]}]
-        assert train_step.can_capture(opt) == rule.captures
+    opt = posterity.BGD(net())
+    assert not train_step.can_capture(opt)
+    for devices, can in ((["cuda:0"] * 2, True), (["cuda:0", "cuda:1"], False), (["cuda:0", "cpu"], False)):
+        opt.param_groups = [{"params": [SimpleNamespace(device=torch.device(each)) for each in devices]}]
+        assert train_step.can_capture(opt) == can
 
 
 @captured_rules
@@ -401,7 +340,7 @@ def test_a_drop_of_the_learning_rate_leaves_the_velocity_to_its_option(rule: Rul
     near(*results)
 
 
-@captured_layer_rules
+@captured_squares_rules
 def test_squares_that_overflow_in_a_graph_move_nothing(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)

@@ -193,8 +193,8 @@ class Noise:
     def parts(self, block: int) -> list[slice]:
         """Which samples' gradients of a block to make at once and add; none if all may wait for the others.
 
-        On a CPU one at a time, while it is in the cache, unless all fit there. On a GPU small ones wait, to share
-        a launch, and large ones come in parts, to save memory.
+        On a CPU one at a time, while it is in the cache, unless all fit there. On a GPU small ones wait, to
+        share a launch, and large ones come in parts, to save memory.
         """
         samples, size = len(self.samples), self.layout.sizes[block]
         if self.device.type == "cpu":

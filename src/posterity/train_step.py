@@ -45,9 +45,10 @@ def compile_step(
     """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
 
     It draws the same noise and takes the same statistics as ``optimizer.step(closure)``. On a GPU the whole
-    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; learning
-    rates, and what else a rule calls ``live``, may change at any time. There a loss that is not finite leaves
-    the posterior as it is, and is raised by one of the next calls, when its value has reached the host.
+    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; K-FAC's steps
+    with new factors or inverses are none. Learning rates, and what else a rule calls ``live``, may change at
+    any time. In a graph a loss that is not finite leaves the posterior as it is, and is raised by one of the
+    next calls, when its value has reached the host.
 
     Args:
         model: The module whose parameters the optimiser holds.
@@ -229,15 +230,15 @@ class _Loss(nn.Module):
 
 
 def can_capture(optimizer: VariationalOptimizer) -> bool:
-    """Whether the rule allows it, all parameters are on one GPU, and Triton is there to make noise."""
+    """Whether all parameters are on one GPU, and Triton is there to make noise."""
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     on_gpu = len(devices) == 1 and devices.pop().type == "cuda"
-    return optimizer.captures and on_gpu and noise.kernels is not None
+    return on_gpu and noise.kernels is not None
 
 
 @final
 class CapturedStep:
-    """The same step as CUDA graphs, one for each shape of batch."""
+    """The same step as CUDA graphs, one for each shape of batch, wherever the rule allows it."""
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
@@ -251,6 +252,8 @@ class CapturedStep:
         """Learn from a batch; its mean loss over the samples."""
         self._calls += 1
         self.step.refuse_changed()
+        if not self.step.optimizer.captures():
+            return self.step(*batch)
         key = self._key(batch)
         graph = self._graphs.get(key)
         if graph is not None and graph.stale():

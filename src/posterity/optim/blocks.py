@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias, final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from posterity.curvature import Kronecker
+from posterity.optim.block import Block, Member, Names
 from posterity.optim.groups import Group, members
+from posterity.optim.live import Live, under_way
 from posterity.optim.sampling import Draw
 from posterity.optim.slab import State
 from posterity.optim.statistics import Accumulator, Statistics
 
-Names: TypeAlias = tuple[str, ...]
 # Mean, state, what a step has seen, and group of every block; new means and states, in the same order.
 Moving: TypeAlias = tuple[Tensor, State, Statistics, Group]
 Updates: TypeAlias = Callable[[Sequence[Moving]], Sequence[tuple[Tensor, State]]]
@@ -37,117 +38,6 @@ class Refused(ValueError):
     def __init__(self, reason: str, number: int) -> None:
         super().__init__(reason)
         self.number = number
-
-
-class Member(NamedTuple):
-    """A parameter that a block may have.
-
-    Attributes:
-        number: Of its group.
-        p: The parameter.
-        state: The optimiser's state of it.
-    """
-
-    number: int
-    p: Tensor
-    state: State
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Parameters of one block have this in common."""
-        return self.number, self.p.device, self.p.dtype
-
-
-@final
-class Block:
-    """Parameters with the same first dimension, flattened to rows and put side by side: ``[O, I + 1]``.
-
-    Args:
-        names: Of the parameters.
-        parts: The parameters.
-    """
-
-    def __init__(self, names: Names, parts: Sequence[Member]) -> None:
-        self.names, self.parts = names, parts
-        self.number, _, self.state = parts[0]
-        self.params = [part.p for part in parts]
-        self._widths = [p.shape[1:].numel() for p in self.params]
-        self._dims = [p.dim() for p in self.params]
-
-    def join(self, values: Iterable[Tensor]) -> Tensor:
-        """One value per weight, ``[..., *shape]`` of every parameter, as a matrix; a view if it can be."""
-        places = zip(values, self._dims, strict=True)
-        rows = [value.flatten(1 - dim) if dim > 1 else value.unsqueeze(-1) for value, dim in places]
-        return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
-
-    def split(self, matrix: Tensor) -> list[Tensor]:
-        """The inverse of :meth:`join`."""
-        parts = [matrix] if len(self.params) == 1 else torch.split(matrix, self._widths, -1)
-        places = zip(parts, self.params, strict=True)
-        return [part.reshape(*matrix.shape[:-2], *p.shape) for part, p in places]
-
-    def means(self) -> list[Tensor]:
-        """The parameters, or what is kept of half-precision ones."""
-        return [part.state.get("mean", part.p.detach()) for part in self.parts]
-
-    def keep(self) -> Tensor | None:
-        """The mask of the weights that are not pruned, if some are."""
-        if not any("keep" in part.state for part in self.parts):
-            return None
-        return self.join(
-            part.state.get("keep", torch.ones_like(part.p, dtype=torch.bool)) for part in self.parts
-        )
-
-    def gather(self, matrices: Sequence[str]) -> tuple[Tensor, Tensor, State]:
-        """Mean, gradient and state, as a rule sees them: parameters without a gradient are zero in all.
-
-        Args:
-            matrices: Keys of the state that are not values of single weights.
-        """
-        means, keep = self.means(), self.keep()
-        still = [p.grad is None for p in self.params]
-        grads = [m if p.grad is None else p.grad.to(m.dtype) for p, m in zip(self.params, means, strict=True)]
-
-        def joined(values: list[Tensor]) -> Tensor:
-            if any(still):
-                values = [torch.zeros_like(v) if s else v for v, s in zip(values, still, strict=True)]
-            return self.join(values)
-
-        apart = {"step", "mean", "keep", *matrices}
-        single = [key for key in self.parts[-1].state if key not in apart]
-        state = {key: joined([part.state[key] for part in self.parts]) for key in single}
-        state |= {key: self.state[key] for key in matrices if key in self.state}
-        grad = joined(grads)
-        # What is pruned may not move the others through the matrix.
-        return joined(means), grad if keep is None else grad * keep, state
-
-    def put(self, mean: Tensor, state: State, matrices: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-        """Take what a rule has made of them: what is to be written where, others being as they are.
-
-        Parameters without a gradient stay, and so does what the rule has left out or given back.
-        """
-        keep = self.keep()
-        pairs, single = [], {"mean": mean if keep is None else mean * keep}
-        for key, value in state.items():
-            old = self.state.get(key)
-            if key not in matrices:
-                single[key] = value
-            elif old is None or old.shape != value.shape:
-                self.state[key] = value.clone()
-            elif old is not value:
-                pairs.append((old, value))
-        moved = [i for i, p in enumerate(self.params) if p.grad is not None]
-        for key, value in single.items():
-            values = self.split(value)
-            pairs += [(self.parts[i].state[key], values[i]) for i in moved if key in self.parts[i].state]
-            if key == "mean":
-                pairs += [(self.params[i], values[i]) for i in moved]
-        return pairs
-
-    def forget(self, matrices: Sequence[str]) -> None:
-        """Drop the state of the matrix as a whole."""
-        for key in matrices:
-            self.state.pop(key, None)
 
 
 @final
@@ -175,14 +65,21 @@ class Blocks:
         """The blocks, by the name of each of their parameters."""
         return {name: block for block in self._blocks for name in block.names}
 
-    def draw(self, drawn: Sequence[Draw], perturb: Callable[[State, Tensor, Group], Tensor]) -> None:
+    def draw(
+        self,
+        drawn: Sequence[Draw],
+        perturb: Callable[[State, Tensor, Group], Tensor],
+        live: Live | None,
+    ) -> None:
         """Draw weights over those that were drawn one by one, from the same noise.
 
         Args:
             drawn: The draws of all slabs, those of deterministic parameters left out.
             perturb: How far from the mean the rule draws a block, given standard normals ``[K, O, I + 1]``.
+            live: What a captured step reads from the device.
         """
-        blocks = [each for each in self._blocks if not self._groups[each.number]["deterministic"]]
+        groups = under_way(self._groups, live)
+        blocks = [each for each in self._blocks if not groups[each.number]["deterministic"]]
         if not blocks:
             return
         places = {p: (draw, i) for draw in drawn for i, p in enumerate(draw.slab.params)}
@@ -191,7 +88,7 @@ class Blocks:
         for block in blocks:
             found = [places[p] for p in block.params]
             noise = block.join(draw.noise.blocks[i] for draw, i in found)
-            values.append(perturb(block.state, noise, self._groups[block.number]))
+            values.append(perturb(block.state, noise, groups[block.number]))
             means.append(block.join(block.means())[None])
             targets += [weights[draw.slab][i] for draw, i in found]
         torch._foreach_add_(values, means)
@@ -201,7 +98,14 @@ class Blocks:
             parts += block.split(value if keep is None else value * keep)
         _copy(list(zip(targets, parts, strict=True)))
 
-    def move(self, sums: Accumulator, sizes: Sequence[int], updates: Updates) -> set[Tensor]:
+    def move(
+        self,
+        sums: Accumulator,
+        sizes: Sequence[int],
+        updates: Updates,
+        live: Live | None,
+        ok: Tensor | None,
+    ) -> set[Tensor]:
         """Move the blocks that have a gradient, all or none of them; the parameters of all blocks.
 
         What layers have told of is a block from here on, whatever its parameters were before.
@@ -210,7 +114,10 @@ class Blocks:
             sums: What a step has seen.
             sizes: The batch size that each group's rule sees.
             updates: The rule.
+            live: What a captured step reads from the device.
+            ok: A flag there that lets values through, if there is one.
         """
+        groups = under_way(self._groups, live)
         factors, old, blocks = self._told(sums)
         known = {id(each) for each in self._blocks}
         moving, given, none = [], [], torch.empty(0)
@@ -223,12 +130,12 @@ class Blocks:
                     grad,
                     none,
                     sizes[block.number],
-                    int(block.state["step"]) + 1,
+                    int(block.state["step"]) + 1 if live is None else live.step(block.params[0]),
                     none,
                     factors.get(block.names),
                 )
                 moving.append(block)
-                given.append((mean, state, stats, self._groups[block.number]))
+                given.append((mean, state, stats, groups[block.number]))
         try:
             made = updates(given)
         except Refused as error:
@@ -236,7 +143,10 @@ class Blocks:
             raise ValueError(f"{names!r}: {error}; nothing has moved") from error
         for block in old:
             block.forget(self._keys)
-        _copy([pair for block, new in zip(moving, made, strict=True) for pair in block.put(*new, self._keys)])
+        pairs = [
+            pair for block, new in zip(moving, made, strict=True) for pair in block.put(*new, self._keys)
+        ]
+        _copy(pairs if ok is None else [(to, torch.where(ok, value, to)) for to, value in pairs])
         if counts := [
             part.state["step"] for each in moving for part in each.parts if part.p.grad is not None
         ]:

@@ -9,6 +9,7 @@ from typing import NamedTuple, final
 from torch import Tensor
 
 from posterity.curvature import Collector, Kronecker
+from posterity.optim.groups import Group
 
 
 class Told(NamedTuple):
@@ -97,3 +98,8 @@ class Collecting:
         told = Told(collector.sums, layers, collector.examples // samples)
         collector.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
         return told
+
+
+def due(group: Group) -> bool:
+    """Whether the step that comes next is one of those that collect curvature, as the first group says."""
+    return bool(group["steps"] % group.get("factors_every", 1) == 0)

@@ -45,10 +45,9 @@ Steps have no trust region (K-FAC's quadratic model, a bound on the KL): clip gr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -56,6 +55,7 @@ from torch import Tensor
 from posterity.curvature import Factors
 from posterity.names import NameFilter
 from posterity.optim.blocks import Moving
+from posterity.optim.collecting import due
 from posterity.optim.groups import Group, Params
 from posterity.optim.inverses import inverse_roots, undamped
 from posterity.optim.slab import State
@@ -70,9 +70,6 @@ class KroneckerNewton(GaussNewton):
 
     collects = Factors
     matrices = ("inputs", "outputs", "rows", "columns")
-    captures = (
-        False  # inverses are not made at every step, and one that fails is refused before anything moves
-    )
 
     def __init__(
         self,
@@ -130,8 +127,8 @@ class KroneckerNewton(GaussNewton):
         leaf = leaf.product() if isinstance(leaf, EigenGaussian) else leaf
         if not isinstance(leaf, MatrixGaussian):
             return self.init(mean, std, group)
-        num_data, _, shift = scales(group)
-        rows = leaf.rows.to(mean) * math.sqrt(num_data / group["temperature"])
+        _, _, shift = scales(group)
+        rows = leaf.rows.to(mean) / _spread(group)
         columns = leaf.columns.to(mean)
         outputs, inputs = undamped(rows, columns, shift)
         state = {"inputs": inputs.to(mean), "outputs": outputs.to(mean), "rows": rows, "columns": columns}
@@ -140,28 +137,28 @@ class KroneckerNewton(GaussNewton):
 
     def perturb(self, state: State, noise: Tensor, group: Group) -> Tensor:
         """sqrt(τ/N) · R E Cᵀ."""
-        scale = math.sqrt(group["temperature"] / scales(group)[0])
-        rows, columns, flat = state["rows"].to(noise), state["columns"].to(noise), noise.flatten(0, 1)
-        # What is added is zero times the noise, which is there for its shape.
-        half = torch.addmm(flat, flat, columns.mT, beta=0, alpha=scale).view_as(noise)
-        return torch.bmm(rows.expand(len(noise), -1, -1), half)
+        rows, columns = (_spread(group) * state["rows"]).to(noise), state["columns"].to(noise)
+        return torch.bmm(rows.expand(len(noise), -1, -1), noise @ columns.mT)
 
     def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
         """MN(M, S_γ⁻¹, τ/N A_γ⁻¹)."""
         if "rows" not in state:
             return super().leaf(mean, state, keep, group)
-        scale = math.sqrt(group["temperature"] / scales(group)[0])
-        return MatrixGaussian(mean, scale * state["rows"], state["columns"], keep=keep)
+        return MatrixGaussian(mean, _spread(group) * state["rows"], state["columns"], keep=keep)
+
+    def captures(self) -> bool:
+        """Whether it has no factors to collect and no inverses to make: one that fails must be refused."""
+        return not (due(self.param_groups[0]) or any(map(_inverts, self.param_groups)))
 
     def updates(self, blocks: Sequence[Moving]) -> list[tuple[Tensor, State]]:
         """Averages of the factors, their inverses where these are due, and steps with both."""
         news = [self.averages(state, stats, group) for _, state, stats, group in blocks]
-        due = {
+        stale = {
             i: (new["outputs"], new["inputs"], scales(group)[2])
             for i, (new, (*_, group)) in enumerate(zip(news, blocks, strict=True))
-            if "rows" not in new or group["steps"] % (group["inverses_every"] or group["factors_every"]) == 0
+            if "rows" not in new or _inverts(group)
         }
-        for i, (rows, columns) in inverse_roots(due).items():
+        for i, (rows, columns) in inverse_roots(stale).items():
             news[i] |= {"rows": rows, "columns": columns}
         moved: list[Tensor] = []
         for _, alike in groupby(zip(blocks, news, strict=True), key=lambda pair: id(pair[0][3])):
@@ -174,15 +171,17 @@ class KroneckerNewton(GaussNewton):
         _, decay, _ = scales(group)
         into, out = (group["lr"], 1.0) if group["keep_velocity"] else (1.0, group["lr"])
         means = [mean for mean, *_ in blocks]
-        momenta = torch._foreach_add([stats.grad for *_, stats, _ in blocks], means, alpha=decay)
-        torch._foreach_mul_(momenta, into)
+        momenta = torch._foreach_mul(means, _number(decay, means))
+        torch._foreach_add_(momenta, [stats.grad for *_, stats, _ in blocks])
+        torch._foreach_mul_(momenta, _number(into, means))
         torch._foreach_add_(momenta, [state["momentum"] for _, state, *_ in blocks], alpha=group["betas"][0])
         natural = []
         for momentum, new in zip(momenta, news, strict=True):
             rows, columns = new["rows"], new["columns"]
             new["momentum"] = momentum
             natural.append(rows @ (rows.mT @ momentum @ columns) @ columns.mT)
-        return torch._foreach_add(means, natural, alpha=-out)
+        torch._foreach_mul_(natural, _number(out, means))
+        return torch._foreach_sub(means, natural)
 
     def averages(self, state: State, stats: Statistics, group: Group) -> State:
         """Ā ← β2 Ā + (1−β2) A and S̄ likewise, in a step that has factors; the matrices else as they are."""
@@ -208,7 +207,7 @@ class NoisyKFAC(KroneckerNewton):
     For every mini-batch: draw ``mc_samples`` weight matrices, average the gradient and the Kronecker factors
     of the layers' inputs and gradients, then step by the first times the inverse of the second, which is also
     the posterior's covariance. Weights must be used by layers that tell of single examples, as for
-    :class:`VOGN`. ``compile_step`` runs all samples at once, on a GPU too, but not as a graph.
+    :class:`VOGN`. ``compile_step`` runs all samples at once; on a GPU, steps without factors are a graph.
 
     In "Practical Deep Learning with Bayesian Principles" AlexNet on CIFAR-10 has ``lr=1e-3``, divided by ten
     after 30 and 50 of 81 epochs, ``prior_precision=0.5``, ``damping=1e-3``, and a temperature that rises from
@@ -310,3 +309,18 @@ class KFAC(KroneckerNewton):
             keep_velocity=keep_velocity,
             deterministic=deterministic,
         )
+
+
+def _spread(group: Group) -> Any:
+    """sqrt(τ/N)."""
+    return (group["temperature"] / scales(group)[0]) ** 0.5
+
+
+def _inverts(group: Group) -> bool:
+    """Whether the step that comes next makes the inverses of a group's blocks."""
+    return bool(group["steps"] % (group["inverses_every"] or group["factors_every"]) == 0)
+
+
+def _number(value: Any, like: Sequence[Tensor]) -> Any:
+    """A factor for all of some tensors: what a captured step has, in single precision, in their own."""
+    return value.to(like[0]) if isinstance(value, Tensor) else value

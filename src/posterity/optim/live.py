@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from posterity.optim.groups import Group
 
 
 @dataclass
@@ -26,3 +29,10 @@ class Live:
         """The number of the update that a parameter is having."""
         ahead = self.ahead[p]
         return self.clock + ahead if ahead else self.clock
+
+
+def under_way(groups: Sequence[Group], live: Live | None) -> Sequence[Group]:
+    """Groups as the step that is under way sees them: a captured one, with tensors for what may change."""
+    if live is None:
+        return groups
+    return [{**group, **entries} for group, entries in zip(groups, live.entries, strict=True)]

@@ -25,7 +25,7 @@ from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
 from posterity.optim.blocks import Blocks, Moving
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
-from posterity.optim.collecting import Collecting
+from posterity.optim.collecting import Collecting, due
 from posterity.optim.gradients import (
     GradientLedger,
     refuse_missing,
@@ -35,7 +35,7 @@ from posterity.optim.gradients import (
 from posterity.optim.groups import Group, Params, checked_group, members, named_groups, split_groups
 from posterity.optim.guard import Guard, ahead_of
 from posterity.optim.handover import states_from
-from posterity.optim.live import Live
+from posterity.optim.live import Live, under_way
 from posterity.optim.sampling import Draw, Sampling
 from posterity.optim.slab import Slab, State, needs_mean, slabs
 from posterity.optim.statistics import Accumulator, Sink, Statistics, state_dtype, zero
@@ -82,8 +82,6 @@ class VariationalOptimizer(Optimizer, ABC):
     draws: ClassVar[bool] = True
     # Keys of a state that are no values of single weights, but matrices of a block of tensors.
     matrices: ClassVar[tuple[str, ...]] = ()
-    # Whether a step may be a CUDA graph.
-    captures: ClassVar[bool] = True
     # Entries of a group that may change at every step; a captured step reads them anew.
     live: ClassVar[tuple[str, ...]] = ("lr",)
     # What differs in groups without a posterior, if the rule itself trains these; None: Adam does.
@@ -148,6 +146,10 @@ class VariationalOptimizer(Optimizer, ABC):
     def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
         """State of a block such that the posterior is a leaf, whose mean and std are given."""
         return self.init(mean, std, group)
+
+    def captures(self) -> bool:
+        """Whether the step that comes next may be a CUDA graph."""
+        return True
 
     # What a user calls.
 
@@ -349,9 +351,10 @@ class VariationalOptimizer(Optimizer, ABC):
             refuse_process_group()
             self._ledger.refuse_foreign(self.param_groups)
         drawn = []
+        groups = under_way(self.param_groups, self._live)
         for slab in self._ready():
             slab.read()
-            group = self._group(slab)
+            group = groups[slab.number]
             if group["deterministic"] or not self.draws:
                 continue
             noise = Noise(
@@ -369,7 +372,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 mean, std = mean * slab.state["keep"], std * slab.state["keep"]
             drawn.append(Draw(slab, noise, noise.perturb(mean, std).to(slab.dtype)))
         if drawn:
-            self._matrices.draw(drawn, self.perturb)
+            self._matrices.draw(drawn, self.perturb, self._live)
         return drawn
 
     def absorb(
@@ -424,9 +427,7 @@ class VariationalOptimizer(Optimizer, ABC):
             stacked: Whether these are ``[samples, ...]``.
         """
         named = (pair for group in self.param_groups for pair in members(group))
-        first = self.param_groups[0]
-        due = first["steps"] % first.get("factors_every", 1) == 0
-        return self._collecting.watch(named, drawn or {}, stacked=stacked, due=due)
+        return self._collecting.watch(named, drawn or {}, stacked=stacked, due=due(self.param_groups[0]))
 
     def sink(self, draw: Draw, block: int) -> Sink:
         """Where a layer's backward pass may bring a drawn weight's gradient by itself."""
@@ -439,17 +440,20 @@ class VariationalOptimizer(Optimizer, ABC):
     @torch.no_grad()
     def apply(self, sizes: list[int]) -> None:
         """Move every parameter that has a gradient, given the batch size that each group's rule sees."""
-        done = self._matrices.move(self._sums, sizes, self.updates) if self.matrices else set()
+        live, ok, done = self._live, self.guard.ok, set[Tensor]()
+        if self.matrices:
+            done = self._matrices.move(self._sums, sizes, self.updates, live, ok)
+        groups = under_way(self.param_groups, live)
         collected = self.collects is None or bool(self._sums.examples)
         self._moved = []
         for sums in self._sums:
-            slab, live = sums.slab, self._live
+            slab = sums.slab
             moved = [i for i, p in enumerate(slab.params) if p.grad is not None and not (done and p in done)]
             if not moved:
                 continue
             slab.count(moved)
             self._moved.append((slab, moved))
-            group = self._group(slab)
+            group = groups[slab.number]
             if live is None:
                 slab.locate()
                 slab.read()  # a user may have changed weights since the draw
@@ -468,7 +472,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     counts[i] if live is None else live.step(p),
                     group,
                     slab.state["keep"][span] if "keep" in slab.state else None,
-                    self.guard.ok,
+                    ok,
                 )
             slab.write(moved)
 
@@ -594,11 +598,6 @@ class VariationalOptimizer(Optimizer, ABC):
     def _adams(self, group: Group) -> bool:
         """Whether Adam trains a group, not the rule."""
         return bool(group["deterministic"]) and self.without_noise is None
-
-    def _group(self, slab: Slab) -> Group:
-        """A slab's group, as the step that is under way sees it."""
-        group = self.param_groups[slab.number]
-        return group if self._live is None else {**group, **self._live.entries[slab.number]}
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -1,0 +1,104 @@
+"""A stand-in for CUDA graphs, for machines without a GPU: what was captured is run again."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import posterity
+from conformance.rules import loss_fn
+from posterity import train_step
+
+
+class _Capture(TorchDispatchMode):
+    """Refuses to wait for a number that would be on the device; the host has its counts."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            assert args[0].dtype in (torch.int32, torch.int64), "a capture cannot wait"
+        return func(*args, **(kwargs or {}))
+
+
+class Graph(train_step._Graph):
+    """Replays by running the captured body again, into the memory that the first run has left.
+
+    Attributes:
+        replays: Numbers of the steps that were replayed.
+    """
+
+    def __init__(self, step: train_step.TrainStep, batch: Any) -> None:
+        super().__init__(step, batch)
+        self.graph = self
+        self.captured_at = step.optimizer.param_groups[0]["steps"]
+        self.replays: list[int] = []
+
+    def replay(self) -> None:
+        opt = self.step.optimizer
+        self.replays.append(opt.param_groups[0]["steps"])
+        held = {p: grad for p, grad, _ in self.grads}
+        counts = [slab.steps.clone() for slab in opt._slabs]
+        shown = {p: p.grad for p in self.params}
+        entries = [{key: group[key] for key in (*opt.live, "steps")} for group in opt.param_groups]
+        opt._live = self.live
+        try:
+            for group in opt.param_groups:
+                group.update(dict.fromkeys(opt.live, torch.nan))  # a device cannot read them
+                group["steps"] = self.captured_at
+            loss = self._body()
+            for p, grad in held.items():
+                assert p.grad is not None
+                grad.data.copy_(p.grad)  # past the version counter, as a device would
+            self.loss.data.copy_(loss)
+        finally:
+            opt._live = None
+            for group, values in zip(opt.param_groups, entries, strict=True):
+                group.update(values)
+            for slab, before in zip(opt._slabs, counts, strict=True):
+                slab.steps.copy_(before)
+            for p, grad in shown.items():
+                p.grad = grad
+            opt._ledger.remember(self.params)
+
+
+class _Stream:
+    def wait_stream(self, other: Any) -> None:
+        """There is one stream only."""
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """Let steps be captured without a device; the graphs that are made from here on."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_: _Capture())
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, _Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    made: list[Graph] = []
+
+    def make(step: train_step.TrainStep, batch: Any) -> Graph:
+        made.append(Graph(step, batch))
+        return made[-1]
+
+    monkeypatch.setattr(train_step, "_Graph", make)
+    return made
+
+
+def captured(model: nn.Module, opt: posterity.VariationalOptimizer, **more: Any) -> train_step.CapturedStep:
+    """``compile_step`` as it would be on a GPU."""
+    step = posterity.compile_step(model, loss_fn, opt, **more)
+    assert isinstance(step, train_step.TrainStep)  # there is no GPU here
+    return train_step.CapturedStep(step)
+
+
+def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Fail unless both are the same, up to rounding."""
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        torch.testing.assert_close(b[key], value, rtol=1e-4, atol=1e-5, msg=key)

@@ -178,8 +178,8 @@ class Noise:
             return
         for i, grad in grads.items():
             total, product = sums[:, self.layout.span(i)]
-            noise = self.blocks[i][rows].flatten(1)
-            grad = grad.reshape(noise.shape)
+            noise = self.blocks[i][rows]
+            noise, grad = (each.reshape(len(noise), len(total)) for each in (noise, grad))
             if noise.numel() <= _WORTH_THREADS:  # all at once: Python would take longer than the sums
                 total.add_(grad.sum(0), alpha=self.weight)
                 product.add_((grad * noise).sum(0), alpha=self.weight)

@@ -29,7 +29,7 @@ from conformance.rules import (
     same,
 )
 from conformance.stand_in import captured, install, near
-from posterity import train_step
+from posterity import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +38,12 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graphs_are_for_parameters_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_step.noise, "kernels", object())
+    monkeypatch.setattr(compiled.noise, "kernels", object())
     opt = posterity.BGD(net())
-    assert not train_step.can_capture(opt)
+    assert not compiled.can_capture(opt)
     for devices, can in ((["cuda:0"] * 2, True), (["cuda:0", "cuda:1"], False), (["cuda:0", "cpu"], False)):
         opt.param_groups = [{"params": [SimpleNamespace(device=torch.device(each)) for each in devices]}]
-        assert train_step.can_capture(opt) == can
+        assert compiled.can_capture(opt) == can
 
 
 @captured_rules
@@ -200,7 +200,7 @@ def test_what_cannot_be_captured_says_so_once_and_runs_without(monkeypatch: pyte
     def fails(*_: Any) -> None:
         raise RuntimeError("the device says no\nand more")
 
-    monkeypatch.setattr(train_step, "_Graph", fails)
+    monkeypatch.setattr(compiled, "_Graph", fails)
     model = net()
     step = captured(model, posterity.BGD(model, batch_size=16))
     step(X, Y)
@@ -345,7 +345,7 @@ def test_squares_that_overflow_in_a_graph_move_nothing(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
     scale = torch.ones(())
-    step = train_step.CapturedStep(
+    step = compiled.CapturedStep(
         posterity.compile_step(model, lambda m, x, y: loss_fn(m, x, y) * scale, opt)  # type: ignore[arg-type]
     )
     for _ in range(3):

@@ -32,6 +32,21 @@ def net() -> nn.Sequential:
 X, Y = torch.randn(32, 20), torch.randint(0, 5, (32,))
 
 
+def saved_copy(
+    name: str, model: nn.Module, opt: posterity.VariationalOptimizer
+) -> tuple[nn.Module, posterity.VariationalOptimizer]:
+    """Another model and optimiser that resume from what these two have saved."""
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = net()
+    resumed = make(name, other)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["opt"])
+    return other, resumed
+
+
 @pytest.mark.parametrize("name", ["bgd", "ivon"])
 def test_loop_and_stack_agree(name: str) -> None:
     x, y = X.cuda(), Y.cuda()
@@ -89,16 +104,9 @@ def test_capturing_changes_nothing_and_resuming_is_exact(name: str) -> None:
     step = posterity.compile_step(model, loss_fn, opt)
     for _ in range(3):
         step(x, y)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    other, resumed = saved_copy(name, model, opt)
     for _ in range(5):
         step(x, y)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = net()
-    resumed = make(name, other)
-    other.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["opt"])
     again = posterity.compile_step(other, loss_fn, resumed)
     for _ in range(5):
         again(x, y)
@@ -304,15 +312,8 @@ def test_bf16_autocast_keeps_full_precision_state_and_resume_is_exact(name: str)
     train(model, opt, 3)
     states = [opt.state[p].items() for p in model.parameters()]
     assert all(v.dtype == torch.float32 for state in states for key, v in state if key != "step")
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    other, resumed = saved_copy(name, model, opt)
     train(model, opt, 3)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = net()
-    resumed = make(name, other)
-    other.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["opt"])
     train(other, resumed, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import posterity
 from conformance.rules import RULES, X, Y, by_closure, by_context, by_stack, everything, loss_fn, net, same
-from posterity.optim import guard, variational
+from posterity.optim import engine, guard
 
 WAYS = (by_closure, by_context, by_stack)
 rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures], ids=repr)
@@ -25,7 +25,7 @@ rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures
 
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variational, "ahead_of", lambda slabs: slabs[0].device)
+    monkeypatch.setattr(engine, "ahead_of", lambda slabs: slabs[0].device)
 
 
 def complete(model: nn.Module, opt: posterity.VariationalOptimizer) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch.nn.grad import conv2d_weight  # noqa: E402
 from posterity import kernels  # noqa: E402
 from posterity.curvature import layers  # noqa: E402
 from posterity.curvature.conv import Sizes  # noqa: E402
-from posterity.curvature.layers import BatchNorm, Conv, Linear  # noqa: E402
+from posterity.curvature.layers import BatchNorm, Conv, GroupedConv, Linear  # noqa: E402
 from posterity.kernels import squares  # noqa: E402
 from posterity.kernels.conv import Tile  # noqa: E402
 from posterity.kernels.launch import Launch  # noqa: E402
@@ -259,7 +259,7 @@ def test_convolutions_take_the_kernel_unless_they_are_in_groups(calls: list[obje
         (2, 2, (), (x, grad)),
     ):
         taps = (1, 4) if axes == 1 else (3, 4) if not before else (3, 3)
-        layer = Conv(Sizes(taps, groups=groups), axes, before)
+        layer = (Conv if groups == 1 else GroupedConv)(Sizes(taps, groups=groups), axes, before)
         calls.clear()
         found = layer.squares(*both, [], bias=True)
         assert len(calls) == int(groups == 1)

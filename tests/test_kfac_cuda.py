@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import posterity
-from posterity import train_step
+from posterity import compiled
 from posterity.optim.inverses import inverse_roots
 from posterity.posterior.matrix import damped
-from posterity.train_step import CapturedStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -25,13 +24,13 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the steps that are replayed."""
     found: list[int] = []
-    replay = train_step._Graph.__call__
+    replay = compiled._Graph.__call__
 
-    def noted(self: train_step._Graph, batch: tuple[Tensor, ...]) -> Tensor:
+    def noted(self: compiled._Graph, batch: tuple[Tensor, ...]) -> Tensor:
         found.append(self.step.optimizer.param_groups[0]["steps"])
         return replay(self, batch)
 
-    monkeypatch.setattr(train_step._Graph, "__call__", noted)
+    monkeypatch.setattr(compiled._Graph, "__call__", noted)
     return found
 
 
@@ -64,7 +63,7 @@ def test_loop_eager_stack_and_graphs_agree(samples: int, replays: list[int]) -> 
     for way in ("loop", "stack", "graphs"):
         model, opt, x, y = make(samples, torch.float64, factors_every=5, deterministic="1.*")
         step = posterity.compile_step(model, loss_fn, opt)
-        assert isinstance(step, CapturedStep)
+        assert isinstance(step, compiled.CapturedStep)
         for i in range(23):
             for group in opt.param_groups:
                 group["temperature"] = 0.5 if i < 8 else 1.0

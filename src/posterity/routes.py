@@ -42,8 +42,7 @@ class StackedRoutes(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ROUTES:
-            route, signature = _ROUTES[func]
-            out = route(self._sinks, **{**dict(zip(signature, args, strict=False)), **kwargs})
+            out = _ROUTES[func](self._sinks, *args, **kwargs)
             if out is not NotImplemented:
                 return out
         return func(*args, **kwargs)
@@ -88,15 +87,16 @@ def _conv2d(
 
 
 def _cross_entropy(
-    sinks: Mapping[Tensor, Sink], input: Tensor, target: Tensor, ignore_index: int = -100, **other: Any
+    sinks: Mapping[Tensor, Sink],
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Any:
-    plain = {
-        "weight": None,
-        "size_average": None,
-        "reduce": None,
-        "reduction": "mean",
-        "label_smoothing": 0.0,
-    }
     level = _level(input, target)
     if (
         kernels is None
@@ -104,7 +104,8 @@ def _cross_entropy(
         or not input.is_cuda
         or input.dtype not in _FLOATS
         or (input.dim(), target.dim(), target.dtype) != (2, 1, torch.int64)
-        or any(other[key] != plain[key] for key in other)
+        or any(each is not None for each in (weight, size_average, reduce))
+        or (reduction, label_smoothing) != ("mean", 0.0)
     ):
         return NotImplemented
     loss, _ = CrossEntropy.apply(_front(input), _front(target), ignore_index)  # type: ignore[no-untyped-call]
@@ -195,19 +196,13 @@ def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[-1])
 
 
-# By operation: its route, and the names of its positional arguments.
-_ROUTES: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    F.linear: (_linear, ("input", "weight", "bias")),
-    F.conv2d: (_conv2d, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
-    F.batch_norm: (
-        _batch_norm,
-        ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-    ),
-    F.max_pool2d: (
-        _max_pool2d,
-        ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
-    ),
-    F.cross_entropy: (_cross_entropy, ("input", "target", "weight", "size_average", "ignore_index")),
+# By operation: its route, whose arguments after the sinks have the names and the order that torch gives them.
+_ROUTES: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    F.conv2d: _conv2d,
+    F.batch_norm: _batch_norm,
+    F.max_pool2d: _max_pool2d,
+    F.cross_entropy: _cross_entropy,
 }
 
 

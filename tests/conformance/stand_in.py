@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import posterity
 from conformance.rules import loss_fn
-from posterity import train_step
+from posterity import compiled
+from posterity.train_step import TrainStep
 
 
 class _Capture(TorchDispatchMode):
@@ -24,14 +25,14 @@ class _Capture(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Graph(train_step._Graph):
+class Graph(compiled._Graph):
     """Replays by running the captured body again, into the memory that the first run has left.
 
     Attributes:
         replays: Numbers of the steps that were replayed.
     """
 
-    def __init__(self, step: train_step.TrainStep, batch: Any) -> None:
+    def __init__(self, step: TrainStep, batch: Any) -> None:
         super().__init__(step, batch)
         self.graph = self
         self.captured_at = step.optimizer.param_groups[0]["steps"]
@@ -82,19 +83,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     made: list[Graph] = []
 
-    def make(step: train_step.TrainStep, batch: Any) -> Graph:
+    def make(step: TrainStep, batch: Any) -> Graph:
         made.append(Graph(step, batch))
         return made[-1]
 
-    monkeypatch.setattr(train_step, "_Graph", make)
+    monkeypatch.setattr(compiled, "_Graph", make)
     return made
 
 
-def captured(model: nn.Module, opt: posterity.VariationalOptimizer, **more: Any) -> train_step.CapturedStep:
+def captured(model: nn.Module, opt: posterity.VariationalOptimizer, **more: Any) -> compiled.CapturedStep:
     """``compile_step`` as it would be on a GPU."""
     step = posterity.compile_step(model, loss_fn, opt, **more)
-    assert isinstance(step, train_step.TrainStep)  # there is no GPU here
-    return train_step.CapturedStep(step)
+    assert isinstance(step, TrainStep)  # there is no GPU here
+    return compiled.CapturedStep(step)
 
 
 def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

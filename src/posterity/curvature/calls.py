@@ -10,7 +10,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from posterity.curvature.conv import Sizes
-from posterity.curvature.layers import BatchNorm, Conv, Embedding, GroupNorm, Layer, LayerNorm, Linear
+from posterity.curvature.layers import (
+    BatchNorm,
+    Conv,
+    Convolving,
+    Embedding,
+    GroupedConv,
+    GroupNorm,
+    Layer,
+    LayerNorm,
+    Linear,
+)
 
 
 class Call(NamedTuple):
@@ -67,7 +77,7 @@ def _conv(
 
 
 @lru_cache(maxsize=1024)
-def _conv_layer(taps: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int) -> Conv:
+def _conv_layer(taps: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int) -> Convolving:
     axes = len(taps)
     dilation = _each(dilation, axes)
     totals = [d * (t - 1) if padding == "same" else 0 for t, d in zip(taps, dilation, strict=True)]
@@ -81,7 +91,8 @@ def _conv_layer(taps: tuple[int, ...], stride: Any, padding: Any, dilation: Any,
     )
     # Torch puts the odd zero at the end.
     before = tuple(side for total in reversed(totals) for side in (total // 2, total - total // 2))
-    return Conv(sizes, axes, before)
+    kind = Conv if groups == 1 else GroupedConv
+    return kind(sizes, axes, before)
 
 
 def _batch_norm(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posterity.curvature.collector import Collector, Curvature, Kronecker
 from posterity.curvature.conv import wide_dtype
+from posterity.curvature.layers import Multiplying
 from posterity.curvature.uses import Part, Use
 
 
@@ -49,27 +50,27 @@ class Factors(Collector):
 
     def brings_gradient(self, use: Use) -> bool:
         """Whether heard() gives the weight's gradient."""
-        return use.layer.brings_gradient and not use.layer.multiplies
+        return use.layer.brings_gradient and not isinstance(use.layer, Multiplying)
 
     def _take(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
-        if use.weight is None or not use.layer.multiplies:
+        if use.weight is None or not isinstance(use.layer, Multiplying):
             return self._add_squares(use, x, grad, extras)
         if self.refused.keys() & {part.name for part in use.parts}:
             for part in use.parts:
                 self.refused.setdefault(part.name, "is in one block with a parameter that is refused")
         else:
-            self._add_factors(use, use.weight, x, grad)
+            self._add_factors(use, use.layer, use.weight, x, grad)
         return None
 
-    def _add_factors(self, use: Use, weight: Part, x: Tensor, grad: Tensor) -> None:
+    def _add_factors(self, use: Use, layer: Multiplying, weight: Part, x: Tensor, grad: Tensor) -> None:
         rows = None if weight.rows is None else weight.rows[:2]
         key = weight.name if rows is None else f"{weight.name}[{rows[0]}:{rows[1]}]"
         wide, extended = wide_dtype(grad.dtype), use.bias is not None
-        grads = use.layer.grads(grad)
+        grads = layer.grads(grad)
         g = grads.flatten(1).to(wide)
         samples, x = (len(x), x[:1]) if x.stride(0) == 0 else (1, x)  # the same inputs for all samples
         # They are the same in every backward pass of a graph, too.
-        for inputs in use.layer.inputs(x, grad) if use.fresh or key not in self.blocks else ():
+        for inputs in layer.inputs(x, grad) if use.fresh or key not in self.blocks else ():
             a, size = inputs.to(wide), len(inputs)
             if key not in self.blocks:
                 zeros = a.new_zeros(size + extended, size + extended), g.new_zeros(len(g), len(g))

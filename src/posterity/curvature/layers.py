@@ -42,11 +42,6 @@ class Layer(ABC):
     # By the name of torch's own autograd node: under which names that keeps x, and then extras, if it does.
     keeps: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
-    @property
-    def multiplies(self) -> bool:
-        """Whether the weight is a matrix that multiplies inputs, so that there are columns of them."""
-        return False
-
     @abstractmethod
     def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """Of the weight, and of the bias if it is wanted too."""
@@ -55,20 +50,23 @@ class Layer(ABC):
     def bias_squares(self, grad: Tensor) -> Tensor:
         """Σ g² of the bias over examples and samples."""
 
+
+class Multiplying(Layer):
+    """A layer whose weight is a matrix that multiplies inputs, so that it has Kronecker factors."""
+
+    @abstractmethod
     def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
         """What the matrix multiplies at all T positions, ``[I, n·T]`` for some examples after others."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grads(self, grad: Tensor) -> Tensor:
         """The gradients of its products, ``[O, K·B, T]``."""
-        raise NotImplementedError
 
 
 @final
-class Linear(Layer):
+class Linear(Multiplying):
     """``x [K, B, T…, I]``, ``grad [K, B, T…, O]``."""
 
-    multiplies = True
     keeps: ClassVar = {"AddmmBackward0": ("_saved_mat1",), "MmBackward0": ("_saved_self",)}
 
     def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
@@ -104,9 +102,8 @@ class Linear(Layer):
         return _positions(grad).movedim(2, 0)
 
 
-@final
 @dataclass(frozen=True)
-class Conv(Layer):
+class Convolving(Layer):
     """``x [K, B, C, H, W]``, ``grad [K, B, O, P, Q]``; without heights if there is one axis.
 
     Attributes:
@@ -131,10 +128,14 @@ class Conv(Layer):
         """Of sums over the picture."""
         return _squared(_channels(grad))
 
-    @property
-    def multiplies(self) -> bool:
-        """Unless channels are in groups."""
-        return self.sizes.groups == 1
+    def _planes(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.pad(x.to(grad.dtype), self.before) if any(self.before) else x.to(grad.dtype)
+        return (x, grad) if self.axes == 2 else (x.unsqueeze(-2), grad.unsqueeze(-2))
+
+
+@final
+class Conv(Convolving, Multiplying):
+    """One whose filters see all channels: flat, they are rows of a matrix."""
 
     def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
         """What each output sees, in the order of the filters' numbers."""
@@ -145,9 +146,10 @@ class Conv(Layer):
         """By places of the picture."""
         return grad.flatten(0, 1).flatten(2).movedim(1, 0)
 
-    def _planes(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x = F.pad(x.to(grad.dtype), self.before) if any(self.before) else x.to(grad.dtype)
-        return (x, grad) if self.axes == 2 else (x.unsqueeze(-2), grad.unsqueeze(-2))
+
+@final
+class GroupedConv(Convolving):
+    """One whose channels are in groups."""
 
 
 @final

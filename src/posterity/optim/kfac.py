@@ -60,7 +60,6 @@ from posterity.optim.groups import Group, Params
 from posterity.optim.inverses import inverse_roots, undamped
 from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
-from posterity.optim.variational import VariationalOptimizer
 from posterity.optim.vogn import GaussNewton, scales
 from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
 
@@ -70,47 +69,6 @@ class KroneckerNewton(GaussNewton):
 
     collects = Factors
     matrices = ("inputs", "outputs", "rows", "columns")
-
-    def __init__(
-        self,
-        params: Params,
-        *,
-        num_data: int,
-        lr: float = 1e-3,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        damping: float = 1e-3,
-        augmentation: float = 1.0,
-        factors_every: int = 1,
-        inverses_every: int | None = None,
-        hess_init: float = 1.0,
-        keep_velocity: bool = False,
-        mc_samples: int = 1,
-        deterministic: NameFilter = (),
-        seed: int = 0,
-    ) -> None:
-        VariationalOptimizer.__init__(
-            self,
-            params,
-            {
-                "num_data": num_data,
-                "lr": lr,
-                "prior_precision": prior_precision,
-                "temperature": temperature,
-                "betas": betas,
-                "damping": damping,
-                "augmentation": augmentation,
-                "factors_every": factors_every,
-                "inverses_every": inverses_every,
-                "hess_init": hess_init,
-                "keep_velocity": keep_velocity,
-                "blocks": (),
-            },
-            mc_samples=mc_samples,
-            seed=seed,
-            deterministic=deterministic,
-        )
 
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
@@ -241,6 +199,45 @@ class NoisyKFAC(KroneckerNewton):
         (['weight+bias'], torch.Size([5, 2, 4]))
     """
 
+    def __init__(
+        self,
+        params: Params,
+        *,
+        num_data: int,
+        lr: float = 1e-3,
+        prior_precision: float = 1.0,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        damping: float = 1e-3,
+        augmentation: float = 1.0,
+        factors_every: int = 1,
+        inverses_every: int | None = None,
+        hess_init: float = 1.0,
+        keep_velocity: bool = False,
+        mc_samples: int = 1,
+        deterministic: NameFilter = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "num_data": num_data,
+                "lr": lr,
+                "prior_precision": prior_precision,
+                "temperature": temperature,
+                "betas": betas,
+                "damping": damping,
+                "augmentation": augmentation,
+                "factors_every": factors_every,
+                "inverses_every": inverses_every,
+                "hess_init": hess_init,
+                "keep_velocity": keep_velocity,
+            },
+            mc_samples=mc_samples,
+            seed=seed,
+            deterministic=deterministic,
+        )
+
 
 @final
 class KFAC(KroneckerNewton):
@@ -296,17 +293,21 @@ class KFAC(KroneckerNewton):
     ) -> None:
         super().__init__(
             params,
-            num_data=num_data,
-            lr=lr,
-            prior_precision=prior_precision,
-            temperature=temperature,
-            betas=betas,
-            damping=damping,
-            augmentation=augmentation,
-            factors_every=factors_every,
-            inverses_every=inverses_every,
-            hess_init=hess_init,
-            keep_velocity=keep_velocity,
+            {
+                "num_data": num_data,
+                "lr": lr,
+                "prior_precision": prior_precision,
+                "temperature": temperature,
+                "betas": betas,
+                "damping": damping,
+                "augmentation": augmentation,
+                "factors_every": factors_every,
+                "inverses_every": inverses_every,
+                "hess_init": hess_init,
+                "keep_velocity": keep_velocity,
+            },
+            mc_samples=1,
+            seed=0,
             deterministic=deterministic,
         )
 

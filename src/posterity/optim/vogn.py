@@ -73,41 +73,6 @@ class GaussNewton(VariationalOptimizer):
     live = ("lr", "temperature")
     without_noise: ClassVar[Group] = {"prior_precision": 0.0}
 
-    def __init__(
-        self,
-        params: Params,
-        *,
-        num_data: int,
-        lr: float = 1e-4,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.001),
-        damping: float = 1e-3,
-        augmentation: float = 1.0,
-        hess_init: float = 1.0,
-        keep_velocity: bool = False,
-        mc_samples: int = 1,
-        deterministic: NameFilter = (),
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "num_data": num_data,
-                "lr": lr,
-                "prior_precision": prior_precision,
-                "temperature": temperature,
-                "betas": betas,
-                "damping": damping,
-                "augmentation": augmentation,
-                "hess_init": hess_init,
-                "keep_velocity": keep_velocity,
-            },
-            mc_samples=mc_samples,
-            seed=seed,
-            deterministic=deterministic,
-        )
-
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
         for key in ("num_data", "temperature", "hess_init", "augmentation"):
@@ -207,6 +172,41 @@ class VOGN(GaussNewton):
         True
     """
 
+    def __init__(
+        self,
+        params: Params,
+        *,
+        num_data: int,
+        lr: float = 1e-4,
+        prior_precision: float = 1.0,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.001),
+        damping: float = 1e-3,
+        augmentation: float = 1.0,
+        hess_init: float = 1.0,
+        keep_velocity: bool = False,
+        mc_samples: int = 1,
+        deterministic: NameFilter = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "num_data": num_data,
+                "lr": lr,
+                "prior_precision": prior_precision,
+                "temperature": temperature,
+                "betas": betas,
+                "damping": damping,
+                "augmentation": augmentation,
+                "hess_init": hess_init,
+                "keep_velocity": keep_velocity,
+            },
+            mc_samples=mc_samples,
+            seed=seed,
+            deterministic=deterministic,
+        )
+
 
 @final
 class OGN(GaussNewton):
@@ -258,15 +258,19 @@ class OGN(GaussNewton):
     ) -> None:
         super().__init__(
             params,
-            num_data=num_data,
-            lr=lr,
-            prior_precision=prior_precision,
-            temperature=temperature,
-            betas=betas,
-            damping=damping,
-            augmentation=augmentation,
-            hess_init=hess_init,
-            keep_velocity=keep_velocity,
+            {
+                "num_data": num_data,
+                "lr": lr,
+                "prior_precision": prior_precision,
+                "temperature": temperature,
+                "betas": betas,
+                "damping": damping,
+                "augmentation": augmentation,
+                "hess_init": hess_init,
+                "keep_velocity": keep_velocity,
+            },
+            mc_samples=1,
+            seed=0,
             deterministic=deterministic,
         )
 

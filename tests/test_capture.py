@@ -273,6 +273,21 @@ def test_a_parameter_left_out_for_a_while_has_its_own_count_of_updates(rule: Rul
     near(*results)
 
 
+def test_a_graph_that_is_replaced_tells_of_its_bad_step_first() -> None:
+    model = net()
+    opt = posterity.IVON(model, num_data=100)
+    step = captured(model, opt)
+    for _ in range(3):
+        step(X, Y)
+    step(torch.full_like(X, torch.nan), Y)
+    model.first.requires_grad_(False)
+    by_closure(model, opt)  # the graph's counts are stale after it
+    model.first.requires_grad_(True)
+    with pytest.raises(FloatingPointError, match="the loss is nan"):
+        step(X, Y)
+    step(X, Y)
+
+
 def test_a_training_step_inside_a_sampling_context_is_refused_and_the_means_come_back() -> None:
     model = net()
     opt = posterity.BGD(model, batch_size=16)

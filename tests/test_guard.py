@@ -213,3 +213,54 @@ def test_the_verdict_of_a_captured_step(bad: str | None) -> None:
     loss, ok = guard.verdict(torch.ones(3), [torch.zeros(())], stuck, host, clock)
     assert bool(ok)
     assert float(host) == 1.0 if bad is None else torch.isnan(host)  # until somebody has looked
+
+
+class Caching(nn.Module):
+    """Makes a buffer in its first pass, and a larger one for a larger batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("cache", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None or len(self.cache) < len(x):
+            self.register_buffer("cache", torch.zeros(len(x)))
+        self.cache += 1
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_buffers_that_a_pass_makes_or_lets_grow_do_no_harm() -> None:
+    torch.manual_seed(0)
+    model = Caching()
+    opt = posterity.IVON(model, num_data=100)
+    for rows in (2, 2, 5, 3):
+        x = torch.randn(rows, 4)
+        opt.step(lambda x=x: model(x).square().mean())  # type: ignore[misc]
+    assert opt.param_groups[0]["steps"] == int(opt.state[model.linear.weight]["step"]) == 4
+
+
+def test_state_that_is_replaced_before_anybody_knew_of_a_bad_step_has_its_counts() -> None:
+    model = net()
+    opt = posterity.IVON(model, num_data=100)
+    by_context(model, opt)
+    by_context(model, opt, bad_input())
+    first = model.first.weight
+    opt.state[first]["hess"] = opt.state[first]["hess"].clone()
+    with pytest.raises(FloatingPointError, match="the posterior was not touched"):
+        by_context(model, opt)
+    assert int(opt.state[first]["step"]) == 1
+    assert opt.param_groups[0]["steps"] == 1
+
+
+def test_a_parameter_without_numbers_is_finite() -> None:
+    model = nn.Linear(4, 3)
+    model.register_parameter("none", nn.Parameter(torch.empty(0)))
+    groups = [{"params": [("none", model.none)]}, {"params": list(model.named_parameters())[:2]}]
+    for name in ("BGD", "IVON"):
+        opt = getattr(posterity, name)(groups, **({"num_data": 8} if name == "IVON" else {"batch_size": 8}))
+        with opt.sampled_params():
+            (model(torch.randn(8, 4)).square().mean() + model.none.sum()).backward()
+        opt.step()
+        assert opt.posterior().mean()["none"].shape == (0,)

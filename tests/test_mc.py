@@ -394,8 +394,33 @@ def test_parts_need_tensors_of_one_length() -> None:
     with pytest.raises(ValueError, match="parts must be a whole number of at least 1, not 0"):
         posterity.compile_step(model, mean_loss, opt, parts=0)
     step = posterity.compile_step(model, lambda model, x, y, scale: mean_loss(model, x, y), opt, parts=2)
-    with pytest.raises(ValueError, match="parts=2 cuts all tensors of a batch: give them one length"):
-        step(torch.randn(8, 4), torch.zeros(8, dtype=torch.long), torch.ones(1))
+    for scale in (torch.ones(1), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="parts=2 cuts all tensors of a batch: give them one length"):
+            step(torch.randn(8, 4), torch.zeros(8, dtype=torch.long), scale)
+
+
+def test_where_nothing_is_drawn_one_pass_will_do() -> None:
+    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+    found = []
+    for more in ({}, {"parts": 3}):
+        for name, given in (
+            ("OGN", {}),
+            ("KFAC", {}),
+            ("IVON", {"mc_samples": 3, "deterministic": "*"}),
+        ):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+            opt = getattr(posterity, name)(model, num_data=100, **given)
+            posterity.compile_step(model, mean_loss, opt, **more)(x, y)
+            found.append(model.state_dict())
+    torch.testing.assert_close(found[:3], found[3:])
+
+
+def test_a_loss_may_need_no_batch() -> None:
+    model = nn.Linear(4, 3)
+    opt = posterity.BGD(model, mc_samples=2, batch_size=8)
+    step = posterity.compile_step(model, lambda model: model(torch.ones(2, 4)).square().mean(), opt)
+    assert step() > 0
 
 
 def mean_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

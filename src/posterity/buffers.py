@@ -81,7 +81,7 @@ class Keeper:
             for each in self._kept:
                 each.restore()
         else:
-            restore(self._module, self.copies)
+            _copy(self._kept_yet(), self.copies)
 
     @torch.no_grad()
     def restore_unless(self, ok: Tensor) -> None:
@@ -90,8 +90,16 @@ class Keeper:
             for each in self._kept:
                 each.restore_unless(ok)
         else:
-            for name, buffer in writable(self._module).items():
+            for name, buffer in self._kept_yet().items():
                 buffer.copy_(torch.where(ok.to(buffer.device), buffer, self.copies[name]))
+
+    def _kept_yet(self) -> dict[str, Tensor]:
+        """The buffers that have the name and the shape of one that was kept."""
+        return {
+            name: buffer
+            for name, buffer in writable(self._module).items()
+            if name in self.copies and buffer.shape == self.copies[name].shape
+        }
 
     def _same(self) -> bool:
         """Whether modules and buffers are those that were found last, where they were."""

@@ -52,7 +52,8 @@ def compile_step(
         chunk: At most this many samples at once, to cap memory.
         parts: Cut the batch into so many parts, each with ``mc_samples`` weight samples of its own: every
             example is still seen by as many, and their noise averages out over more. It costs no more
-            arithmetic. A batch that cannot be cut so is cut into as many as divide both.
+            arithmetic. Each part has a mean loss and batch statistics of its own, and counts as much as the
+            others. A batch that cannot be cut so is cut into as many as divide both.
 
     Example:
         >>> from posterity import BGD
@@ -111,6 +112,7 @@ class CapturedStep:
         opt._refuse_inside("a training step")
         opt.guard.settle_step()
         opt._ledger.refuse_foreign(opt.param_groups)
+        self._drop(key)
         try:
             self._graphs[key] = _Graph(self.step, batch)
         except Exception as error:
@@ -128,8 +130,13 @@ class CapturedStep:
         for key, graph in list(self._graphs.items()):
             old = graph.generation != generation or graph.stale()
             if old or (len(self._graphs) >= _GRAPHS and self._calls - graph.used > _LONG):
-                del self._graphs[key]
+                self._drop(key)
         return len(self._graphs) < _GRAPHS
+
+    def _drop(self, key: Any) -> None:
+        """Let a graph go, if there is one, after what it has to say."""
+        if key in self._graphs:
+            self._graphs.pop(key).wait()
 
     def _key(self, batch: tuple[Tensor, ...]) -> Any:
         """What a graph has fixed: shapes, modes, where weights and state lie, fixed hyper-parameters."""
@@ -258,11 +265,12 @@ class _Graph:
         return self.loss.clone()
 
     def _look(self) -> None:
-        """Raise what is known of earlier steps; this waits for nothing."""
+        """Raise what is known of earlier steps; this waits for nothing, unless one was bad."""
         loss = self.host_loss.item()
-        self.host_loss.zero_()
         if not math.isfinite(loss):
+            torch.cuda.synchronize()  # else a step under way would tell of it again
             self.poison.zero_()
+        self.host_loss.zero_()
         self.step.optimizer.guard.watch(loss)
 
     def wait(self) -> None:

@@ -181,7 +181,7 @@ class Noise:
             noise = self.blocks[i][rows]
             noise, grad = (each.reshape(len(noise), len(total)) for each in (noise, grad))
             if noise.numel() <= _WORTH_THREADS:  # all at once: Python would take longer than the sums
-                total.add_(grad.sum(0), alpha=self.weight)
+                total.add_(grad.sum(0, dtype=total.dtype), alpha=self.weight)
                 product.add_((grad * noise).sum(0), alpha=self.weight)
             else:
                 for each, eps in zip(grad, noise, strict=True):

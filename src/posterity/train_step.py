@@ -48,7 +48,7 @@ class TrainStep:
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p not in self.names:
                     raise ValueError(f"the optimiser holds {name!r}, which is no parameter of this model")
-        self._parts: list[tuple[Mapping[str, Any], str, Any]] = [
+        self._held: list[tuple[Mapping[str, Any], str, Any]] = [
             (held, name, each)
             for module in self.target.modules()
             for held in (module._modules, module._parameters)
@@ -57,7 +57,7 @@ class TrainStep:
 
     def refuse_changed(self) -> None:
         """Raise if modules or parameters were replaced: drawn weights are put in by name."""
-        if any(held.get(name) is not each for held, name, each in self._parts):
+        if any(held.get(name) is not each for held, name, each in self._held):
             raise RuntimeError(
                 "the model has other modules or parameters than before: call compile_step again"
             )
@@ -91,10 +91,10 @@ class TrainStep:
         losses: list[Tensor] = []
         opt = self.optimizer
         params = [p for group in opt.param_groups for p in group["params"]]
-        parts = math.gcd(self.parts, len(batch[0]))
-        if parts > 1 and len({len(x) for x in batch}) > 1:
-            raise ValueError(f"parts={self.parts} cuts all tensors of a batch: give them one length")
-        samples = parts * opt.param_groups[0]["mc_samples"]
+        parts, samples = 1, 1
+        if opt.draws and not all(group["deterministic"] for group in opt.param_groups):
+            parts = self._dealt_to(batch)
+            samples = parts * opt.param_groups[0]["mc_samples"]
         for rows in chunks(samples, self.chunk):
             drawn = opt.draw(rows, 1 / samples)
             one = len(rows) == 1
@@ -147,6 +147,14 @@ class TrainStep:
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)
         return torch.cat(losses) if len(losses) > 1 else losses[0]
+
+    def _dealt_to(self, batch: tuple[Tensor, ...]) -> int:
+        """Into how many parts a batch is cut."""
+        if self.parts == 1:
+            return 1
+        if len({x.shape[:1] for x in batch}) > 1:
+            raise ValueError(f"parts={self.parts} cuts all tensors of a batch: give them one length")
+        return math.gcd(self.parts, len(batch[0]))
 
     def _ones_like(self, loss: Tensor) -> Tensor:
         """What the backward pass begins with, made once: a graph has it before it is captured."""

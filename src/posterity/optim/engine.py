@@ -275,6 +275,7 @@ class Engine(Optimizer, Rule):
             and all(slab.locate() for slab in self._slabs)
         ):
             return self._slabs
+        self.guard.settle_step()  # it would uncount steps of these slabs
         for group in self.param_groups:
             for p in group["params"]:
                 state: State = self.state[p]

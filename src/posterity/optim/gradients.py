@@ -66,7 +66,7 @@ def refuse_not_finite(groups: list[Group], sums: Accumulator) -> None:
     """Raise, before anything moves, if a statistic is not finite; this waits for all of them."""
     flats = [flat for each in sums for flat in (each.mean_grad, each.second)]
     flats += [factor for each in sums.layers.values() for factor in (each.A, each.S)]
-    norms = [norm.item() for norm in torch._foreach_norm(flats, math.inf)]
+    norms = [norm.item() for norm in torch._foreach_norm([flat for flat in flats if flat.numel()], math.inf)]
     if not all(math.isfinite(norm) for norm in norms):
         factors = [(name, factor) for name, each in sums.layers.items() for factor in (each.A, each.S)]
         bad = [

@@ -61,8 +61,9 @@ class Guard:
             sums: What it has seen, beside the losses.
             undo: Called when the host learns that it was not; it may know a name for what was at fault.
         """
-        grads = [torch.linalg.vector_norm(each.mean_grad, math.inf) for each in sums]
-        numbers = torch.stack([*grads, *(each.poison for each in sums), *self._losses])
+        some = [each for each in sums if each.mean_grad.numel()]
+        grads = [torch.linalg.vector_norm(each.mean_grad, math.inf) for each in some]
+        numbers = torch.stack([*grads, *(each.poison for each in some), *self._losses])
         self._losses = []
         self.ok = torch.linalg.vector_norm(numbers, math.inf) < math.inf
         read, of, curvature = sent(numbers), len(grads), sums.curvature

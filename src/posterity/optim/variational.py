@@ -154,13 +154,14 @@ class VariationalOptimizer(Engine):
                 refuse_not_finite(self.param_groups, self._sums)
             else:
                 check = self.guard.judge(self._sums, self._take_back)
+                if self.guard.ok is not None:
+                    self._sampling.restore_unless(self.guard.ok)
             self.apply(sizes)
         except BaseException:
             self._sampling.restore()
             self._reset()
             raise
-        if check is not None and self.guard.ok is not None:
-            self._sampling.restore_unless(self.guard.ok)
+        if check is not None:
             self.guard.expect(check)
         self.advance()
         self._reset()

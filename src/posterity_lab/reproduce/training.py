@@ -182,7 +182,7 @@ def temper(method: Method, config: Values, step: int, steps: int) -> None:
         0.75
     """
     if "warmup" in config:
-        rising = warmup(round(config["warmup"] * steps), start=config["warmup_start"])
+        rising = warmup(max(1, round(config["warmup"] * steps)), start=config["warmup_start"])
         for group in method.optimizer.param_groups:
             group["temperature"] = rising(step)
 

@@ -138,6 +138,8 @@ class Noise:
         if self.fused:
             return kernels.perturb(self, mean, std)
         out = self._room("weights", self)
+        if len(self.samples) == 1:  # end to end as means and stds are
+            return torch.mul(std, self.values, out=out).add_(mean)
         views = (self.layout.views(mean), self.layout.views(std), self.blocks)
         for m, s, eps, theta in zip(*views, self.layout.stacked(out, len(self.samples)), strict=True):
             torch.mul(s, eps, out=theta).add_(m)  # half the time of addcmul, which is not vectorised
@@ -176,19 +178,31 @@ class Noise:
                 joined = torch._utils._flatten_dense_tensors([grads[i] for i in small])  # type: ignore[no-untyped-call]
                 kernels.moments(self, samples, small, joined, sums, poison, fresh=fresh)
             return
-        for i, grad in grads.items():
-            total, product = sums[:, self.layout.span(i)]
-            noise = self.blocks[i][rows]
-            noise, grad = (each.reshape(len(noise), len(total)) for each in (noise, grad))
-            if noise.numel() <= _WORTH_THREADS:  # all at once: Python would take longer than the sums
-                total.add_(grad.sum(0, dtype=total.dtype), alpha=self.weight)
-                product.add_((grad * noise).sum(0), alpha=self.weight)
-            else:
-                for each, eps in zip(grad, noise, strict=True):
-                    total.add_(each, alpha=self.weight)
-                    product.addcmul_(each, eps, value=self.weight)
-            if sums.is_cuda:
-                poison += 0.0 * (torch.linalg.vector_norm(total) + torch.linalg.vector_norm(product))
+        if len(self.samples[rows]) == 1:
+            totals, products = ([views[i] for i in grads] for views in map(self.layout.views, sums))
+            own = [grad.reshape(total.shape) for grad, total in zip(grads.values(), totals, strict=True)]
+            torch._foreach_add_(totals, own, alpha=self.weight)
+            torch._foreach_addcmul_(
+                products, own, [self.blocks[i][rows][0] for i in grads], value=self.weight
+            )
+        else:
+            for i, grad in grads.items():
+                self._add(sums[:, self.layout.span(i)], grad, self.blocks[i][rows])
+        if sums.is_cuda:
+            own = [sums[:, self.layout.span(i)] for i in grads]
+            poison += 0.0 * torch.stack(torch._foreach_norm(own)).sum()
+
+    def _add(self, sums: Tensor, grad: Tensor, noise: Tensor) -> None:
+        """Both sums of one block over several samples."""
+        total, product = sums
+        noise, grad = (each.reshape(len(noise), len(total)) for each in (noise, grad))
+        if noise.numel() <= _WORTH_THREADS:  # all at once: Python would take longer than the sums
+            total.add_(grad.sum(0, dtype=total.dtype), alpha=self.weight)
+            product.add_((grad * noise).sum(0), alpha=self.weight)
+            return
+        for each, eps in zip(grad, noise, strict=True):
+            total.add_(each, alpha=self.weight)
+            product.addcmul_(each, eps, value=self.weight)
 
     def parts(self, block: int) -> list[slice]:
         """Which samples' gradients of a block to make at once and add; none if all may wait for the others.

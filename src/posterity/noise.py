@@ -178,7 +178,7 @@ class Noise:
                 joined = torch._utils._flatten_dense_tensors([grads[i] for i in small])  # type: ignore[no-untyped-call]
                 kernels.moments(self, samples, small, joined, sums, poison, fresh=fresh)
             return
-        if len(self.samples[rows]) == 1:
+        if len(grads) > 1 and len(self.samples[rows]) == 1:
             totals, products = ([views[i] for i in grads] for views in map(self.layout.views, sums))
             own = [grad.reshape(total.shape) for grad, total in zip(grads.values(), totals, strict=True)]
             torch._foreach_add_(totals, own, alpha=self.weight)

@@ -186,11 +186,11 @@ def _kfac(setting: str, base: _Config, trial: _Config) -> list[Cell]:
         kfac |= {"epochs": 61, "milestones": _share(61, 30, 50)}
         noisy |= {"epochs": 81, "milestones": _share(81, 30, 50)}
     # An L2 term of 1e-3 on the mean loss of 50,000 images is a prior precision of 50.
-    kfac |= {"lr": 1e-2, "prior_precision": 50.0}
+    kfac |= {"lr": 1e-3, "prior_precision": 50.0}
     noisy |= {"lr": 1e-3, "prior_precision": 0.5, "mc_samples": 3, "augmentation": _factor(base)}
     noisy |= {"warmup_start": 0.01, "warmup": 1.0}
     return [
-        Cell(setting, "kfac", kfac, grid(lr=[3e-3, 1e-2]), trial),
+        Cell(setting, "kfac", kfac, grid(lr=[3e-4, 1e-3, 3e-3]), trial),
         Cell(setting, "noisy-kfac", noisy, grid(lr=[3e-4, 1e-3]), trial),
     ]
 

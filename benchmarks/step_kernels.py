@@ -2,8 +2,8 @@
 
     posterity bench step_kernels --device cuda --steps bgd-mlp-2000-2000 ivon-resnet18 adam-resnet18
 
-A step is a method and a net: `bgd` with K = 10, `ivon` with K = 1, or `adam`, on a batch of 128. Times are
-the profiler's, per step; on a CPU they are those of torch's operations.
+A step is a method and a net: `bgd` with K = 10, `ivon` or `vogn` with K = 1, or `adam`, on a batch of 128.
+Times are the profiler's, per step; on a CPU they are those of torch's operations.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from peers import (
     maker,
     net,
     setting,
+    vogn_ours,
 )
 from torch.profiler import ProfilerActivity, profile
 
 from posterity_lab.bench import Record, parser, positive
 
 USUAL = ["bgd-mlp-400-400", "bgd-mlp-2000-2000", "bgd-resnet18", "ivon-resnet18", "adam-resnet18"]
-METHODS = ("bgd", "ivon", "adam")
+METHODS = ("bgd", "ivon", "vogn", "adam")
 
 
 def step_name(text: str) -> str:
@@ -54,6 +55,8 @@ def make_step(method: str, name: str, where: str, device: str, size: int) -> tup
         step: Callable[[], object] = bgd_ours(model, loss_fn, x, y, 10)
     elif method == "ivon":
         step = ours_compiled(model, loss_fn, x, y)
+    elif method == "vogn":
+        step = vogn_ours(model, loss_fn, x, y)
     else:
         step = (adam_graph if device == "cuda" else adam_eager)(model, loss_fn, x, y)
     return step, count(model)

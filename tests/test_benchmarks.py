@@ -33,7 +33,7 @@ SMOKE = {
     "predict": (["--nets", "mlp", "--images", "3", "--samples", "2"], {"loop over networks", "predict"}),
     "mnist": (["--data", "digits", "--widths", "8", "--epochs", "1"], {"compile_step"}),
     "memory": (["--widths", "8", "--samples", "2"], set()),
-    "step_kernels": (["--steps", "bgd-mlp-8", "adam-lenet5", "--batch", "4"], {"all kernels"}),
+    "step_kernels": (["--steps", "bgd-mlp-8", "vogn-lenet5", "adam-lenet5", "--batch", "4"], {"all kernels"}),
     "growth": (
         ["--width", "8", "--samples", "1", "3", "--widths", "8", "9", "--copy-mib", "1", "--matmul", "9"],
         {"compile_step", *FLOORS},

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity import BGD, metrics
+from posterity.predict import Mode
 from posterity_lab import nets
 from posterity_lab.baselines import adam, ewc, l2, sgd, si, vcl
 from posterity_lab.continual import AsksForBoundaries, Scores, by_rule, run
@@ -328,3 +329,19 @@ def test_the_stream_in_the_documents_is_learned(capsys: pytest.CaptureFixture[st
     net = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     plain = quiet(sgd(net, lr=0.1), stream(names["tasks"], epochs=3, batch_size=64, seed=0))  # type: ignore[arg-type]
     assert scores.summary()["average_accuracy"] > plain.summary()["average_accuracy"] + 0.03
+
+
+def test_losses_and_calibration_are_of_probabilities_where_labels_are_voted_for() -> None:
+    tasks = permuted(load("digits"), tasks=1, seed=0)
+    found = []
+    modes: tuple[Mode, ...] = ("vote", "average")
+    for mode in modes:
+        torch.manual_seed(0)
+        net = nets.mlp(64, [8], 10)
+        method = by_rule(net, BGD(net, std_init=0.1, lr=0.01, mc_samples=2))
+        shown = stream(tasks, epochs=1, batch_size=500, seed=0)
+        found.append(run(method, shown, mode=mode, samples=3, progress=False))
+    voted, averaged = found
+    assert torch.equal(voted.nll, averaged.nll)
+    assert torch.equal(voted.ece, averaged.ece)
+    assert not torch.equal(voted.accuracy, averaged.accuracy)

@@ -46,9 +46,17 @@ class Layer(ABC):
     def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """Of the weight, and of the bias if it is wanted too."""
 
-    @abstractmethod
     def bias_squares(self, grad: Tensor) -> Tensor:
-        """Σ g² of the bias over examples and samples."""
+        """Σ g² of the bias over examples and samples, of sums over positions; features come last."""
+        return _squared(_positions(grad).sum(1, dtype=wide_dtype(grad.dtype)))
+
+
+class ByChannel(Layer):
+    """A layer whose bias is one number for each channel, the axis after the examples."""
+
+    def bias_squares(self, grad: Tensor) -> Tensor:
+        """Of sums over positions, which come after the channels."""
+        return _squared(_channels(grad))
 
 
 class Multiplying(Layer):
@@ -89,10 +97,6 @@ class Linear(Multiplying):
             squares += (own.mT @ rows).to(wide).square_().sum(0)
         return Found(None, squares, shift)
 
-    def bias_squares(self, grad: Tensor) -> Tensor:
-        """Of sums over positions."""
-        return _squared(_positions(grad).sum(1, dtype=wide_dtype(grad.dtype)))
-
     def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
         """As they are."""
         yield x.reshape(-1, x.shape[-1]).mT
@@ -103,7 +107,7 @@ class Linear(Multiplying):
 
 
 @dataclass(frozen=True)
-class Convolving(Layer):
+class Convolving(ByChannel):
     """``x [K, B, C, H, W]``, ``grad [K, B, O, P, Q]``; without heights if there is one axis.
 
     Attributes:
@@ -123,10 +127,6 @@ class Convolving(Layer):
         if self.axes == 1:
             sums, squares = sums.squeeze(-2), squares.squeeze(-2)
         return Found(sums, squares, self.bias_squares(grad) if bias else None)
-
-    def bias_squares(self, grad: Tensor) -> Tensor:
-        """Of sums over the picture."""
-        return _squared(_channels(grad))
 
     def _planes(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         x = F.pad(x.to(grad.dtype), self.before) if any(self.before) else x.to(grad.dtype)
@@ -154,7 +154,7 @@ class GroupedConv(Convolving):
 
 @final
 @dataclass(frozen=True)
-class BatchNorm(Layer):
+class BatchNorm(ByChannel):
     """``x [K, B, C, T…]``.
 
     Extras are what inputs are normalised by, ``[K, C]``, or ``[C]`` for all samples; without them the batch's
@@ -190,10 +190,6 @@ class BatchNorm(Layer):
         normal = (x.to(wide) - mean) * rstd
         return Found(None, _squared(_channels(normal * grad)), self.bias_squares(grad) if bias else None)
 
-    def bias_squares(self, grad: Tensor) -> Tensor:
-        """Of sums over positions."""
-        return _squared(_channels(grad))
-
 
 @final
 @dataclass(frozen=True)
@@ -216,7 +212,7 @@ class LayerNorm(Layer):
 
 @final
 @dataclass(frozen=True)
-class GroupNorm(Layer):
+class GroupNorm(ByChannel):
     """``x [K, B, C, T…]``."""
 
     groups: int
@@ -227,10 +223,6 @@ class GroupNorm(Layer):
         normal = F.group_norm(x.flatten(0, 1).to(wide_dtype(x.dtype)), self.groups, eps=self.eps)
         squares = _squared(_channels(normal.view(x.shape) * grad))
         return Found(None, squares, self.bias_squares(grad) if bias else None)
-
-    def bias_squares(self, grad: Tensor) -> Tensor:
-        """Of sums over positions."""
-        return _squared(_channels(grad))
 
 
 @final
@@ -258,10 +250,6 @@ class Embedding(Layer):
             same = (word[:, :, None] == word[:, None, :]).to(each)
             squares.index_add_(0, word.flatten(), ((same @ each) * each).flatten(0, 1))
         return Found(None, squares, None)
-
-    def bias_squares(self, grad: Tensor) -> Tensor:
-        """There is none."""
-        raise NotImplementedError
 
 
 def _positions(x: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def permuted_cells(quick: bool) -> list[Cell]:
     cells = []
     for width, stds in widths.items():
         common = {**base, "net": f"mlp-{width}-{width}"}
-        bgd = {"std_init": stds[0], "std_last": 0.01, "lr": 0.3, "mc_samples": samples, "mode": "mean"}
+        bgd = {"std_init": stds[0], "std_last": 0.01, "lr": 0.2, "mc_samples": samples, "mode": "mean"}
         methods = {"bgd": (bgd, grid(std_init=stds, lr=[0.2, 0.3, 0.5])), **_baselines()}
         for method, (values, own) in methods.items():
             cells.append(Cell(width, method, {**common, **values}, own, trial, "lasting_accuracy"))

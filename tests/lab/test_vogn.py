@@ -259,6 +259,16 @@ def test_the_posterior_is_handed_on_whole() -> None:
         assert not state["hess"].any()
 
 
+def test_a_strength_counts_the_curvature_of_a_task_so_many_times() -> None:
+    once, thrice = told(), told(strength=3.0)
+    for method in (once, thrice):
+        method.step(*vars(taught(0)).values())
+        method.boundary(taught(0))
+    for one, three in zip(_params(once), _params(thrice), strict=True):
+        found, more = (method.optimizer.state[p]["decay"] for method, p in ((once, one), (thrice, three)))
+        torch.testing.assert_close(more - 2.0 / 12, 3.0 * (found - 2.0 / 12))
+
+
 def test_the_step_of_vogn_with_a_prior_by_hand() -> None:
     method = told()
     data = taught(0)
@@ -315,6 +325,7 @@ def test_vogn_that_is_told_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     [
         ({"prior_precision": 0.0}, "prior_precision must be greater than 0"),
         ({"damping": -1.0}, "damping must be 0 or more"),
+        ({"strength": -1.0}, "strength must be 0 or more"),
     ],
 )
 def test_wrong_settings_are_refused(how: dict[str, float], sentence: str) -> None:

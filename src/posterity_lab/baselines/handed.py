@@ -7,9 +7,10 @@ of every weight its own:
     s ← β2 s + (1−β2) ĥ
     μ ← μ − α m / (s + δ̃ + γ)
     σ² = 1 / (N (s + δ̃ + γ))
-    at a boundary:  μ0 ← μ,  δ̃ ← δ̃ + s,  s ← 0,  m ← 0
+    at a boundary:  μ0 ← μ,  δ̃ ← δ̃ + λ s,  s ← 0,  m ← 0
 
-so that right after a boundary σ is what it was. The damping γ is not handed on: it is no knowledge.
+λ being the strength; where it is 1, σ right after a boundary is what it was. The damping γ is not handed on:
+it is no knowledge.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def vogn_told(
     prior_precision: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.99),
     damping: float = 1e-3,
+    strength: float = 1.0,
     mc_samples: int = 1,
     mask: Mask | None = None,
     seed: int = 0,
@@ -48,6 +50,8 @@ def vogn_told(
         betas: Momentum, and averaging of the curvature, which is what is handed on: one batch's would be
             noise.
         damping: Added to the curvature of every weight.
+        strength: How many times a task's curvature counts in the next prior. Bayes' rule says once, of the
+            true one; squared gradients of examples that are learned by heart come to less.
         mc_samples: Weight samples per step.
         mask: Which logits count in training.
         seed: Of the weight noise.
@@ -57,7 +61,7 @@ def vogn_told(
         >>> sorted(method.posterior().blocks)
         ['bias', 'weight']
     """
-    group = {"lr": lr, "betas": betas, "damping": damping, "num_data": num_data}
+    group = {"lr": lr, "betas": betas, "damping": damping, "strength": strength, "num_data": num_data}
     rule = _Handed(model, {**group, "prior_precision": prior_precision}, mc_samples=mc_samples, seed=seed)
     return _Told(model, rule, mask)
 
@@ -73,6 +77,8 @@ class _Handed(VariationalOptimizer):
             raise ValueError(f"prior_precision must be greater than 0, not {group['prior_precision']:g}")
         if not group["damping"] >= 0:
             raise ValueError(f"damping must be 0 or more, not {group['damping']:g}")
+        if not group["strength"] >= 0:
+            raise ValueError(f"strength must be 0 or more, not {group['strength']:g}")
 
     def init(self, mean: Tensor, std: Tensor | None, group: Any) -> dict[str, Tensor]:
         decay = torch.full_like(mean, group["prior_precision"] / group["num_data"])
@@ -109,7 +115,7 @@ class _Told(Method):
             for p in group["params"]:
                 state = self._rule.state[p]
                 state["anchor"].copy_(p)
-                state["decay"].add_(state["hess"])
+                state["decay"].add_(state["hess"], alpha=group["strength"])
                 state["hess"].zero_()
                 state["momentum"].zero_()
 

@@ -101,7 +101,7 @@ def learner(
                 betas=(config["momentum"], config["beta2"]),
                 mask=mask,
                 seed=seed,
-                **given("lr", "prior_precision", "damping", "mc_samples"),
+                **given("lr", "prior_precision", "damping", "strength", "mc_samples"),
             )
         case "vogn" | "kfac" | "noisy-kfac":
             drawn = {"seed": seed, **given("augmentation", "mc_samples")} if method != "kfac" else {}

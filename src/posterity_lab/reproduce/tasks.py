@@ -198,12 +198,13 @@ def small_permuted_cells(quick: bool) -> list[Cell]:
         trial |= {"epochs": 1}
     # One batch's curvature, as the table on CIFAR-10 has it, would be noise to hand on.
     vogn = {"momentum": 0.9, "beta2": 0.99, "damping": 1e-3, "prior_precision": 1.0, "mc_samples": samples}
+    told = {**vogn, "lr": 3e-4, "strength": 10.0, "mc_samples": min(samples, 4)}
     methods: _Methods = {
-        "vogn-told": ({**vogn, "lr": 1e-3}, grid(lr=[3e-4, 1e-3, 3e-3])),
+        "vogn-told": (told, grid(strength=[3.0, 10.0, 30.0])),
         "vogn": ({**vogn, "lr": 1e-4, "augmentation": 1.0}, grid(lr=[3e-5, 1e-4, 3e-4])),
         "bgd": (
-            {"std_init": 0.06, "lr": 1.0, "mc_samples": samples},
-            grid(std_init=[0.03, 0.06], lr=[0.1, 0.3, 1.0]),
+            {"std_init": 0.1, "std_last": 0.01, "lr": 0.3, "mc_samples": samples, "mode": "mean"},
+            grid(std_init=[0.1, 0.15], lr=[0.2, 0.5]),
         ),
     }
     common = {**base, "net": f"mlp-{setting}-{setting}"}

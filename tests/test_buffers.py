@@ -77,6 +77,21 @@ def test_buffers_that_are_replaced_are_put_back_by_name(change, when: str) -> No
         assert torch.equal(value.double(), before[name].double()), name
 
 
+def test_a_first_buffer_or_module_is_found() -> None:
+    model = nn.Sequential(nn.ReLU())
+    keeper = Keeper(model)
+    keeper.keep()
+    model[0].register_buffer("late", torch.ones(2))
+    keeper.keep()
+    model[0].norm = nn.BatchNorm1d(3)
+    keeper.keep()
+    before = values(model)
+    assert len(before) == 4
+    spoil(model)
+    keeper.restore()
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
 def test_a_buffer_that_has_grown_is_kept_whole() -> None:
     model = Odd()
     keeper = Keeper(model)

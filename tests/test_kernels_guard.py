@@ -43,3 +43,26 @@ def test_the_verdict(samples: int, loss: float, poison: float) -> None:
     torch.testing.assert_close(*results, equal_nan=True)
     assert results[0][0, 1] == float(loss == 2.0 and poison == 0.0)
     assert results[0][1, 4] == 6.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("value", [-3.0, float("inf"), float("-inf"), float("nan")])
+def test_numbers_that_are_finite(value: float, count: int, dtype: torch.dtype) -> None:
+    numbers = torch.zeros(count, dtype=dtype, device=DEVICE)
+    numbers[-1] = value
+    ok = kernels.finite(numbers)
+    assert ok.dtype == torch.bool
+    assert bool(ok) == bool(guard.finite(numbers.cpu())) == (value == -3.0)
+
+
+@pytest.mark.parametrize("ok", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [0, 7, 1024, 2500])
+def test_a_flag_lets_values_through(size: int, count: int, ok: bool) -> None:
+    pairs = [(torch.randn(size, device=DEVICE), torch.randn(size, device=DEVICE)) for _ in range(count)]
+    before = [(old.clone(), new.clone()) for old, new in pairs]
+    kernels.accept(pairs, torch.tensor(ok, device=DEVICE))
+    for (old, new), (was, given) in zip(pairs, before, strict=True):
+        assert torch.equal(old, given if ok else was)
+        assert torch.equal(new, given)

@@ -117,6 +117,35 @@ def test_tensors_are_copied_by_their_addresses() -> None:
         assert torch.equal(each, 2 * old)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("-inf")])
+@pytest.mark.parametrize(("block", "place"), [(1, 599), (2, 2000), (3, 0)])
+def test_a_tensor_that_is_not_finite_poisons_what_it_is_copied_with(
+    value: float, block: int, place: int
+) -> None:
+    tensors = [torch.randn(shape, device=DEVICE) for shape in SHAPES]
+    tensors[block].view(-1)[place] = value
+    pointers = torch.tensor([each.data_ptr() for each in tensors]).to(DEVICE)
+    flat, poison = torch.zeros(LAYOUT.size, device=DEVICE), torch.zeros((), device=DEVICE)
+    kernels.transfer(LAYOUT, pointers, flat, read=True, poison=poison)
+    assert float(LAYOUT.views(flat)[block].view(-1)[place]) == value or value != value
+    assert bool(torch.isnan(poison)) == (value != 1.0)
+
+
+def test_a_step_is_read_from_python_or_from_the_device() -> None:
+    live = Noise(
+        range(2), LAYOUT, seed=1 << 40, step=torch.tensor(7, dtype=torch.int32).to(DEVICE), device=DEVICE
+    )
+    for step in (7, 8):
+        plain = Noise(range(2), LAYOUT, seed=1 << 40, step=step, device=DEVICE)
+        for a, b in zip(*(LAYOUT.stacked(kernels.normal(each), 2) for each in (live, plain)), strict=True):
+            assert torch.equal(a, b) == (step == 7 or a.numel() == 0)
+    short = Noise(range(2), LAYOUT, seed=1, step=7, device=DEVICE)
+    assert not torch.equal(
+        LAYOUT.stacked(kernels.normal(short), 2)[2], LAYOUT.stacked(kernels.normal(live), 2)[2]
+    )
+
+
 @pytest.mark.parametrize("ok", [False, True])
 def test_a_flag_on_the_device_keeps_tensors_from_being_copied(ok: bool) -> None:
     tensors = [torch.randn(shape, device=DEVICE) for shape in SHAPES]

@@ -15,11 +15,15 @@ from posterity.optim import slab as slab_module
 from posterity.optim.slab import Slab
 
 
-def transfer(layout: Layout, pointers: Tensor, flat: Tensor, *, read: bool) -> None:
+def transfer(
+    layout: Layout, pointers: Tensor, flat: Tensor, *, read: bool, poison: Tensor | None = None
+) -> None:
     """What the kernel does, on a CPU."""
     for place, start, size in zip(pointers.tolist(), layout.starts, layout.sizes, strict=True):
         here, count = flat.data_ptr() + start * flat.element_size(), size * flat.element_size()
         ctypes.memmove(*((here, place) if read else (place, here)), count)
+    if poison is not None and not torch.isfinite(flat).all():
+        poison.fill_(torch.nan)
 
 
 @pytest.fixture
@@ -28,6 +32,7 @@ def slab(monkeypatch: pytest.MonkeyPatch) -> Slab:
     params = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(5))]
     made = Slab(0, ["a", "b"], params, {p: {"step": torch.tensor(0)} for p in params})
     made._fused = True
+    made.locate()
     return made
 
 
@@ -73,6 +78,19 @@ def test_gathered_gradients_hold_nothing_of_earlier_ones(slab: Slab) -> None:
     a, b = slab.layout.views(slab.gather())
     assert torch.equal(b, torch.ones(5))
     assert torch.isfinite(a).all()
+
+
+@pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_number_tells_of_gradients_that_are_not_finite(slab: Slab, value: float, transposed: bool) -> None:
+    first, second = slab.params
+    first.grad, second.grad = torch.ones(3, 3), torch.ones(5)
+    first.grad[1, 2] = value
+    if transposed:  # no kernel can have it
+        first.grad = first.grad.t()
+    number = torch.zeros(2)[1]
+    slab.gather(number)
+    assert bool(torch.isfinite(number)) == (value == 1.0)
 
 
 def test_gradients_are_gathered_whatever_their_memory_and_type(slab: Slab) -> None:

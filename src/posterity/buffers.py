@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import is_
-from typing import final
+from operator import attrgetter, is_
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from posterity.layout import Layout
 from posterity.noise import addresses, kernels
+
+_shape = attrgetter("shape")
 
 
 def writable(module: nn.Module) -> dict[str, Tensor]:
@@ -52,11 +54,12 @@ class Keeper:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # What each module has of modules and of buffers.
-        self._parts: list[Mapping[str, object]] = []
+        # What each module has of modules and of buffers; many have none of either.
+        self._parts: list[dict[str, Any]] = []
+        self._empty: list[dict[str, Any]] = []
         self._found: list[object] = []
         self._buffers: list[Tensor] = []
-        self._places: list[tuple[int, torch.Size]] = []
+        self._places: list[object] = []
         self.copies: dict[str, Tensor] = {}
         self._kept: list[_Words | _Alike] = []
 
@@ -68,7 +71,9 @@ class Keeper:
             with torch.inference_mode(False):
                 self._kept = list(_memory(own))
             self.copies = {name: copy for each in self._kept for name, copy in each.copies.items()}
-            self._parts = [part for each in self._module.modules() for part in (each._modules, each._buffers)]
+            parts = [part for each in self._module.modules() for part in (each._modules, each._buffers)]
+            self._parts = [part for part in parts if part]
+            self._empty = [part for part in parts if not part]
             self._found, self._buffers = _values(self._parts), list(self._module.buffers())
             self._places = _places(self._buffers)
         for each in self._kept:
@@ -105,7 +110,8 @@ class Keeper:
         """Whether modules and buffers are those that were found last, where they were."""
         now = _values(self._parts)
         return (
-            bool(self._parts)
+            bool(self._parts or self._empty)
+            and not any(self._empty)
             and len(now) == len(self._found)
             and all(map(is_, now, self._found))
             and _places(self._buffers) == self._places
@@ -184,12 +190,12 @@ def _memory(own: Mapping[str, Tensor]) -> Iterator[_Words | _Alike]:
         yield _Alike(some, dtype, device)
 
 
-def _places(buffers: Iterable[Tensor]) -> list[tuple[int, torch.Size]]:
-    return [(buffer.data_ptr(), buffer.shape) for buffer in buffers]
+def _places(buffers: Sequence[Tensor]) -> list[object]:
+    return [*map(Tensor.data_ptr, buffers), *map(_shape, buffers)]
 
 
-def _values(parts: Iterable[Mapping[str, object]]) -> list[object]:
-    return list(chain.from_iterable([part.values() for part in parts]))
+def _values(parts: Iterable[dict[str, Any]]) -> list[object]:
+    return list(chain.from_iterable(map(dict.values, parts)))
 
 
 @torch.no_grad()

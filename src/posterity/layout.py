@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class Layout:
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
         self.hashes = [_signed(zlib.crc32(name.encode())) for name in self.names]
         self._tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        # Launches of kernels over the blocks; whoever makes them knows the keys.
+        self.launches: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self.names)

@@ -99,13 +99,6 @@ class Noise:
         self._philox = on_gpu
 
     @cached_property
-    def clock(self) -> Tensor:
-        """Number of the step, where a kernel can read it."""
-        if isinstance(self.step, Tensor):
-            return self.step
-        return torch.full((), self.step, dtype=torch.int32, device=self.device)
-
-    @cached_property
     def values(self) -> Tensor:
         """The numbers of all blocks, end to end, each block stacked over the samples."""
         if self._philox:
@@ -168,7 +161,7 @@ class Noise:
             blocks, values = list(grads), list(grads.values())
             if len(values) > 1 and not isinstance(self.step, Tensor) and alike(values, values[0].dtype):
                 # Launches from Python cost more than a table of addresses, those of a graph do not.
-                places = addresses(tuple([grad.data_ptr() for grad in values]), self.device)
+                places = addresses(tuple(map(Tensor.data_ptr, values)), self.device)
                 kernels.moments(self, samples, blocks, values[0], sums, poison, fresh=fresh, places=places)
                 return
             large = {i for i, grad in grads.items() if grad.numel() >= _WORTH_A_LAUNCH}

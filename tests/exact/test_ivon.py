@@ -1,6 +1,7 @@
 """IVON against a scalar transcription of its Algorithm 1."""
 
 import math
+from shutil import which
 
 import pytest
 import torch
@@ -61,4 +62,25 @@ def test_a_run_equals_the_scalar_transcription() -> None:
 def test_the_hessian_keeps_its_precision_positive(estimate: float) -> None:
     h, delta = torch.tensor(0.5, dtype=torch.float64), 0.01
     for beta2 in (0.0, 0.9, 0.99999):
-        assert float(ivon_hess(h, torch.tensor(estimate).double(), beta2, delta)) + delta > 0
+        assert float(ivon_hess(h, h + delta, torch.tensor(estimate).double(), beta2)) + delta > 0
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and which("g++") is None, reason="needs what torch.compile compiles for"
+)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_groups_have_their_own_settings_in_a_compiled_rule() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = ((0.9, 0.99), (0.2, 0.99), (0.9, 0.5))
+    groups = [{"params": [(str(betas), nn.Parameter(torch.zeros(2)))], "betas": betas} for betas in settings]
+    opt = IVON(groups, num_data=100)
+    for group in opt.param_groups:
+        results = []
+        for move in (opt._move, opt._fused_move):
+            values = torch.rand(5, 700, generator=torch.Generator().manual_seed(0)).to(device)
+            mean, momentum, hess, grad, second = values
+            state = {"momentum": momentum, "hess": hess}
+            step, ok = torch.tensor(3, device=device), torch.tensor(True, device=device)
+            move(mean, state, grad, second, 1.0, 0, step, group, None, ok)
+            results.append(values)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

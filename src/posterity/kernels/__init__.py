@@ -1,7 +1,7 @@
 """Triton kernels for the GPU; not importable where Triton is not installed."""
 
 from posterity.kernels.conv import conv2d, conv2d_input_grad, conv2d_weight_grad
-from posterity.kernels.guard import verdict
+from posterity.kernels.guard import accept, finite, verdict
 from posterity.kernels.loss import cross_entropy
 from posterity.kernels.matmul import linear, multiplies
 from posterity.kernels.noise import moments, normal, perturb, transfer
@@ -10,6 +10,7 @@ from posterity.kernels.pool import max_pool2d, max_pool2d_grad, pools
 from posterity.kernels.squares import batch_norm_squares, conv2d_squares
 
 __all__ = [
+    "accept",
     "batch_norm",
     "batch_norm_grad",
     "batch_norm_squares",
@@ -19,6 +20,7 @@ __all__ = [
     "conv2d_squares",
     "conv2d_weight_grad",
     "cross_entropy",
+    "finite",
     "linear",
     "max_pool2d",
     "max_pool2d_grad",

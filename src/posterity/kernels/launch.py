@@ -1,7 +1,7 @@
-"""Launches that a layer's sizes decide: worked out once, and then as cheap as Triton has them.
+"""Launches worked out once, and then as cheap as Triton has them.
 
 A kernel that is called looks at every argument to find what it was compiled for, which takes longer than many
-a kernel runs. Where all numbers are known beforehand, only the tensors' addresses can change that.
+a kernel runs. Where it is not compiled for the numbers that change, only the tensors' addresses matter.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor
 
 @final
 class Launch:
-    """A kernel, its programs, and all arguments but tensors.
+    """A kernel, its programs, and all arguments but tensors and the numbers that change.
 
     Args:
-        kernel: Of Triton, with tensors as its first parameters.
+        kernel: Of Triton; its parameters are tensors, then numbers that change, which it is not to specialise
+            on, then the other numbers.
         grid: How many programs along three axes.
-        numbers: The other arguments, all of them, in the kernel's order.
+        numbers: The other numbers, all of them, in the kernel's order.
         options: How it is compiled.
     """
 
@@ -29,14 +30,17 @@ class Launch:
         self._kernel, self._grid, self._numbers, self._options = kernel, grid, numbers, options
         self._runs: dict[tuple[int, ...], Callable[..., Any]] = {}
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Run it on tensors of always the same types."""
+    def __call__(self, *tensors: Tensor, given: tuple[float, ...] = ()) -> None:
+        """Run it on tensors, and numbers that change, of always the same types, if there are programs."""
+        if not self._grid[0]:
+            return
+        places = [each.data_ptr() for each in tensors]
         # A program is made for one device, and for addresses that are multiples of 16 bytes or are not.
-        key = (tensors[0].get_device(), *[each.data_ptr() % 16 for each in tensors])
+        key = (tensors[0].get_device(), *[place % 16 for place in places])
         run = self._runs.get(key)
         if run is not None:
-            run(*tensors, *self._numbers)
+            run(*places, *given, *self._numbers)  # of a tensor, Triton would ask the driver for its place
             return
-        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+        compiled = self._kernel[self._grid](*tensors, *given, *self._numbers, **self._options)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._runs[key] = compiled[self._grid]

@@ -5,18 +5,22 @@ One launch serves all blocks of a layout: its table tells every program which ch
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from posterity.kernels.launch import Launch
 from posterity.kernels.philox import normals
 from posterity.layout import CHUNK, Layout
 
 if TYPE_CHECKING:
     from posterity.noise import Noise
+
+# A whole number above this has 64 bits.
+_LARGEST = 0x7FFFFFFF
 
 
 @triton.jit
@@ -30,12 +34,15 @@ def _place(table, COUNT: tl.constexpr):
     return block, at, at < quarter, quarter, size, tl.load(entry + 4), entry + 5
 
 
-@triton.jit(do_not_specialize=["seed", "first", "rows"])
-def _perturb(mean, std, out, table, step, seed, first, rows, SCALED: tl.constexpr, COUNT: tl.constexpr):
+@triton.jit(do_not_specialize=["step", "seed", "first", "rows"])
+def _perturb(
+    mean, std, out, clock, table, step, seed, first, rows,
+    SCALED: tl.constexpr, LIVE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     block, at, mine, quarter, size, start, _ = _place(table, COUNT)
     a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
     i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
-    key, number = seed.to(tl.int64), tl.load(step)
+    key, number = seed.to(tl.int64), tl.load(clock) if LIVE else step
     mean += start
     std += start
     out += start * rows
@@ -64,15 +71,15 @@ def _sum_up(into, at, mine, value, FRESH: tl.constexpr):
     return value * 0.0
 
 
-@triton.jit(do_not_specialize=["seed", "first", "rows"])
+@triton.jit(do_not_specialize=["step", "seed", "first", "rows"])
 def _moments(
-    grads, places, total, product, poison, table, step, seed, first, rows, weight,
-    APART: tl.constexpr, FRESH: tl.constexpr, COUNT: tl.constexpr,
+    grads, places, total, product, poison, clock, table, step, seed, first, rows, weight,
+    APART: tl.constexpr, FRESH: tl.constexpr, LIVE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     block, at, mine, quarter, size, start, rest = _place(table, COUNT)
     a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
     i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
-    key, number = seed.to(tl.int64), tl.load(step)
+    key, number = seed.to(tl.int64), tl.load(clock) if LIVE else step
     if APART:
         grads = tl.load(places + tl.load(rest)).to(tl.pointer_type(grads.dtype.element_ty))
     else:
@@ -105,7 +112,10 @@ def _moments(
 
 
 @triton.jit
-def _transfer(pointers, flat, table, ok, READ: tl.constexpr, ASKS: tl.constexpr, COUNT: tl.constexpr):
+def _transfer(
+    flat, pointers, ok, poison, table,
+    READ: tl.constexpr, ASKS: tl.constexpr, CHECKS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     _, at, mine, quarter, size, start, rest = _place(table, COUNT)
     if ASKS:
         mine = mine & (tl.load(ok) == 0)
@@ -115,21 +125,43 @@ def _transfer(pointers, flat, table, ok, READ: tl.constexpr, ASKS: tl.constexpr,
         here = at + part * quarter
         inside = mine & (here < size)
         if READ:
-            tl.store(flat + here, tl.load(apart + here, mask=inside), mask=inside)
+            value = tl.load(apart + here, mask=inside, other=0)
+            tl.store(flat + here, value, mask=inside)
+            if CHECKS:
+                bad = tl.max((value * 0.0 != 0.0).to(tl.int32), 0) > 0
+                tl.store(poison, float("nan"), mask=bad)
         else:
             tl.store(apart + here, tl.load(flat + here, mask=inside), mask=inside)
 
 
 def transfer(
-    layout: Layout, pointers: Tensor, flat: Tensor, *, read: bool, unless: Tensor | None = None
+    layout: Layout,
+    pointers: Tensor,
+    flat: Tensor,
+    *,
+    read: bool,
+    unless: Tensor | None = None,
+    poison: Tensor | None = None,
 ) -> None:
-    """Copy contiguous tensors, given by their addresses, into a flat buffer or back, unless a flag is set."""
-    table = layout.table(range(len(layout)), flat.device)
-    if len(table):
-        asks = unless is not None
-        _transfer[(len(table),)](
-            pointers, flat, table, unless if asks else flat, READ=read, ASKS=asks, COUNT=CHUNK
-        )
+    """Copy contiguous tensors, given by their addresses, into a flat buffer or back.
+
+    Args:
+        layout: Of the buffer.
+        pointers: Where the tensors lie.
+        flat: The buffer; the tensors have its type.
+        read: Whether it is written.
+        unless: A flag that keeps all as it is.
+        poison: One number, of the buffer's type, which becomes NaN if one that is read is not finite.
+    """
+    asks, checks = unless is not None, poison is not None
+    _launch(
+        _transfer,
+        layout,
+        range(len(layout)),
+        (flat, pointers, flat if unless is None else unless, flat if poison is None else poison),
+        (),
+        (read, asks, checks),
+    )
 
 
 def normal(noise: Noise) -> Tensor:
@@ -167,23 +199,53 @@ def moments(
         fresh: Whether these are the first, so that nothing is there to add to.
         places: Addresses of all blocks' contiguous gradients, if these lie apart.
     """
-    table = noise.layout.table(blocks, noise.device)
-    if len(table):
-        step, seed, _ = address(noise)
-        _moments[(len(table),)](
-            grads, table if places is None else places, sums[0], sums[1], poison, table, step, seed,
-            samples.start, len(samples), noise.weight, APART=places is not None, FRESH=fresh, COUNT=CHUNK,
-        )  # fmt: skip
-
-
-def address(noise: Noise) -> tuple[Tensor, int, int]:
-    """Step (on the device, where a graph can read it anew), seed, first sample."""
-    return noise.clock, noise.seed & 0x7FFFFFFFFFFFFFFF, noise.samples.start
+    clock, given = _address(noise, samples)
+    _launch(
+        _moments,
+        noise.layout,
+        tuple(blocks),
+        (
+            grads,
+            grads if places is None else places,
+            sums[0],
+            sums[1],
+            poison,
+            poison if clock is None else clock,
+        ),
+        (*given, noise.weight),
+        (places is not None, fresh, clock is not None),
+    )
 
 
 def _stacked(noise: Noise, mean: Tensor, std: Tensor, out: Tensor, *, scaled: bool) -> Tensor:
-    table = noise.layout.table(range(len(noise.layout)), noise.device)
-    if len(table):
-        rows = len(noise.samples)
-        _perturb[(len(table),)](mean, std, out, table, *address(noise), rows, SCALED=scaled, COUNT=CHUNK)
+    clock, given = _address(noise, noise.samples)
+    tensors = (mean, std, out, out if clock is None else clock)
+    _launch(_perturb, noise.layout, range(len(noise.layout)), tensors, given, (scaled, clock is not None))
     return out
+
+
+def _address(noise: Noise, samples: range) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Where a graph can read the step anew, if it is there; step, seed, first sample and number of them."""
+    clock, step = (noise.step, 0) if isinstance(noise.step, Tensor) else (None, noise.step)
+    return clock, (step, noise.seed & 0x7FFFFFFFFFFFFFFF, samples.start, len(samples))
+
+
+def _launch(
+    kernel: Any,
+    layout: Layout,
+    blocks: range | tuple[int, ...],
+    tensors: tuple[Tensor, ...],
+    given: tuple[float, ...],
+    numbers: tuple[bool, ...],
+) -> None:
+    """Run a kernel over some blocks of a layout; only the first of the tensors may be of several types."""
+    first = tensors[0]
+    # A number that is longer is of another type.
+    long = bool(given) and max(given) > _LARGEST
+    key = (kernel.__name__, first.device, first.dtype, numbers, blocks, long)
+    found = layout.launches.get(key)
+    if found is None:
+        table = layout.table(blocks, first.device)
+        found = layout.launches[key] = (table, Launch(kernel, (len(table), 1, 1), (*numbers, CHUNK), {}))
+    table, launch = found
+    launch(*tensors, table, given=given)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from operator import is_
 from typing import Any
 
@@ -24,7 +24,7 @@ from posterity.optim.blocks import Blocks
 from posterity.optim.collecting import Collecting, due
 from posterity.optim.gradients import GradientLedger, refuse_process_group
 from posterity.optim.groups import Group, members
-from posterity.optim.guard import Guard, ahead_of
+from posterity.optim.guard import Guard, accept, ahead_of
 from posterity.optim.live import Live, under_way
 from posterity.optim.rule import Rule
 from posterity.optim.sampling import Draw, Sampling
@@ -34,6 +34,8 @@ from posterity.optim.statistics import Accumulator, Sink, Statistics, state_dtyp
 _generations = count()
 # By default the compiler starts a process for every core, each of which imports torch.
 _ONE_KERNEL: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
+# Settings of a rule in one process that are compiled; those that come later run as they are written.
+_SETTINGS = 64
 
 
 class Engine(Optimizer, Rule):
@@ -142,7 +144,7 @@ class Engine(Optimizer, Rule):
             if found:
                 self._sums.of(slab, noise).add(found, noise, weight)
             names = slab.layout.names
-            if own := {i: squares[names[i]] for i in found if names[i] in squares}:
+            if squares and (own := {i: squares[names[i]] for i in found if names[i] in squares}):
                 # Those of a mean loss: the examples' own gradients are as many times larger as they are many.
                 self._sums.of(slab, noise).add_squares(own, weight * examples)
         if examples:
@@ -186,16 +188,18 @@ class Engine(Optimizer, Rule):
             alike = len(moved) == len(slab.params) and len(set(counts)) == 1
             for i, span in slab.spans(None if alike else moved):
                 p = slab.params[i]
+                own = {key: _part(value, span) for key, value in slab.state.items() if key != "mean"}
+                keep = own.pop("keep", None)
                 (self._move if live is None else self._fused_move)(
-                    slab.mean[span],
-                    {key: value[span] for key, value in slab.state.items() if key not in ("mean", "keep")},
-                    grad[span],
-                    None if self._adams(group) else sums.second[span if collected else slice(0)],
+                    _part(slab.mean, span),
+                    own,
+                    _part(grad, span),
+                    None if self._adams(group) else _part(sums.second, span if collected else slice(0)),
                     self._sums.weight,
                     sizes[slab.number],
                     counts[i] if live is None else live.step(p),
                     group,
-                    slab.state["keep"][span] if "keep" in slab.state else None,
+                    keep,
                     ok,
                 )
             slab.write(moved)
@@ -223,21 +227,15 @@ class Engine(Optimizer, Rule):
             new_mean, new_state = self.update(mean, state, stats, group)
         if keep is not None:
             new_mean = new_mean * keep
-        for old, new in [(mean, new_mean), *((state[key], value) for key, value in new_state.items())]:
-            if ok is None:
-                old.copy_(new)
-            else:
-                torch.where(ok, new, old, out=old)
-
-    # Sizes are dynamic: one compilation serves all slabs.
+        accept([(mean, new_mean), *((state[key], value) for key, value in new_state.items())], ok)
 
     @cached_property
     def _fused_move(self) -> Callable[..., None]:
-        return torch.compile(self._move, dynamic=True, options=_ONE_KERNEL)
+        return _fused(self._move)
 
     @cached_property
     def _fused_std(self) -> Callable[..., Tensor]:
-        return torch.compile(self.std, dynamic=True, options=_ONE_KERNEL)
+        return _fused(self.std)
 
     def advance(self, by: int = 1) -> None:
         """Count steps: the next one draws other noise."""
@@ -302,7 +300,7 @@ class Engine(Optimizer, Rule):
             state.update(adam_init(mean) if self._adams(group) else self.init(mean, None, group))
 
     def _state_tensors(self) -> list[Tensor]:
-        return [value for state in self.state.values() for value in state.values()]
+        return list(chain.from_iterable(map(dict.values, self.state.values())))
 
     def _adams(self, group: Group) -> bool:
         """Whether Adam trains a group, not the rule."""
@@ -314,3 +312,20 @@ class Engine(Optimizer, Rule):
     def _refuse_inside(self, call: str) -> None:
         if self._sampling.entered is not None:
             raise RuntimeError(f"{call} inside sampled_params() would see sampled weights: leave it first")
+
+
+def _part(flat: Tensor, span: slice | None) -> Tensor:
+    """What lies in a span, or all."""
+    return flat if span is None else flat[span]
+
+
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors as one kernel: one compilation serves all sizes, each setting has its own."""
+    compiled = torch.compile(function, dynamic=True, options=_ONE_KERNEL)
+
+    def run(*args: Any) -> Any:
+        # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_SETTINGS):
+            return compiled(*args)
+
+    return run

@@ -50,7 +50,7 @@ class Guard:
     def watch(self, loss: Tensor | float) -> None:
         """Refuse a loss that is not finite, and warn of one that runs away; late, if its step is."""
         if isinstance(loss, Tensor) and loss.device == self.device:
-            self._losses.append(loss.detach().reshape(()))
+            self._losses.append(loss.detach().reshape(1))
         else:
             self._watch(loss)
 
@@ -61,20 +61,20 @@ class Guard:
             sums: What it has seen, beside the losses.
             undo: Called when the host learns that it was not; it may know a name for what was at fault.
         """
-        some = [each for each in sums if each.mean_grad.numel()]
-        grads = [torch.linalg.vector_norm(each.mean_grad, math.inf) for each in some]
-        numbers = torch.stack([*grads, *(each.poison for each in some), *self._losses])
+        pairs = [each.judged() for each in sums if each.both.numel()]
+        parts = [*pairs, *self._losses]
+        numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._losses = []
-        self.ok = torch.linalg.vector_norm(numbers, math.inf) < math.inf
-        read, of, curvature = sent(numbers), len(grads), sums.curvature
+        self.ok = finite(numbers)
+        read, of, curvature = sent(numbers), 2 * len(pairs), sums.curvature
 
         def check() -> None:
             values = read()
             bad = None if all(map(math.isfinite, values)) else undo()
-            for loss in values[2 * of :]:
+            for loss in values[of:]:
                 self._watch(loss)
             if not all(map(math.isfinite, values)):
-                what = curvature if all(map(math.isfinite, values[:of])) else bad or "a gradient"
+                what = curvature if all(map(math.isfinite, values[:of:2])) else bad or "a gradient"
                 raise FloatingPointError(f"{what} of the last step is not finite; {UNTOUCHED}")
 
         return check
@@ -105,6 +105,33 @@ def ahead_of(slabs: Sequence[Slab]) -> torch.device | None:
     devices = {slab.device for slab in slabs}
     device = devices.pop() if len(devices) == 1 else None
     return device if device is not None and device.type == "cuda" else None
+
+
+def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor | None) -> None:
+    """Write new values over old ones, all of one size, unless a flag on the device is not set."""
+    if ok is None:
+        for old, new in pairs:
+            old.copy_(new)
+    elif not torch.compiler.is_compiling() and kernels is not None and ok.is_cuda and _plain(pairs):
+        kernels.accept(pairs, ok)
+    else:
+        for old, new in pairs:
+            torch.where(ok, new, old, out=old)
+
+
+def _plain(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether all are of one type, and end to end."""
+    kinds = {(each.dtype, each.shape, each.is_contiguous()) for pair in pairs for each in pair}
+    return len(kinds) == 1 and pairs[0][0].is_contiguous()
+
+
+def finite(numbers: Tensor) -> Tensor:
+    """Whether all numbers are, as a flag where they are."""
+    if kernels is not None and numbers.is_cuda:
+        ok: Tensor = kernels.finite(numbers)
+    else:
+        ok = torch.linalg.vector_norm(numbers, math.inf) < math.inf
+    return ok
 
 
 def sent(numbers: Tensor) -> Callable[[], list[float]]:

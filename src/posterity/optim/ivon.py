@@ -40,15 +40,16 @@ from posterity.optim.statistics import Statistics
 from posterity.optim.variational import VariationalOptimizer
 
 
-def ivon_std(hess: Tensor, ess: float, decay: float) -> Tensor:
-    """σ = 1 / sqrt(λ (h + δ))."""
-    return torch.rsqrt(ess * (hess + decay))
+def ivon_std(precision: Tensor, ess: float) -> Tensor:
+    """σ = 1 / sqrt(λ (h + δ)), given h + δ."""
+    return torch.rsqrt(ess * precision)
 
 
-def ivon_hess(hess: Tensor, estimate: Tensor, beta2: float, decay: float) -> Tensor:
-    """The Riemannian average of h and ĥ; h + δ stays positive."""
+def ivon_hess(hess: Tensor, precision: Tensor, estimate: Tensor, beta2: float) -> Tensor:
+    """The Riemannian average of h and ĥ, given h + δ as well, which stays positive."""
     gap = hess - estimate
-    return hess - (1 - beta2) * gap + 0.5 * (1 - beta2) ** 2 * gap * gap / (hess + decay)
+    mean = torch.sub(hess, gap, alpha=1 - beta2)
+    return torch.addcdiv(mean, gap * gap, precision, value=0.5 * (1 - beta2) ** 2)
 
 
 @final
@@ -138,7 +139,8 @@ class IVON(VariationalOptimizer):
 
     def std(self, state: State, group: Group) -> Tensor:
         """σ = 1 / sqrt(λ (h + δ))."""
-        return ivon_std(state["hess"], *_scales(group))
+        ess, decay = _scales(group)
+        return ivon_std(state["hess"] + decay, ess)
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
         """What multiplies each weight's averaged gradient of the mean loss: α / (h + δ)."""
@@ -149,13 +151,17 @@ class IVON(VariationalOptimizer):
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
         """Hessian, averaged gradient, then the preconditioned step with both."""
         beta1, beta2 = group["betas"]
-        decay = _scales(group)[1]
-        hess = ivon_hess(state["hess"], stats.grad_noise / self.std(state, group), beta2, decay)
-        momentum = beta1 * state["momentum"] + (1 - beta1) * stats.grad
-        direction = (momentum / (1 - beta1**stats.step) + decay * mean) / (hess + decay)
+        ess, decay = _scales(group)
+        precision = state["hess"] + decay
+        estimate = stats.grad_noise / ivon_std(precision, ess)
+        hess = ivon_hess(state["hess"], precision, estimate, beta2)
+        momentum = torch.lerp(state["momentum"], stats.grad, 1 - beta1)
+        direction = torch.add(momentum / (1 - beta1**stats.step), mean, alpha=decay) / (hess + decay)
         radius = group["clip_radius"]
+        if radius < math.inf:
+            direction = direction.clamp(-radius, radius)
         step = group["lr"] * (group["hess_init"] + decay)
-        return mean - step * direction.clamp(-radius, radius), {"momentum": momentum, "hess": hess}
+        return mean - step * direction, {"momentum": momentum, "hess": hess}
 
 
 def _scales(group: Group) -> tuple[float, float]:

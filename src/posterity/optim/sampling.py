@@ -33,6 +33,9 @@ class Draw(NamedTuple):
         return self.slab.layout.stacked(self.flat, len(self.noise.samples))
 
 
+_sparse = attrgetter("is_sparse")
+
+
 class _Unused(Exception):
     """No backward pass was run inside."""
 
@@ -89,8 +92,9 @@ class Sampling:
                     each.slab.put(each.flat)
             if number > 0:
                 self.restore()
-            for p in params:
-                p.grad = None
+            for p, grad in zip(params, before, strict=True):
+                if grad is not None:
+                    p.grad = None
             self.entered = 0
             with suppress(_Unused), collecting:
                 yield
@@ -98,7 +102,7 @@ class Sampling:
                     grads = [grad for p in params if (grad := p.grad) is not None]
                 if not grads:
                     raise _Unused  # without a backward pass there was nothing to collect
-                if any(grad.is_sparse for grad in grads):
+                if any(map(_sparse, grads)):
                     raise TypeError(
                         "sparse gradients are not supported: build the Embedding with sparse=False"
                     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TypeAlias, final
@@ -54,6 +55,7 @@ class Slab:
         self._at: tuple[int, ...] = ()
         self._fits, self._plain = True, False
         self._places: dict[tuple[int, ...], Tensor] = {}
+        self._pointers: Tensor | None = None  # the places of now
         # How often each was updated.
         self.steps = torch.stack([states[p]["step"] for p in params])
         self.state: State = {}
@@ -70,11 +72,11 @@ class Slab:
 
     def locate(self) -> bool:
         """Look where the parameters lie, which users may change; whether they still belong to the slab."""
-        at = tuple([p.data_ptr() for p in self.params])
+        at = tuple(map(Tensor.data_ptr, self.params))
         if at != self._at:
-            self._at = at
+            self._at, self._pointers = at, self._places.get(at)
             self._fits = all(p.device == self.device and p.dtype == self.dtype for p in self.params)
-        self._plain = self._fits and all(map(Tensor.is_contiguous, self.params))
+        self._plain = self._fused and self._fits and all(map(Tensor.is_contiguous, self.params))
         return self._fits
 
     def count(self, moved: Sequence[int], by: int = 1) -> None:
@@ -110,19 +112,25 @@ class Slab:
         means = self._views.get("mean", self._weights)
         torch._foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
 
-    def gather(self) -> Tensor:
-        """The parameters' gradients, flat, in the precision of the state; overwritten by the next call."""
+    def gather(self, number: Tensor | None = None) -> Tensor:
+        """The parameters' gradients, flat, in the precision of the state; overwritten by the next call.
+
+        Args:
+            number: A zero, which becomes a number that is not finite if a gradient is not.
+        """
         flat, views = self._gathered
         grads = [p.grad for p in self.params]
         found = [grad for grad in grads if grad is not None]
         if len(found) < len(views):
             flat.zero_()  # else it would have gradients of earlier steps
         elif self._fused and alike(found, flat.dtype):
-            places = addresses(tuple([grad.data_ptr() for grad in found]), self.device)
-            kernels.transfer(self.layout, places, flat, read=True)
+            places = addresses(tuple(map(Tensor.data_ptr, found)), self.device)
+            kernels.transfer(self.layout, places, flat, read=True, poison=number)
             return flat
         there = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
         torch._foreach_copy_(there, found)
+        if number is not None:
+            torch.linalg.vector_norm(flat, math.inf, out=number)
         return flat
 
     @cached_property
@@ -131,21 +139,26 @@ class Slab:
             flat = torch.zeros(self.layout.size, dtype=state_dtype(self.weights), device=self.device)
             return flat, self.layout.views(flat)
 
-    def spans(self, moved: Sequence[int] | None) -> Iterator[tuple[int, slice]]:
-        """Where some parameters lie, or, in parts that a CPU's cache holds, all; each with one of them."""
+    def spans(self, moved: Sequence[int] | None) -> Iterator[tuple[int, slice | None]]:
+        """Where some parameters lie, or, in parts that a CPU's cache holds, all; each with one of them.
+
+        None is everywhere: a view for each buffer would take longer than many an operation.
+        """
         if moved is not None:
             yield from ((i, self.layout.span(i)) for i in moved)
-            return
-        part = _IN_CACHE if self.device.type == "cpu" else max(self.layout.size, 1)
-        yield from ((0, slice(start, start + part)) for start in range(0, self.layout.size, part))
+        elif self.layout.size and (self.device.type != "cpu" or self.layout.size <= _IN_CACHE):
+            yield 0, None
+        else:
+            starts = range(0, self.layout.size, _IN_CACHE)
+            yield from ((0, slice(start, start + _IN_CACHE)) for start in starts)
 
     def _transferred(self, flat: Tensor, *, read: bool) -> bool:
         """Whether one kernel could copy all parameters: torch's own takes a program for 65,536 numbers."""
-        if not (self._fused and self._plain):
+        if not self._plain:
             return False
-        if self._at not in self._places:
-            self._places[self._at] = addresses(self._at, self.device)
-        kernels.transfer(self.layout, self._places[self._at], flat, read=read)
+        if self._pointers is None:
+            self._pointers = self._places[self._at] = addresses(self._at, self.device)
+        kernels.transfer(self.layout, self._pointers, flat, read=read)
         if not read:
             torch.autograd.graph.increment_version(self.params)
         return True

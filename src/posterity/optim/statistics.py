@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,13 +49,15 @@ class Sums:
         slab: Whose gradients.
         both: Σ g, and Σ g·eps or what is collected of curvature, flat; of blocks that had no gradient it may
             hold anything.
-        poison: On a GPU, NaN if a sum is not finite.
+        numbers: Of E[g], as :meth:`judged` finds it, and of the sums: finite if these are.
+        poison: The second of them: on a GPU, NaN if a sum is not finite.
         used: Blocks that had a gradient, by number.
         published: E[g] as it was put into ``p.grad``, if it was: flat, and the views that were.
     """
 
     slab: Slab
     both: Tensor
+    numbers: Tensor
     poison: Tensor
     used: set[int] = field(default_factory=set)
     published: tuple[Tensor, dict[int, Tensor]] | None = None
@@ -65,9 +68,10 @@ class Sums:
         size, dtype = slab.layout.size, state_dtype(slab.weights)
         if noise is not None and noise.overwrites:
             both = torch.empty(2, size, dtype=dtype, device=slab.device)
-            return cls(slab, both, torch.zeros((), dtype=dtype, device=slab.device))
-        flat = torch.zeros(2 * size + 1, dtype=dtype, device=slab.device)
-        return cls(slab, flat[:-1].view(2, size), flat[-1])
+            numbers = torch.zeros(2, dtype=dtype, device=slab.device)
+            return cls(slab, both, numbers, numbers[1])
+        flat = torch.zeros(2 * size + 2, dtype=dtype, device=slab.device)
+        return cls(slab, flat[:-2].view(2, size), flat[-2:], flat[-1])
 
     @property
     def grad(self) -> Tensor:
@@ -87,7 +91,7 @@ class Sums:
         Those of one sample may lack the leading dimension. Where no noise matters, all have a weight; those
         of deterministic parameters are one, a sum over samples.
         """
-        known = self.used & grads.keys()
+        known = self.used.intersection(grads)
         self.used.update(grads)
         if noise is not None:
             first = {i: grad for i, grad in grads.items() if i not in known} if known else grads
@@ -137,6 +141,14 @@ class Sums:
             if grad is not None and grad is not view:  # replaced, not changed in place
                 view.copy_(grad)
         return flat.to(self.grad.dtype)
+
+    def judged(self) -> Tensor:
+        """The numbers that are finite if E[g], as ``p.grad`` has it now, and the sums are."""
+        if self.published is None:
+            self.mean_grad = self.slab.gather(self.numbers[0])
+        else:
+            torch.linalg.vector_norm(self.mean_grad, math.inf, out=self.numbers[0])
+        return self.numbers
 
 
 @final

@@ -1,0 +1,49 @@
+"""A launch finds what was compiled for it, and goes there by addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+launch = pytest.importorskip("posterity.kernels.launch", reason="needs Triton")
+
+
+class Kernel:
+    """Stands for a kernel of Triton: notes how it is called, and what its programs get."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.ran: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def run(*args: Any, **options: int) -> Any:
+            self.compiled.append((grid, *args, options))
+            return {grid: lambda *given: self.ran.append(given)}
+
+        return run
+
+
+def test_it_is_compiled_once_for_an_alignment_and_numbers_may_change() -> None:
+    kernel = Kernel()
+    run = launch.Launch(kernel, (3, 1, 1), (True, 128), {"num_warps": 2})
+    x, y = torch.zeros(64), torch.zeros(64)
+    run(x, y, given=(7, 0.5))
+    assert kernel.compiled == [((3, 1, 1), x, y, 7, 0.5, True, 128, {"num_warps": 2})]
+    run(y, x, given=(8, 0.25))
+    run(x[4:], y, given=(9, 0.25))
+    assert kernel.ran == [
+        (y.data_ptr(), x.data_ptr(), 8, 0.25, True, 128),
+        (x.data_ptr() + 16, y.data_ptr(), 9, 0.25, True, 128),
+    ]
+    run(x[1:], y, given=(9, 0.25))
+    assert len(kernel.compiled) == 2
+    assert len(kernel.ran) == 2
+
+
+def test_without_programs_nothing_runs() -> None:
+    kernel = Kernel()
+    launch.Launch(kernel, (0, 1, 1), (), {})(torch.zeros(3))
+    assert not kernel.compiled

@@ -3,8 +3,8 @@
 ``accuracy[i, j]`` is the accuracy on task j after task i has been learned, ``[tasks, tasks]``.
 
 A posterior is handed on without help from here: BGD takes each batch's posterior as the next one's prior by
-itself, ``optimizer.load_posterior(q)`` goes on from a saved one, and by gradient ``kl(q, last)`` with
-``last = q.frozen()`` is the prior's term.
+itself, VOGN when it is told (``hand_over()``), ``optimizer.load_posterior(q)`` goes on from a saved one, and
+by gradient ``kl(q, last)`` with ``last = q.frozen()`` is the prior's term.
 
 References: Lopez-Paz and Ranzato 2017 (backward and forward transfer), Chaudhry et al. 2018 (forgetting).
 """

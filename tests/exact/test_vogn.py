@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -60,13 +61,23 @@ def transcribed(
     noisy: bool = True,
     lrs: Callable[[int], float] = lambda step: HYPER["lr"],
     taus: Callable[[int], float] = lambda step: HYPER["temperature"],
+    handed: Mapping[int, float] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Means and stds by the algorithm's lines, one example after another."""
+    """Means and stds by the algorithm's lines, one example after another.
+
+    Before each step in ``handed`` the posterior becomes the prior, with that strength.
+    """
     n, (b1, b2) = HYPER["num_data"] * HYPER["augmentation"], HYPER["betas"]
     mu = {name: p.detach().clone() for name, p in model.named_parameters()}
     m, s = {k: 0 * v for k, v in mu.items()}, {k: 0 * v + HYPER["hess_init"] for k, v in mu.items()}
     delta = {k: 0.0 if k.startswith(fixed) else HYPER["prior_precision"] for k in mu}
+    prior_mean = {k: 0 * v for k, v in mu.items()}
     for t in range(steps + 1):
+        if t in handed:
+            for k in mu:
+                if not k.startswith(fixed):
+                    delta[k] = delta[k] + handed[t] * n * s[k] / taus(t)
+                    prior_mean[k], m[k], s[k] = mu[k], 0 * m[k], 0 * s[k]
         tau, lr = taus(min(t, steps - 1)), lrs(t)
         shift = {k: tau * delta[k] / n + HYPER["damping"] for k in mu}
         sigma = {k: (tau / (n * (s[k] + shift[k]))).sqrt() for k in mu}
@@ -85,7 +96,7 @@ def transcribed(
                     g[name] += grad / B / samples
                     h[name] += grad**2 / B / samples
         for k in mu:
-            m[k] = b1 * m[k] + (g[k] + tau * delta[k] / n * mu[k])
+            m[k] = b1 * m[k] + (g[k] + tau * delta[k] / n * (mu[k] - prior_mean[k]))
             s[k] = b2 * s[k] + (1 - b2) * h[k]
             mu[k] = mu[k] - lr * m[k] / (s[k] + shift[k])
     raise AssertionError
@@ -131,6 +142,48 @@ def test_ogn_equals_the_transcription_without_noise(way: str) -> None:
     for _ in range(6):
         step(x, y) if way == "compiled" else opt.step(lambda: loss_fn(model, x, y))
     compare(model, opt, exact)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("rule", [VOGN, OGN])
+def test_a_posterior_handed_over_is_the_next_prior(rule: type[VOGN | OGN], way: str) -> None:
+    model, x, y = conv_net()
+    exact = transcribed(model, x, y, 7, 1, "1.", noisy=rule is VOGN, handed={2: 1.0, 5: 3.0})
+    opt = rule(model, deterministic="1.*", **HYPER)
+
+    def learn(model: nn.Module, opt: VOGN | OGN, steps: int) -> None:
+        step = posterity.compile_step(model, loss_fn, opt)
+        for _ in range(steps):
+            step(x, y) if way == "compiled" else opt.step(lambda: loss_fn(model, x, y), batch_size=B)
+
+    learn(model, opt, 2)
+    before = opt.posterior().std()
+    opt.hand_over()
+    for name, std in opt.posterior().std().items():
+        torch.testing.assert_close(std, before[name], rtol=1e-12, atol=0)
+    learn(model, opt, 3)
+    opt.hand_over(3.0)
+    learn(model, opt, 1)
+    resumed = conv_net()[0]
+    resumed.load_state_dict(model.state_dict())
+    again = rule(resumed, deterministic="1.*", **HYPER)
+    again.load_state_dict(opt.state_dict())
+    learn(resumed, again, 1)
+    compare(resumed, again, exact)
+
+
+def test_a_hand_over_that_cannot_be_is_refused_and_changes_nothing() -> None:
+    model, x, y = mlp()
+    opt = VOGN(model, **HYPER)
+    opt.step(lambda: loss_fn(model, x, y))
+    before = opt.posterior()
+    with pytest.raises(ValueError, match="strength must be 0 or more, not -1"):
+        opt.hand_over(-1.0)
+    with opt.sampled_params(), pytest.raises(RuntimeError, match=r"hand_over\(\) inside sampled_params"):
+        opt.hand_over()
+    for name, std in opt.posterior().std().items():
+        assert torch.equal(std, before.std()[name])
+    assert "known" not in opt.state[next(model.parameters())]
 
 
 def test_micro_batches_are_one_batch_and_schedules_are_followed() -> None:

@@ -23,6 +23,9 @@ example i's own loss at θ = μ + σ·eps:
 | δ, δ̃ | ``prior_precision``, ``temperature · prior_precision / N`` | |
 | τ, γ, K | ``temperature``, ``damping``, ``mc_samples`` | |
 
+After :meth:`VOGN.hand_over` the prior of a weight is N(μ0, 1/(δ + κ)), with ``state[p]["prior_mean"]`` and
+``state[p]["known"]``: δ + κ takes the place of δ above, and μ − μ0 that of μ in δ̃ μ.
+
 OGN takes its gradients at μ, and is otherwise the same: its Gaussian is fitted, not learned from.
 
 **Tempering.** Two forms of the rule exist, which agree at τ = 1. Algorithm 1 prints s ← (1 − τβ2) s + β2 ĥ
@@ -43,6 +46,8 @@ Parameters without a posterior are trained by the same rule at their values, wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import torch
@@ -67,7 +72,7 @@ def vogn_std(hess: Tensor, temperature: float | Tensor, num_data: float, shift: 
 
 
 class GaussNewton(VariationalOptimizer):
-    """The rule of VOGN and OGN, which differ in where they take gradients."""
+    """The rule of VOGN and OGN, which differ in where they take gradients, and what K-FAC shares with it."""
 
     collects: ClassVar[type[Collector]] = Squares
     live = ("lr", "temperature")
@@ -103,34 +108,71 @@ class GaussNewton(VariationalOptimizer):
 
     def std(self, state: State, group: Group) -> Tensor:
         """σ = sqrt(τ / (N (s + δ̃ + γ)))."""
-        num_data, _, shift = scales(group)
+        num_data, _, shift = scales(group, state)
         return vogn_std(state["hess"], group["temperature"], num_data, shift)
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
         """What multiplies the sum m of each weight's gradients of the mean loss: α / (s + δ̃ + γ)."""
-        rate: Tensor = group["lr"] / (state["hess"] + scales(group)[2])
+        rate: Tensor = group["lr"] / (state["hess"] + scales(group, state)[2])
         return rate
 
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
         """Curvature, momentum, then the preconditioned step with both."""
-        _, decay, _ = scales(group)
+        _, decay, shift = scales(group, state)
         into, out = (group["lr"], 1.0) if group["keep_velocity"] else (1.0, group["lr"])
         curvature = self.curvature(state, stats, group)
-        momentum = group["betas"][0] * state["momentum"] + into * (stats.grad + decay * mean)
-        return mean - self.natural(out * momentum, curvature, group), {"momentum": momentum, **curvature}
+        away = mean - state["prior_mean"] if "prior_mean" in state else mean
+        momentum = group["betas"][0] * state["momentum"] + into * (stats.grad + decay * away)
+        moved = mean - out * momentum / (curvature["hess"] + shift)
+        return moved, {"momentum": momentum, **curvature}
 
     def curvature(self, state: State, stats: Statistics, group: Group) -> State:
         """s ← β2 s + (1−β2) ĥ."""
         return {"hess": vogn_hess(state["hess"], stats.squares, group["betas"][1])}
 
-    def natural(self, step: Tensor, curvature: State, group: Group) -> Tensor:
-        """A step over s + δ̃ + γ."""
-        natural: Tensor = step / (curvature["hess"] + scales(group)[2])
-        return natural
+
+class Diagonal(GaussNewton):
+    """The same with a precision for every weight, which can be handed on."""
+
+    @torch.no_grad()
+    def hand_over(self, strength: float = 1.0) -> None:
+        """Take the posterior for the prior of what comes: to be called between tasks.
+
+        Every weight's prior becomes N(μ, 1 / (δ + κ)) around its mean of now, κ being the precision that data
+        has given it up to now. Curvature and momentum begin anew. The damping is not handed on: it is no
+        knowledge. ``betas[1]`` should be near 1, or κ is that of the last batch alone. The prior of here is
+        gone after :meth:`load_posterior`.
+
+        Args:
+            strength: How many times the curvature since the last call counts. Bayes' rule says once, of the
+                true one; squared gradients of examples that are learned by heart come to less.
+
+        Example:
+            >>> model = torch.nn.Linear(4, 2)
+            >>> opt = VOGN(model, num_data=8, lr=0.01, betas=(0.9, 0.99))
+            >>> before = opt.posterior().std()["weight"]
+            >>> opt.hand_over()
+            >>> bool(torch.allclose(opt.posterior().std()["weight"], before))
+            True
+        """
+        if not strength >= 0:
+            raise ValueError(f"strength must be 0 or more, not {strength:g}")
+        self._refuse_inside("hand_over()")
+        self.guard.settle()
+        self._ready()
+        for _, p, group in self._blocks():
+            state, (num_data, *_) = self.state[p], scales(group)
+            if "known" not in state:
+                state.update({key: torch.zeros_like(state["hess"]) for key in ("prior_mean", "known")})
+            state["prior_mean"].copy_(state.get("mean", p))
+            state["known"].add_(state["hess"], alpha=strength * num_data / group["temperature"])
+            state["hess"].zero_()
+            state["momentum"].zero_()
+        self._reset()
 
 
 @final
-class VOGN(GaussNewton):
+class VOGN(Diagonal):
     """Variational Online Gauss-Newton: Adam's form, with a scale learned from single examples' gradients.
 
     For every mini-batch: draw ``mc_samples`` weight vectors, average the gradient and the examples' squared
@@ -209,7 +251,7 @@ class VOGN(GaussNewton):
 
 
 @final
-class OGN(GaussNewton):
+class OGN(Diagonal):
     """Online Gauss-Newton: VOGN with gradients at the means, for a point and a Gaussian around it.
 
     The posterior that it ends in has the precision of the squared gradients at the means, as a diagonal
@@ -275,8 +317,9 @@ class OGN(GaussNewton):
         )
 
 
-def scales(group: Group) -> tuple[float, Any, Any]:
-    """N, δ̃ and δ̃ + γ; the last two are tensors in a captured step."""
+def scales(group: Group, state: Mapping[str, Tensor] = MappingProxyType({})) -> tuple[float, Any, Any]:
+    """N, δ̃ and δ̃ + γ, with what a block's state says of its prior; tensors in a captured step."""
     num_data = group["num_data"] * group["augmentation"]
-    decay = group["temperature"] * group["prior_precision"] / num_data
+    precision = group["prior_precision"] + state["known"] if "known" in state else group["prior_precision"]
+    decay = group["temperature"] * precision / num_data
     return num_data, decay, decay + group["damping"]

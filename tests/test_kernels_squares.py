@@ -26,7 +26,6 @@ from posterity.curvature.conv import Sizes  # noqa: E402
 from posterity.curvature.layers import BatchNorm, Conv, GroupedConv, Linear  # noqa: E402
 from posterity.kernels import squares  # noqa: E402
 from posterity.kernels.conv import Tile  # noqa: E402
-from posterity.kernels.launch import Launch  # noqa: E402
 
 # Triton's interpreter makes ints of arrays of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -175,32 +174,6 @@ def test_the_tiles_chosen_by_size(layer: Layer) -> None:
 def test_large_layers(layer: Layer, order: str, dtype: torch.dtype) -> None:
     c = case(layer, dtype, order)
     assert_near(squares.conv2d_squares(c.x, c.grad, layer.kernel, *layer[5:8]), c)
-
-
-def test_a_launch_asks_triton_once_for_each_alignment() -> None:
-    asked, run = [], []
-
-    class Compiled:
-        def __getitem__(self, grid: tuple[int, ...]) -> object:
-            return lambda *args: run.append((grid, *args))
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> object:
-            return lambda *args, **options: asked.append((grid, *args, options)) or Compiled()
-
-    launch = Launch(Kernel(), (2, 3, 1), (7, 8), {"num_warps": 4})
-    whole = torch.zeros(8, device=DEVICE)
-    other = torch.ones(8, device=DEVICE)
-    launch(whole, other)
-    launch(other, whole)
-    launch(whole[1:], other)
-    launch(whole[1:], other[4:])
-    assert len(asked) == 2
-    assert all(each[0] == (2, 3, 1) and each[3:] == (7, 8, {"num_warps": 4}) for each in asked)
-    assert [each[0] for each in run] == [(2, 3, 1)] * 2
-    assert run[0][1] is other
-    assert run[0][2] is whole
-    assert run[0][3:] == (7, 8)
 
 
 def test_programs_are_as_many_as_run_at_once() -> None:

@@ -84,3 +84,22 @@ def test_groups_have_their_own_settings_in_a_compiled_rule() -> None:
             move(mean, state, grad, second, 1.0, 0, step, group, None, ok)
             results.append(values)
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and which("g++") is None, reason="needs what torch.compile compiles for"
+)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_rule_serves_all_optimisers_and_sizes() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch._dynamo.reset()
+    counts = []
+    for size in (300, 400, 500, 600):
+        opt = IVON([nn.Parameter(torch.zeros(2))], num_data=100)
+        mean, momentum, hess, grad, second = torch.rand(5, size, device=device)
+        step, ok = torch.tensor(3, device=device), torch.tensor(True, device=device)
+        state = {"momentum": momentum, "hess": hess}
+        opt._fused_std(state, opt.param_groups[0])
+        opt._fused_move(mean, state, grad, second, 1.0, 0, step, opt.param_groups[0], None, ok)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(counts)) == 1, counts

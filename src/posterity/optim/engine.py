@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, count
 from operator import is_
 from typing import Any
@@ -231,11 +231,11 @@ class Engine(Optimizer, Rule):
 
     @cached_property
     def _fused_move(self) -> Callable[..., None]:
-        return _fused(self._move)
+        return _fused(type(self), "_move")
 
     @cached_property
     def _fused_std(self) -> Callable[..., Tensor]:
-        return _fused(self.std)
+        return _fused(type(self), "std")
 
     def advance(self, by: int = 1) -> None:
         """Count steps: the next one draws other noise."""
@@ -319,9 +319,15 @@ def _part(flat: Tensor, span: slice | None) -> Tensor:
     return flat if span is None else flat[span]
 
 
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors as one kernel: one compilation serves all sizes, each setting has its own."""
-    compiled = torch.compile(function, dynamic=True, options=_ONE_KERNEL)
+@cache
+def _fused(kind: type[Engine], name: str) -> Callable[..., Any]:
+    """A rule's method as one kernel; a compilation serves all sizes and optimisers, each setting has its own.
+
+    Bound to an optimiser it would be compiled anew for every other one. A rule is made of pure functions, so
+    one that was never begun serves all of its kind.
+    """
+    method: Callable[..., Any] = getattr(object.__new__(kind), name)
+    compiled = torch.compile(method, dynamic=True, options=_ONE_KERNEL)
 
     def run(*args: Any) -> Any:
         # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.

@@ -1,6 +1,7 @@
 """What a method supplies: pure functions of one block, and attributes that say what its rule wants.
 
 A block is what a rule treats as one: a tensor or, for a rule with ``matrices``, a layer's weight and bias.
+What a function needs it is given, or has from its class: compiled, it serves all optimisers of a kind.
 """
 
 from __future__ import annotations

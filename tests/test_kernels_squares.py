@@ -152,6 +152,16 @@ def test_examples_in_parts(name: str, splits: int | None) -> None:
     )
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", ["3x3", "1x1, stride 2"])
+def test_one_sample_needs_no_axis_of_samples(name: str, splits: int, order: str) -> None:
+    layer = LAYERS[name]
+    c = case(layer, order=order)
+    found = squares.conv2d_squares(c.x[0], c.grad[0], layer.kernel, *layer[5:8], tile=TILE, splits=splits)
+    assert_near(found, c._replace(sums=c.sums[0]))
+
+
 @pytest.mark.parametrize("layer", [Layer(3, (4, 4), 3, 20, (3, 3)), Layer(2, (9, 9), 16, 80, (2, 2))])
 def test_the_tiles_chosen_by_size(layer: Layer) -> None:
     c = case(layer)
@@ -197,13 +207,27 @@ def test_squares_of_a_batch_normalisation(shape: tuple[int, ...], shared: bool, 
         x, mean, rstd = x[:1].expand(shape), mean[0], rstd[0]
     if last:
         grad = grad.mT.contiguous().mT
-    found = squares.batch_norm_squares(x, grad, mean, rstd)
+    found = squares.batch_norm_squares(x, grad, mean, rstd).sum(1)
     mean, rstd = (each.double().view(-1, 1, shape[2], 1) for each in (mean, rstd))
     normal = (x.double() - mean) * rstd
     terms = torch.stack([normal * grad.double(), grad.double()]).sum(4)
     expected = terms.square().sum((1, 2))
     assert found.dtype == torch.float32
     assert ((found.double() - expected).norm(dim=1) <= 1e-6 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("order", ["places", "channels", "neither", "turned"])
+def test_a_batch_normalisation_of_one_sample_as_it_lies(order: str) -> None:
+    torch.manual_seed(0)
+    x, grad = 3 + torch.randn(2, 1, 3, 5, 4, 6, device=DEVICE)
+    orders = {**ORDERS, "turned": lambda x: x.mT.contiguous().mT}
+    x, mean, rstd = orders[order](x), *torch.rand(2, 5, device=DEVICE)
+    found = squares.batch_norm_squares(x[0], grad[0], mean, rstd, axis=1)
+    expected = squares.batch_norm_squares(x.flatten(3), grad.flatten(3), mean, rstd)
+    assert found.shape == (2, 3, 5)
+    torch.testing.assert_close(found, expected)
+    back = squares.batch_norm_squares(grad[0], x[0], mean, rstd, axis=1)
+    torch.testing.assert_close(back, squares.batch_norm_squares(grad.flatten(3), x.flatten(3), mean, rstd))
 
 
 @pytest.fixture

@@ -79,6 +79,10 @@ OTHER_USES = {
         lambda x, w, b: vmap(lambda one: F.linear(one[None], w)[0])(x),
         "'inner.weight' is used inside a transform of torch.func that stacks no samples",
     ),
+    "itself": (
+        lambda x, w, b: F.linear(w, w),
+        r"'inner.weight' is used by linear\(\)",
+    ),
     "checkpoints": (
         lambda x, w, b: checkpoint(F.linear, x.requires_grad_(), w, use_reentrant=True),
         "'inner.weight' is used by an operation that cannot be seen",
@@ -162,6 +166,20 @@ def test_a_refusal_is_of_one_context() -> None:
         assert list(squares.refused) == refused
     assert sorted(squares.sums) == ["inner.bias", "inner.weight"]
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_hooks_of_ones_own_stay() -> None:
+    model, x, called = nn.Linear(3, 2), torch.randn(4, 3), []
+    model.bias.register_hook(lambda _: called.append("before"))
+    squares = Squares(model)
+    with squares:
+        model.bias.register_hook(lambda _: called.append("inside"))
+        model.weight.register_hook(lambda _: called.append("weight"))
+        model(x).square().mean().backward()
+    assert sorted(called) == ["before", "inside", "weight"]
+    model(x).square().mean().backward()
+    assert sorted(called) == ["before", "before", "inside", "inside", "weight", "weight"]
+    assert [len(p._backward_hooks) for p in (model.weight, model.bias)] == [1, 2]
 
 
 def test_harmless_looks_at_a_weight_are_not_refused() -> None:

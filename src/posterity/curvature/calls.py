@@ -1,8 +1,8 @@
-"""Which calls of torch are layers, and what each of them is given: a call → a :class:`Call`."""
+"""Which calls of torch are layers, and what each of them is given: ``CALLS`` reads one as a :class:`Call`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -43,20 +43,6 @@ class Call(NamedTuple):
     extras: Sequence[Tensor] = ()
 
 
-def layer_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-    """The layer behind a call of torch; None if it is none, or one that is not known here.
-
-    Example:
-        >>> import torch
-        >>> x, weight = torch.ones(4, 3), torch.ones(2, 3)
-        >>> layer_call(F.linear, (x, weight), {}).leading
-        1
-        >>> layer_call(torch.mm, (x, weight.T), {})
-    """
-    read = _CALLS.get(func)
-    return None if read is None else read(*args, **kwargs)
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
     return Call(_LINEAR, input, weight, bias, input.dim() - 1) if weight.dim() == 2 else None
 
@@ -70,10 +56,13 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Call:
-    taps = tuple(weight.shape[2:])
-    strides = (each if isinstance(each, int | str) else tuple(each) for each in (stride, padding, dilation))
-    layer = _conv_layer(taps, *strides, groups)
-    return Call(layer, input, weight, bias, int(input.dim() == len(taps) + 2))
+    shape = weight.shape
+    if list in (type(stride), type(padding), type(dilation)):
+        stride, padding, dilation = (
+            tuple(each) if isinstance(each, list) else each for each in (stride, padding, dilation)
+        )
+    layer = _conv_layer(shape[2:], stride, padding, dilation, groups)
+    return Call(layer, input, weight, bias, int(input.dim() == len(shape)))
 
 
 @lru_cache(maxsize=1024)
@@ -106,8 +95,11 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Call:
     if training or running_mean is None or running_var is None:
-        return Call(BatchNorm(eps, fixed=False), input, weight, bias, 1)
-    return Call(BatchNorm(eps, fixed=True), input, weight, bias, 1, (running_mean, running_var))
+        return Call(_batch_norm_layer(eps, False), input, weight, bias, 1)
+    return Call(_batch_norm_layer(eps, True), input, weight, bias, 1, (running_mean, running_var))
+
+
+_batch_norm_layer = lru_cache(maxsize=1024)(BatchNorm)
 
 
 def _layer_norm(
@@ -157,8 +149,9 @@ def _plane(sizes: tuple[int, ...], height: int) -> tuple[int, int]:
 
 
 _LINEAR = Linear()
-# By operation: what reads its arguments, which have the names and the order that torch gives them.
-_CALLS: dict[Any, Callable[..., Call | None]] = {
+# By operation: what reads its arguments, which have the names and the order that torch gives them; None if
+# that is not known here.
+CALLS: dict[Any, Callable[..., Call | None]] = {
     F.linear: _linear,
     F.conv1d: _conv,
     F.conv2d: _conv,

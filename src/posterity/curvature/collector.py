@@ -9,6 +9,7 @@ batch's statistics is then in its term, and all terms together are always the gr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -17,6 +18,8 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor, nn
 
+from posterity.curvature.ends import note_gradients
+from posterity.curvature.layers import Layer, Terms
 from posterity.curvature.tap import Taps
 from posterity.curvature.uses import Part, Run, Use
 
@@ -132,6 +135,7 @@ class Collector(ABC):
         self.sums: dict[str, Tensor] = {}
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
+        self._terms: list[tuple[Use, Tensor]] = []
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -148,13 +152,9 @@ class Collector(ABC):
         self._heard: set[tuple[int, str]] = set()
         self._entered = True
         # Whose gradient is made, without a word from any layer, was used where nobody could see it.
-        reach = self._reached.add
-        self._hooks = [
-            tensor.register_hook(  # type: ignore[no-untyped-call]
-                lambda _, name=part.name: reach((torch._C._current_graph_task_id(), name))
-            )
-            for tensor, part in self._wanted.values()
-        ]
+        self._hooks = note_gradients(
+            {part.name: tensor for tensor, part in self._wanted.values()}, self._reached
+        )
         self._taps.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -164,8 +164,8 @@ class Collector(ABC):
         self._taps.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._entered = False
         self.parts = {}
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
+        self._add_terms()
         if kind is not None:
             return
         if not self._heard | self._reached | self.refused.keys():
@@ -182,14 +182,14 @@ class Collector(ABC):
 
     # What its taps ask and tell.
 
-    def begin(self, use: Use, examples: int, counted: int | None) -> bool:
-        """A layer is called with so many examples; whether to listen."""
+    def begin(self, use: Use) -> bool:
+        """A layer is called; whether to listen."""
         if torch._C._current_graph_task_id() != -1:
             self.refuse(use.names, "is used in a backward pass, as checkpointing does")
             return False
         if self._run.heard:
             self._run = Run()
-        use.examples, use.counted = examples, counted
+            self._add_terms()  # many small batches in one context would fill the memory
         use.run = self._run
         return True
 
@@ -203,57 +203,93 @@ class Collector(ABC):
             key: each for key, each in self.blocks.items() if not {each.weight, each.bias} & set(names)
         }
 
-    def heard(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
-        """A use's inputs and gradient, ``[K, B, …]``; the weight's gradient, if it brings it."""
-        run, task = use.run, torch._C._current_graph_task_id()
+    def heard(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
+        """A use's inputs and gradient; the weight's gradient, if it brings it."""
+        run, place, task = use.run, use.place, torch._C._current_graph_task_id()
         for part in use.parts:
             self._heard.add((task, part.name))
         if use.fresh:
             # Only now: a pass that nobody differentiates does no harm.
-            if run.examples not in (0, use.examples):
-                self.refuse(use.names, f"sees {use.examples} examples where another layer saw {run.examples}")
-            if None not in (use.counted, run.counted) and use.counted != run.counted:
-                self.refuse(
-                    use.names,
-                    f"counts examples on axis {use.counted} where another layer does on axis {run.counted} "
-                    "(attention has batch_first=True)",
-                )
-            run.counted = run.counted if use.counted is None else use.counted
-            twice = {part.name for part in use.parts if any(map(part.meets, run.used[part.name]))}
-            if twice:
-                self.refuse(sorted(twice), "is used twice before a backward pass")
-            run.examples = use.examples
-            for part in use.parts:
-                run.used[part.name].append(part)
+            self._match(use, run)
         elif self._once:
             self.refuse(use.names, "is in several backward passes of one forward pass (add the losses)")
         sample = use.parts[0].sample
         if sample not in run.heard:
             run.heard.add(sample)
-            self.examples += grad.shape[0] * grad.shape[1]
+            self.examples += place.samples * place.examples
         return self._take(use, x, grad, extras)
 
-    @abstractmethod
-    def brings_gradient(self, use: Use) -> bool:
-        """Whether heard() gives the weight's gradient."""
+    def _match(self, use: Use, run: Run) -> None:
+        """Refuse what does not go together with the uses that have told before."""
+        examples, counted = use.place.examples, use.place.counted
+        if run.examples not in (0, examples):
+            self.refuse(use.names, f"sees {examples} examples where another layer saw {run.examples}")
+        if counted is not None:
+            if run.counted not in (None, counted):
+                self.refuse(
+                    use.names,
+                    f"counts examples on axis {counted} where another layer does on axis {run.counted} "
+                    "(attention has batch_first=True)",
+                )
+            run.counted = counted
+        run.examples = examples
+        twice = []
+        for part in use.parts:
+            before = run.used[part.name]
+            if before and any(map(part.meets, before)):
+                twice.append(part.name)
+        if twice:
+            self.refuse(sorted({*twice}), "is used twice before a backward pass")
+        for part in use.parts:
+            run.used[part.name].append(part)
 
     @abstractmethod
-    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
+    def brings_gradient(self, layer: Layer) -> bool:
+        """Whether heard() gives the gradient of such a layer's weight."""
+
+    @abstractmethod
+    def _take(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         """Add what this method gathers."""
 
     # What the methods share.
 
-    def _add_squares(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
+    def _add_squares(
+        self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]
+    ) -> Tensor | None:
         """Add Σ g² of a use; the weight's gradient, if the layer brings it."""
-        if use.weight is None:
-            if use.bias is not None:
-                self._add(use.bias, use.layer.bias_squares(grad))
+        layer, weight, bias = use.layer, use.weight, use.bias
+        if weight is None or x is None:
+            if bias is not None:
+                self._add(bias, layer.bias_squares(use.stacks(None, grad)[1]))
             return None
-        found = use.layer.squares(x, grad, extras, use.bias is not None)
-        self._add(use.weight, found.weight)
-        if use.bias is not None and found.bias is not None:
-            self._add(use.bias, found.bias)
+        found = layer.of_one(x, grad, extras, bias is not None) if use.alone else None
+        if found is None:
+            found = layer.squares(*use.stacks(x, grad), extras, bias is not None)
+            if use.alone and found.gradient is not None:
+                found = found._replace(gradient=found.gradient[0])
+        if isinstance(found, Terms):
+            self._terms.append((use, found.both))
+            return None
+        self._add(weight, found.weight)
+        if bias is not None and found.bias is not None:
+            self._add(bias, found.bias)
         return found.gradient
+
+    def _add_terms(self) -> None:
+        """Add what is not yet summed over examples, all layers' at once."""
+        alike: defaultdict[tuple[object, ...], list[tuple[Use, Tensor]]] = defaultdict(list)
+        for use, both in self._terms:
+            alike[both.device, both.dtype, both.shape[1]].append((use, both))
+        self._terms = []
+        for some in alike.values():
+            sizes = [both.shape[2] for _, both in some]
+            weights, biases = torch.cat([both for _, both in some], 2).sum(1).unbind()
+            for (use, _), weight, bias in zip(
+                some, weights.split_with_sizes(sizes), biases.split_with_sizes(sizes), strict=True
+            ):
+                for part, squares in ((use.weight, weight), (use.bias, bias)):
+                    if part is not None:
+                        self._add(part, squares)
 
     def _add(self, part: Part, squares: Tensor) -> None:
         if part.name in self.refused:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posterity.curvature.collector import Collector, Curvature, Kronecker
 from posterity.curvature.conv import wide_dtype
-from posterity.curvature.layers import Multiplying
+from posterity.curvature.layers import Layer, Multiplying
 from posterity.curvature.uses import Part, Use
 
 
@@ -48,18 +48,18 @@ class Factors(Collector):
         """
         return self._mean(batch_size, samples)
 
-    def brings_gradient(self, use: Use) -> bool:
-        """Whether heard() gives the weight's gradient."""
-        return use.layer.brings_gradient and not isinstance(use.layer, Multiplying)
+    def brings_gradient(self, layer: Layer) -> bool:
+        """Whether heard() gives the gradient of such a layer's weight."""
+        return layer.brings_gradient and not isinstance(layer, Multiplying)
 
-    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
+    def _take(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         if use.weight is None or not isinstance(use.layer, Multiplying):
             return self._add_squares(use, x, grad, extras)
         if self.refused.keys() & {part.name for part in use.parts}:
             for part in use.parts:
                 self.refused.setdefault(part.name, "is in one block with a parameter that is refused")
         else:
-            self._add_factors(use, use.layer, use.weight, x, grad)
+            self._add_factors(use, use.layer, use.weight, *use.stacks(x, grad))
         return None
 
     def _add_factors(self, use: Use, layer: Multiplying, weight: Part, x: Tensor, grad: Tensor) -> None:

@@ -34,6 +34,16 @@ class Found(NamedTuple):
     bias: Tensor | None
 
 
+class Terms(NamedTuple):
+    """The same, not yet summed over examples: many layers' may be at once.
+
+    Attributes:
+        both: Squares of every example's gradients of weight and bias, which are as long, ``[2, B, n]``.
+    """
+
+    both: Tensor
+
+
 class Layer(ABC):
     """A kind of layer, as it was called."""
 
@@ -45,6 +55,13 @@ class Layer(ABC):
     @abstractmethod
     def squares(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found:
         """Of the weight, and of the bias if it is wanted too."""
+
+    def of_one(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found | Terms | None:
+        """The same of one sample, from ``[B, …]`` as they are, with less to do; None where that is no use.
+
+        The gradient is that of the sample, ``[*shape]``.
+        """
+        return None
 
     def bias_squares(self, grad: Tensor) -> Tensor:
         """Σ g² of the bias over examples and samples, of sums over positions; features come last."""
@@ -97,6 +114,13 @@ class Linear(Multiplying):
             squares += (own.mT @ rows).to(wide).square_().sum(0)
         return Found(None, squares, shift)
 
+    def of_one(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found | None:
+        """Where there is one position, and nothing to cast."""
+        if grad.dim() != 2 or x.dtype is not grad.dtype or grad.dtype is not wide_dtype(grad.dtype):
+            return None
+        own = grad.square()
+        return Found(None, own.mT @ x.square(), own.sum(0) if bias else None)
+
     def inputs(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
         """As they are."""
         yield x.reshape(-1, x.shape[-1]).mT
@@ -127,6 +151,20 @@ class Convolving(ByChannel):
         if self.axes == 1:
             sums, squares = sums.squeeze(-2), squares.squeeze(-2)
         return Found(sums, squares, self.bias_squares(grad) if bias else None)
+
+    def of_one(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found | None:
+        """Where nothing must be cast or put in shape for the kernel."""
+        if (
+            kernels is None
+            or self.axes == 1
+            or self.sizes.groups > 1
+            or x.dtype is not grad.dtype
+            or any(self.before)
+            or not kernels.multiplies(grad)
+        ):
+            return None
+        sums, squares = kernels.conv2d_squares(x, grad, *self.sizes[:4])
+        return Found(sums, squares, self.bias_squares(grad[None]) if bias else None)
 
     def _planes(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         x = F.pad(x.to(grad.dtype), self.before) if any(self.before) else x.to(grad.dtype)
@@ -184,11 +222,20 @@ class BatchNorm(ByChannel):
             rstd = torch.rsqrt(var.to(wide) + self.eps)
         mean, rstd = mean.to(wide).contiguous(), rstd.to(wide).contiguous()
         if kernels is not None and _fuses(grad):
-            scale, shift = kernels.batch_norm_squares(x, grad, mean, rstd).unbind()
+            scale, shift = kernels.batch_norm_squares(x, grad, mean, rstd).sum(1).unbind()
             return Found(None, scale, shift if bias else None)
         mean, rstd = mean.view(-1, 1, shape[2], 1), rstd.view(-1, 1, shape[2], 1)
         normal = (x.to(wide) - mean) * rstd
         return Found(None, _squared(_channels(normal * grad)), self.bias_squares(grad) if bias else None)
+
+    def of_one(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Terms | None:
+        """With the batch's statistics as torch keeps them."""
+        if kernels is None or self.fixed or not extras or not _fuses(grad):
+            return None
+        mean, rstd = extras
+        if mean.dtype is not torch.float32 or not (mean.is_contiguous() and rstd.is_contiguous()):
+            return None
+        return Terms(kernels.batch_norm_squares(x, grad, mean, rstd, axis=1))
 
 
 @final

@@ -8,6 +8,7 @@ from typing import final
 from torch import Tensor
 
 from posterity.curvature.collector import Collector
+from posterity.curvature.layers import Layer
 from posterity.curvature.uses import Use
 
 
@@ -39,9 +40,9 @@ class Squares(Collector):
         """
         return self._mean(batch_size, samples).diagonal
 
-    def brings_gradient(self, use: Use) -> bool:
-        """Whether heard() gives the weight's gradient."""
-        return use.layer.brings_gradient
+    def brings_gradient(self, layer: Layer) -> bool:
+        """Whether heard() gives the gradient of such a layer's weight."""
+        return layer.brings_gradient
 
-    def _take(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
+    def _take(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         return self._add_squares(use, x, grad, extras)

@@ -10,10 +10,9 @@ own work to those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -22,7 +21,8 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from posterity.curvature.calls import Call, layer_call
+from posterity.curvature.calls import CALLS, Call
+from posterity.curvature.ends import Ends, tap
 from posterity.curvature.stacks import (
     inside,
     rows_of,
@@ -31,30 +31,7 @@ from posterity.curvature.stacks import (
     samples_first,
     stacking,
 )
-from posterity.curvature.uses import Listener, Part, Use
-
-
-class Place(NamedTuple):
-    """Where a layer's inputs and outputs have their samples and examples.
-
-    Attributes:
-        axis: Of the examples, samples aside.
-        fold: Examples, where they are one axis together with the positions, positions outside; else None.
-        samples: K, or 1.
-        counted: The axis of the examples as the model has them around the layer; None if nothing tells.
-    """
-
-    axis: int
-    fold: int | None
-    samples: int
-    counted: int | None = None
-
-    def front(self, x: Tensor, axis: int | None) -> Tensor:
-        """``[K, B, …]`` of a tensor with its samples on some axis."""
-        x = x[None] if axis is None else x.movedim(axis, 0)
-        x = x if self.fold is None else x.reshape(x.shape[0], -1, self.fold, *x.shape[2:])
-        x = x if self.axis == 0 else x.movedim(self.axis + 1, 1)
-        return x if x.shape[0] == self.samples else x.expand(self.samples, *[-1] * (x.dim() - 1))
+from posterity.curvature.uses import Listener, Part, Place, Use
 
 
 @final
@@ -79,25 +56,36 @@ class Taps(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # Most calls are none of ours, and what is done before they run is all that they wait for.
         kwargs = kwargs or {}
-        values = (*args, *kwargs.values()) if kwargs else args
-        parts, stacked = self._listener.parts, functorch.peek_interpreter_stack() is not None
-        found: dict[Part, Tensor] = {}
-        for value in values:  # most calls are none of ours, and this is all that they wait for
-            if stacked or type(value) in _NESTED:
-                wanted = ((self._wanted(each), each) for each in _tensors((value,)))
-                found.update((part, each) for part, each in wanted if part is not None)
-            elif id(value) in parts:
-                found[parts[id(value)][1]] = value
+        parts, read = self._listener.parts, CALLS.get(func)
+        plain = functorch.peek_interpreter_stack() is None
+        if plain:
+            values = (*args, *kwargs.values()) if kwargs else args
+            if parts.keys().isdisjoint(map(id, values)) and (
+                read is not None
+                or _NESTED.isdisjoint(map(type, values))  # what layers have in lists are sizes
+            ):
+                return func(*args, **kwargs)
+        call = read(*args, **kwargs) if read is not None and torch.is_grad_enabled() else None
+        if call is not None:
+            x, weight_in, bias_in = call[1:4] if plain else map(inside, call[1:4])
+            weight, bias = parts.get(id(weight_in), _NONE)[1], parts.get(id(bias_in), _NONE)[1]
+            if weight != bias and id(x) not in parts:
+                return self._tapped(func, args, kwargs, call, weight, bias)
+        return self._untapped(func, args, kwargs)
+
+    def _untapped(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call that is no layer's, or not of a layer with a wanted parameter as its weight or bias."""
+        found = {
+            part: each
+            for each in _tensors((*args, *kwargs.values()))
+            if (part := self._wanted(each)) is not None
+        }
         if not found or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attention(args, kwargs)
-        call = layer_call(func, args, kwargs)
-        if call is not None:
-            use = Use(call.layer, self._wanted(call.weight), self._wanted(call.bias))
-            if len(use.parts) == len(found):
-                return self._tapped(func, args, kwargs, call, use)
         versions = [each._version for each in found.values()]
         out = func(*args, **kwargs)
         changed = versions != [each._version for each in found.values()]
@@ -108,9 +96,8 @@ class Taps(TorchFunctionMode):
                 break
         return out
 
-    def _wanted(self, tensor: Tensor | None) -> Part | None:
-        found = self._listener.parts.get(id(inside(tensor)))
-        return None if found is None else found[1]
+    def _wanted(self, tensor: Tensor) -> Part | None:
+        return self._listener.parts.get(id(inside(tensor)), _NONE)[1]
 
     def _rows(self, result: Tensor, found: Mapping[Part, Tensor]) -> bool:
         """Whether a result is some rows, or one sample, of what was found, and so is wanted itself."""
@@ -144,33 +131,42 @@ class Taps(TorchFunctionMode):
             self._attending = before
 
     def _place(self, call: Call, samples: int) -> Place | None:
+        shape = call.x.shape
         if self._attending is not None:
             examples, counted = self._attending
-            return Place(1, examples if call.x.dim() == 2 else None, samples, counted)
+            folded = len(shape) == 2
+            return Place(examples if folded else shape[1], 1, folded, samples, counted)
         if call.leading < 1:
             return None
         axis = min(self._batch_dim, call.leading - 1)
-        return Place(axis, None, samples, axis if call.leading > 1 else None)
+        return Place(shape[axis], axis, False, samples, axis if call.leading > 1 else None)
 
     def _tapped(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], call: Call, use: Use
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        call: Call,
+        weight: Part | None,
+        bias: Part | None,
     ) -> Any:
         level, samples = stacking()
         place = self._place(call, samples)
+        reason = ""
         if level is not None and (
             level is NotImplemented
             or not self._listener.stacked
-            or any(part.sample is not None for part in use.parts)
+            or any(part is not None and part.sample is not None for part in (weight, bias))
         ):
-            self._listener.refuse(
-                use.names, "is used inside a transform of torch.func that stacks no samples"
-            )
+            reason = "is used inside a transform of torch.func that stacks no samples"
         elif place is None:
-            self._listener.refuse(
-                use.names, f"is used on inputs {list(call.x.shape)} without an axis of examples"
-            )
-        elif self._listener.begin(use, place.fold or call.x.shape[place.axis], place.counted):
-            return self._listened(func, args, kwargs, call, use, place, level)
+            reason = f"is used on inputs {list(call.x.shape)} without an axis of examples"
+        else:
+            use = Use(call.layer, weight, bias, place)
+            if self._listener.begin(use):
+                return self._listened(func, args, kwargs, call, use, level)
+        if reason:
+            self._listener.refuse([part.name for part in (weight, bias) if part is not None], reason)
         return func(*args, **kwargs)
 
     def _listened(
@@ -180,112 +176,48 @@ class Taps(TorchFunctionMode):
         kwargs: dict[str, Any],
         call: Call,
         use: Use,
-        place: Place,
         level: int | None,
     ) -> Any:
-        weight = call.weight
-        brings = use.weight is not None and self._listener.brings_gradient(use)
-        if brings and weight is not None:  # then autograd has no need to make the gradient
-            held = weight.detach()
-            args = [held if each is weight else each for each in args]
-            kwargs = {key: held if each is weight else each for key, each in kwargs.items()}
+        # A bias has no need of inputs.
+        layer, weight, x = use.layer, call.weight, None if use.weight is None else call.x
+        brought = weight if x is not None and self._listener.brings_gradient(layer) else None
+        if brought is not None:  # then autograd has no need to make the gradient
+            held = brought.detach()
+            args = [held if each is brought else each for each in args]
+            if kwargs:
+                kwargs = {key: held if each is brought else each for key, each in kwargs.items()}
         out = func(*args, **kwargs)
-        if not brings and not inside(out).requires_grad:
+        if level is not None:
+            return self._stack_listened(out, call, use, level, brought)
+        if brought is not None:
+            return tap(out, brought, Ends(self._listener, use, (), brought.dtype), x, call.extras)
+        node = out.grad_fn
+        if node is None:
             return out
-        into = inside(weight) if brings else None
-        seen = None if use.weight is None else inside(call.x)  # a bias has no need of them
-        if level is None:
-            ends = _Ends(self._listener, use, place, None, None, None)
-            if seen is not None and not brings and not call.extras and out.grad_fn.name() in use.layer.keeps:
-                out.grad_fn.register_prehook(_Ear(ends))
-                return out
-            return _Tap.apply(out, into, ends, seen, *call.extras)  # type: ignore[no-untyped-call]
-        axis, y = samples_axis(out), inside(out)
-        if axis is None:  # the same for all samples, whose gradients are not
-            axis, y = 0, out.expand(place.samples, *out.shape).clone()
-        extras = [samples_first(each) for each in call.extras]
-        ends = _Ends(self._listener, use, place, axis, samples_axis(call.x), samples_axis(weight))
-        with temporarily_pop_interpreter_stack():
-            result = _Tap.apply(y, into, ends, seen, *extras)  # type: ignore[no-untyped-call]
-        return functorch._add_batch_dim(result, axis, level)
+        kept = None if x is None or call.extras else layer.keeps.get(node.name())
+        if kept is None:
+            return tap(out, None, Ends(self._listener, use), x, call.extras)
+        node.register_prehook(Ends(self._listener, use, kept))
+        return out
 
-
-class _Ends(NamedTuple):
-    """What a tap needs to know of both sides of a layer."""
-
-    listener: Listener
-    use: Use
-    place: Place
-    out_axis: int | None
-    x_axis: int | None
-    weight_axis: int | None
-
-    def tell(self, grad: Tensor, x: Tensor | None, extras: Sequence[Tensor]) -> Tensor | None:
-        """The listener hears of a backward pass; the weight's gradient, if it brings it."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a gradient that is differentiated again (create_graph=True) is not that of single examples: "
-                "use a method that collects no curvature"
-            )
-        own = self.place.front(grad, self.out_axis)
-        # Where only a bias is wanted, nothing looks at the inputs.
-        seen = own if x is None else self.place.front(x, self.x_axis)
-        into = self.listener.heard(self.use, seen, own, extras)
-        self.use.fresh = False
-        return into
-
-
-class _Tap(torch.autograd.Function):
-    """Nothing, forward; backward, the listener hears what comes by."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, weight: Tensor | None, ends: _Ends, x: Tensor | None, *extras: Tensor
+    def _stack_listened(
+        self, out: Tensor, call: Call, use: Use, level: int, brought: Tensor | None
     ) -> Tensor:
-        ctx.ends, ctx.dtype = ends, None if weight is None else weight.dtype
-        ctx.save_for_backward(x, *extras)
-        # The same memory, but no view in the eyes of autograd: what follows may change it in place.
-        return y.data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *extras = ctx.saved_tensors
-        # Nobody looks at these operations, and none is cast.
-        with torch._C.DisableTorchFunction(), _uncast(grad.device.type):
-            into = ctx.ends.tell(grad, x, extras)
-            if ctx.dtype is not None:
-                axis = ctx.ends.weight_axis
-                if axis is not None:
-                    into = into.movedim(0, axis)
-                else:
-                    into = into[0] if len(into) == 1 else into.sum(0)
-                into = into.to(ctx.dtype)
-        return grad, into, None, None, *(None for _ in extras)
-
-
-class _Ear:
-    """Instead of a tap, where the layer's own node keeps all that is wanted of the forward pass."""
-
-    __slots__ = ("_ends",)
-
-    def __init__(self, ends: _Ends) -> None:
-        self._ends = ends
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        grad = grads[0]
-        if grad is None:
-            return
-        # To hold on to the node, which holds on to this, would be a circle that nobody frees.
-        node = torch._C._current_autograd_node()
-        names = self._ends.use.layer.keeps[node.name()]
-        with torch._C.DisableTorchFunction(), _uncast(grad.device.type):
-            x, *extras = [getattr(node, name) for name in names]
-            self._ends.tell(grad, x, extras)
-
-
-def _uncast(device: str) -> AbstractContextManager[Any]:
-    """Where autocast is off."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        """The same inside vmap, whose samples are told of together."""
+        axis, y = samples_axis(out), inside(out)
+        if brought is None and not y.requires_grad:
+            return out
+        if axis is None:  # the same for all samples, whose gradients are not
+            axis, y = 0, out.expand(use.place.samples, *out.shape).clone()
+        use.x_axis, use.grad_axis = samples_axis(call.x), axis
+        dtype = None if brought is None else brought.dtype
+        ends = Ends(self._listener, use, dtype=dtype, axis=samples_axis(brought))
+        seen = None if use.weight is None else inside(call.x)
+        extras = [samples_first(each) for each in call.extras]
+        with temporarily_pop_interpreter_stack():
+            result = tap(y, inside(brought), ends, seen, extras)
+        stacked: Tensor = functorch._add_batch_dim(result, axis, level)
+        return stacked
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,10 +232,11 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 _attention_forward = _unseen(F.multi_head_attention_forward)
 
 
-_NESTED = (list, tuple)
+_NONE = None, None
+_NESTED = frozenset((list, tuple))
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -52,37 +52,74 @@ class Run:
     heard: set[int | None] = field(default_factory=set)
 
 
+class Place(NamedTuple):
+    """Where a layer's inputs and outputs have their samples and examples.
+
+    Attributes:
+        examples: How many.
+        axis: Of the examples, samples aside.
+        folded: Whether they are one axis together with the positions, positions outside.
+        samples: K, or 1.
+        counted: The axis of the examples as the model has them around the layer; None if nothing tells.
+    """
+
+    examples: int
+    axis: int = 0
+    folded: bool = False
+    samples: int = 1
+    counted: int | None = None
+
+    def front(self, x: Tensor, axis: int | None) -> Tensor:
+        """``[K, B, …]`` of a tensor with its samples on some axis."""
+        x = x[None] if axis is None else x.movedim(axis, 0)
+        x = x.reshape(x.shape[0], -1, self.examples, *x.shape[2:]) if self.folded else x
+        x = x if self.axis == 0 else x.movedim(self.axis + 1, 1)
+        return x if x.shape[0] == self.samples else x.expand(self.samples, *[-1] * (x.dim() - 1))
+
+
 @final
-@dataclass(eq=False)
 class Use:
     """One use of wanted parameters by a layer.
 
-    Attributes:
+    Args:
         layer: What it is.
         weight: The wanted part that is its weight, if any.
         bias: The wanted part that is its bias, if any.
+        place: Where inputs and outputs have their samples and examples.
+
+    Attributes:
+        parts: What is wanted.
         run: In which forward pass.
         fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
-        examples: That it was called with.
-        counted: The axis of the examples around it; None if nothing tells.
-        parts: What is wanted.
+        x_axis: Where inputs have their samples, if they have any.
+        grad_axis: Where outputs have theirs; None outside vmap alone.
     """
 
-    layer: Layer
-    weight: Part | None
-    bias: Part | None
-    run: Run = field(init=False)
-    fresh: bool = True
-    examples: int = 0
-    counted: int | None = None
+    __slots__ = ("bias", "fresh", "grad_axis", "layer", "parts", "place", "run", "weight", "x_axis")
+    run: Run
 
-    def __post_init__(self) -> None:
-        self.parts = [part for part in (self.weight, self.bias) if part is not None]
+    def __init__(self, layer: Layer, weight: Part | None, bias: Part | None, place: Place) -> None:
+        self.layer, self.weight, self.bias, self.place = layer, weight, bias, place
+        self.parts = [part for part in (weight, bias) if part is not None]
+        self.fresh = True
+        self.x_axis: int | None = None
+        self.grad_axis: int | None = None
 
     @property
     def names(self) -> list[str]:
         """Of the parameters."""
         return [part.name for part in self.parts]
+
+    @property
+    def alone(self) -> bool:
+        """Whether tensors are one sample's, ``[B, …]``, as they are."""
+        return self.grad_axis is None and self.place.axis == 0 and not self.place.folded
+
+    def stacks(self, x: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and gradient ``[K, B, …]``, of tensors as the layer had them."""
+        own = self.place.front(grad, self.grad_axis)
+        # Where only a bias is wanted, nothing looks at the inputs.
+        return own if x is None else self.place.front(x, self.x_axis), own
 
 
 class Listener(Protocol):
@@ -96,14 +133,19 @@ class Listener(Protocol):
     stacked: bool
     parts: dict[int, tuple[Tensor, Part]]
 
-    def begin(self, use: Use, examples: int, counted: int | None) -> bool:
-        """A layer is called with so many examples; whether to listen."""
+    def begin(self, use: Use) -> bool:
+        """A layer is called; whether to listen."""
 
-    def brings_gradient(self, use: Use) -> bool:
-        """Whether heard() gives the weight's gradient."""
+    def brings_gradient(self, layer: Layer) -> bool:
+        """Whether heard() gives the gradient of such a layer's weight."""
 
-    def heard(self, use: Use, x: Tensor, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
-        """Inputs and gradient ``[K, B, …]`` of a use; the weight's ``[K, *shape]``, if it brings it."""
+    def heard(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
+        """Inputs and gradient of a use, as the layer had them.
+
+        Returns:
+            The weight's gradient ``[K, *shape]``, or the one sample's of a use that is alone, if it brings
+            it.
+        """
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Parameters are used in a way that nothing can be collected from."""

@@ -22,7 +22,9 @@ What a layer's sizes decide is worked out once for each: in a plain loop a GPU w
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -195,8 +197,9 @@ def conv2d_squares(
     """Σ_i G_i of every sample, ``[K, O, C, R, S]``, and Σ_i G_i² of all, ``[O, C, R, S]``, in float32.
 
     Args:
-        x: Inputs ``[K, B, C, H, W]``, as they lie in memory; the same for all samples if K has stride 0.
-        grad: The loss's gradient in the outputs ``[K, B, O, P, Q]``.
+        x: Inputs ``[K, B, C, H, W]``, as they lie in memory; the same for all samples if K has stride 0. One
+            sample's may be ``[B, C, H, W]``, and its sum then lacks K too.
+        grad: The loss's gradient in the outputs ``[K, B, O, P, Q]``, or ``[B, O, P, Q]``.
         kernel_size: R and S.
         stride: As in ``F.conv2d``, for both axes.
         padding: Likewise.
@@ -204,69 +207,112 @@ def conv2d_squares(
         tile: Instead of the one chosen by size; ``tile.k`` counts places.
         splits: By how many programs the examples are shared.
     """
-    own = x.stride(0) != 0
-    x, grad = _laid_out(x if own else x[:1], padding), _laid_out(grad, (0, 0))
-    launch, shape, splits = _shared_out(x.shape, grad.shape, own, kernel_size, stride, dilation, tile, splits)
+    if x.dim() == 5 and x.stride(0) == 0:
+        x = x[:1]
+    cover, cover_grad, launch, shape, split = _plan(
+        x.shape, x.stride(), x.dtype, grad.shape, grad.stride(), grad.dtype,
+        kernel_size, stride, padding, dilation, tile, splits,
+    )  # fmt: skip
+    x = x if cover is None else cover(x)
+    grad = grad if cover_grad is None else cover_grad(grad)
     parts = x.new_empty(shape)
     launch(grad, x, parts)
-    sums, squares = (parts.sum(1) if splits > 1 else parts[:, 0]).unbind()
-    return sums, squares[0] if len(sums) == 1 else squares.sum(0)
+    sums, squares = (parts.sum(1) if split else parts).unbind()
+    if len(shape) - split == 5:
+        return sums, squares
+    return sums, squares[0] if len(squares) == 1 else squares.sum(0)
 
 
-def batch_norm_squares(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Sums of the squares of the examples' gradients of scale and shift, ``[2, C]``, in float32.
+def batch_norm_squares(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor, axis: int = 2) -> Tensor:
+    """Squares of every example's gradients of scale and shift, ``[2, K·B, C]``, in float32.
 
     Args:
-        x: Inputs ``[K, B, C, T]``, as they lie in memory.
+        x: Inputs ``[K, B, C, T…]``, as they lie in memory.
         grad: The loss's gradient in the outputs, likewise.
         mean: That inputs are normalised by, contiguous float32 ``[K, C]``, or ``[C]`` for all samples.
         rstd: 1 / √(variance + eps), likewise.
+        axis: Of the channels; 1 if ``x`` and ``grad`` lack K.
     """
-    launch, shape = _walk(
-        grad.shape, grad.stride(), x.stride(), mean.numel() > grad.shape[2], (grad.dtype, x.dtype)
-    )
+    own = mean.numel() > grad.shape[axis]
+    walk = _walk(grad.shape, grad.stride(), x.stride(), axis, own, (grad.dtype, x.dtype))
+    if walk is None:  # places that are not one axis in memory are made one
+        flat = (*grad.shape[: axis + 1], -1)
+        return batch_norm_squares(x.reshape(flat), grad.reshape(flat), mean, rstd, axis)
+    launch, shape = walk
     out = mean.new_empty(shape)
     launch(grad, x, mean, rstd, out)
-    return out.sum(1)
-
-
-def _laid_out(x: Tensor, padding: Pair) -> Tensor:
-    """``[K, B, C, H, W]`` in float32 with zeros around, and neighbouring places side by side."""
-    if padding == (0, 0) and x.dtype == torch.float32 and x.is_contiguous():
-        return x
-    launch, shape = _cover(x.shape, x.stride(), padding, x.dtype)
-    out = x.new_empty(shape, dtype=torch.float32)
-    launch(x, out)
     return out
 
 
+class _Cover(NamedTuple):
+    """Writes pictures out in float32 with zeros around, neighbouring places side by side."""
+
+    launch: Launch
+    shape: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.shape, dtype=torch.float32)
+        self.launch(x, out)
+        return out
+
+
+class _Plan(NamedTuple):
+    """What the sizes of a convolution decide.
+
+    Attributes:
+        cover: Lays the inputs out, if they are not so already.
+        cover_grad: The gradients, likewise.
+        launch: Of the programs.
+        shape: Of what they write.
+        split: Whether its second axis is of parts, to be added up.
+    """
+
+    cover: _Cover | None
+    cover_grad: _Cover | None
+    launch: Launch
+    shape: tuple[int, ...]
+    split: bool
+
+
 @lru_cache(maxsize=1024)
-def _shared_out(
+def _plan(
     x: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    x_type: torch.dtype,
     grad: tuple[int, ...],
-    own: bool,
+    grad_strides: tuple[int, ...],
+    grad_type: torch.dtype,
     kernel_size: Pair,
     stride: Pair,
+    padding: Pair,
     dilation: Pair,
     tile: Tile | None,
     splits: int | None,
-) -> tuple[Launch, tuple[int, ...], int]:
-    """Programs for a convolution, the shape of what they write, and by how many examples are shared."""
-    samples, batch, outputs, height, width = grad
-    channels, rows, row = x[2:]
+) -> _Plan:
+    """Of inputs and gradients by their shapes, strides and types; the other arguments as they were given."""
+    cover = _cover(x, x_strides, padding, x_type)
+    cover_grad = _cover(grad, grad_strides, (0, 0), grad_type)
+    channels, rows, row = (x if cover is None else cover.shape)[-3:]
+    batch, outputs, height, width = grad[-4:]
+    leading = tuple(grad[:-4])  # samples, or nothing
+    samples = math.prod(leading)
     columns, depth = channels * kernel_size[0] * kernel_size[1], height * width
     tile = tile or _tile(outputs, columns, depth)
     tiles = triton.cdiv(outputs, tile.m) * triton.cdiv(columns, tile.n)
     steps = triton.cdiv(depth, tile.k)
     share = triton.cdiv(batch, splits or _splits(tiles * samples, batch, steps * tile.k, tile.warps))
     splits = triton.cdiv(batch, share)
+    own = math.prod(x[:-4]) == samples
     numbers = (
         int(own), share, batch, outputs, channels, depth, width, rows * row, row,
         *kernel_size, *stride, *dilation, steps == 1, tile.m, tile.n, tile.k,
     )  # fmt: skip
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": _REGISTERS}
     launch = Launch(_squares, (tiles, splits, samples), numbers, options)
-    return launch, (2, splits, samples, outputs, channels, *kernel_size), splits
+    parts = (splits,) if splits > 1 else ()
+    return _Plan(
+        cover, cover_grad, launch, (2, *parts, *leading, outputs, channels, *kernel_size), splits > 1
+    )
 
 
 def _tile(outputs: int, columns: int, depth: int) -> Tile:
@@ -293,30 +339,60 @@ def _walk(
     shape: tuple[int, ...],
     grad: tuple[int, ...],
     x: tuple[int, ...],
+    axis: int,
     own: bool,
     dtypes: tuple[torch.dtype, ...],
-) -> tuple[Launch, tuple[int, ...]]:
-    """Programs for examples, by their shape, strides and types, and the shape of what they write."""
-    samples, batch, channels, places = shape
+) -> tuple[Launch, tuple[int, ...]] | None:
+    """Programs for examples, by their shape, strides and types, and the shape of what they write.
+
+    None if places are not one axis in memory.
+    """
+    channels, places = shape[axis], math.prod(shape[axis + 1 :])
+    between = [_between(shape[axis + 1 :], strides[axis + 1 :]) for strides in (grad, x)]
+    if None in between:
+        return None
+    samples, batch = shape[:2] if axis == 2 else (1, shape[0])
+    # From one sample, example, channel and place to the next.
+    (grad_steps, x_steps) = (
+        (*((0,) if axis == 1 else ()), *strides[: axis + 1], step)
+        for strides, step in zip((grad, x), between, strict=True)
+    )
     # Four numbers for each thread along the axis that is side by side in memory.
-    by_place = grad[3] == 1
+    by_place = grad_steps[3] == 1
     wide = min(512 if by_place else 64, max(16, triton.next_power_of_2(places if by_place else channels)))
     tall, wide = (2048 // wide, wide) if by_place else (wide, 2048 // wide)
-    numbers = (batch, channels, places, *grad, *x, channels if own else 0, tall, wide)
+    numbers = (batch, channels, places, *grad_steps, *x_steps, channels if own else 0, tall, wide)
     grid = (samples * batch, triton.cdiv(channels, tall), 1)
     return Launch(_norm_squares, grid, numbers, {}), (2, samples * batch, channels)
 
 
-@lru_cache(maxsize=1024)
+def _between(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """From one number of some axes to the next, if they lie in memory like one axis."""
+    step = total = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if total == 1:
+            step = stride
+        elif stride != step * total:
+            return None
+        total *= size
+    return step
+
+
 def _cover(
     shape: tuple[int, ...], strides: tuple[int, ...], padding: Pair, dtype: torch.dtype
-) -> tuple[Launch, tuple[int, ...]]:
-    """Programs for pictures, by their shape, strides, zeros and type, and the shape of what they write."""
-    samples, batch, channels, height, width = shape
+) -> _Cover | None:
+    """Programs for pictures, by their shape, strides, zeros and type; None if they are laid out already."""
+    if padding == (0, 0) and dtype == torch.float32 and _between(shape, strides) == 1:
+        return None
+    batch, channels, height, width = shape[-4:]
+    samples = math.prod(shape[:-4])
+    steps = (*((0,) if len(shape) == 4 else ()), *strides)
     rows, row = height + 2 * padding[0], width + 2 * padding[1]
     # They are written by places, whatever they are read by.
-    wide = min(512 if strides[4] == 1 else 32, max(16, triton.next_power_of_2(rows * row)))
+    wide = min(512 if steps[4] == 1 else 32, max(16, triton.next_power_of_2(rows * row)))
     tall = 2048 // wide
     grid = (samples * batch, triton.cdiv(channels, tall), triton.cdiv(rows * row, wide))
-    numbers = (batch, channels, height, width, *strides, *padding, tall, wide)
-    return Launch(_spread, grid, numbers, {}), (samples, batch, channels, rows, row)
+    numbers = (batch, channels, height, width, *steps, *padding, tall, wide)
+    return _Cover(Launch(_spread, grid, numbers, {}), (*shape[:-2], rows, row))

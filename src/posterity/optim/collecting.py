@@ -60,7 +60,7 @@ class Collecting:
         if self._collector is None or not due:
             return nullcontext()
         self._collector.clear()
-        named = {name: drawn.get(p, p) for name, p in params}
+        named = {name: drawn.get(p, p) for name, p in params} if drawn else dict(params)
         if not any(tensor.requires_grad for tensor in named.values()):
             return nullcontext()
         return self._collector.watch(named, stacked=stacked)

@@ -12,7 +12,7 @@ from posterity.curvature import calls
 
 READERS = [
     *((func, route, 1) for func, route in routes._ROUTES.items()),  # which get the sinks first
-    *((func, read, 0) for func, read in calls._CALLS.items()),
+    *((func, read, 0) for func, read in calls.CALLS.items()),
 ]
 
 

@@ -157,3 +157,15 @@ def test_a_flag_decides_whether_buffers_come_back(change, ok: bool) -> None:
         for name, value in model.named_buffers():
             expected = (after if ok else before)[name].to(value.dtype)
             torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_a_script_has_buffers_too() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    keeper = Keeper(model)
+    for _ in range(2):
+        keeper.keep()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model(torch.randn(5, 3))
+        keeper.restore()
+        assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

@@ -195,7 +195,7 @@ def _places(buffers: Sequence[Tensor]) -> list[object]:
 
 
 def _values(parts: Iterable[dict[str, Any]]) -> list[object]:
-    return list(chain.from_iterable(map(dict.values, parts)))
+    return list(chain.from_iterable([part.values() for part in parts]))  # of a script's, no dicts
 
 
 @torch.no_grad()

@@ -147,3 +147,37 @@ def test_a_norm_that_is_used_twice_is_refused_with_its_terms(taken: list[str]) -
         norm(norm(torch.randn(5, 3, 4, 4)).tanh()).square().mean().backward()
     assert sorted(squares.refused) == ["bias", "weight"]
     assert not squares.sums
+
+
+def test_means_inside_the_context_have_all_layers(taken: list[str]) -> None:
+    model = net()
+    with Squares(model) as squares:
+        model(torch.randn(5, 3, 6, 6)).square().mean().backward()
+        assert squares.mean(5).keys() == dict(model.named_parameters()).keys()
+
+
+def test_passes_through_one_kept_graph_are_summed_as_they_come(taken: list[str]) -> None:
+    model, x = net(), torch.randn(5, 3, 6, 6)
+    with Squares(model) as squares:
+        loss = model(x).square().mean()
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+            assert len(squares._terms) <= 2
+    thrice = {name: total.clone() for name, total in squares.sums.items()}
+    loss.backward()  # after the context, which it was a part of
+    for name, total in squares.sums.items():
+        torch.testing.assert_close(total, thrice[name] * (4 / 3), rtol=1e-4, atol=1e-9)
+
+
+def test_sizes_may_be_any_sequence() -> None:
+    class Sizes(list[int]):
+        """As readers of configs have them."""
+
+    x, weight = torch.randn(4, 2, 6, 6), nn.Parameter(torch.randn(3, 2, 3, 3))
+    found = []
+    for stride in (2, [2, 2], Sizes([2, 2])):
+        with Squares({"weight": weight}) as squares:
+            F.conv2d(x, weight, stride=stride).square().mean().backward()
+        found.append(squares.sums["weight"])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

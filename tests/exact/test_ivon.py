@@ -5,10 +5,11 @@ from shutil import which
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from posterity import IVON
+from posterity import IVON, VOGN
 from posterity.noise import normal
+from posterity.optim import engine
 from posterity.optim.ivon import ivon_hess
 
 
@@ -103,3 +104,25 @@ def test_a_compiled_rule_serves_all_optimisers_and_sizes() -> None:
         opt._fused_move(mean, state, grad, second, 1.0, 0, step, opt.param_groups[0], None, ok)
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(counts)) == 1, counts
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and which("g++") is None, reason="needs what torch.compile compiles for"
+)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_many_settings_of_one_rule_leave_another_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(engine, "_SETTINGS", 2)
+    torch._dynamo.reset()
+
+    def graphs(opt: IVON | VOGN) -> int:
+        mean, momentum, hess, grad, second = torch.rand(5, 300, device=device)
+        state, number = {"momentum": momentum, "hess": hess}, torch.tensor(3, device=device)
+        ok = torch.tensor(True, device=device)
+        opt._fused_move(mean, state, grad, second, 1.0, 0, number, opt.param_groups[0], None, ok)
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    p = nn.Parameter(torch.zeros(2))
+    found = [graphs(IVON([p], num_data=100, prior_precision=float(n))) for n in (2, 3, 4, 5)]
+    assert found[-1] == found[1]  # no more than so many
+    assert graphs(VOGN([p], num_data=100)) == found[-1] + 1

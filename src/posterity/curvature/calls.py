@@ -56,12 +56,11 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Call:
-    shape = weight.shape
-    if list in (type(stride), type(padding), type(dilation)):
-        stride, padding, dilation = (
-            tuple(each) if isinstance(each, list) else each for each in (stride, padding, dilation)
-        )
-    layer = _conv_layer(shape[2:], stride, padding, dilation, groups)
+    shape, how = weight.shape, (stride, padding, dilation)
+    try:
+        layer = _conv_layer(shape[2:], *how, groups)
+    except TypeError:  # lists have no hash
+        layer = _conv_layer(shape[2:], *(x if isinstance(x, int | str) else tuple(x) for x in how), groups)
     return Call(layer, input, weight, bias, int(input.dim() == len(shape)))
 
 

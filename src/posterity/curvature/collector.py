@@ -135,7 +135,9 @@ class Collector(ABC):
         self.sums: dict[str, Tensor] = {}
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
+        # Squares of a backward pass that are not yet summed over examples.
         self._terms: list[tuple[Use, Tensor]] = []
+        self._task = -1
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -189,7 +191,6 @@ class Collector(ABC):
             return False
         if self._run.heard:
             self._run = Run()
-            self._add_terms()  # many small batches in one context would fill the memory
         use.run = self._run
         return True
 
@@ -206,6 +207,9 @@ class Collector(ABC):
     def heard(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         """A use's inputs and gradient; the weight's gradient, if it brings it."""
         run, place, task = use.run, use.place, torch._C._current_graph_task_id()
+        if task != self._task:
+            self._add_terms()  # those of many passes would fill the memory
+            self._task = task
         for part in use.parts:
             self._heard.add((task, part.name))
         if use.fresh:
@@ -269,6 +273,8 @@ class Collector(ABC):
                 found = found._replace(gradient=found.gradient[0])
         if isinstance(found, Terms):
             self._terms.append((use, found.both))
+            if not self._entered:  # nobody would add them later
+                self._add_terms()
             return None
         self._add(weight, found.weight)
         if bias is not None and found.bias is not None:
@@ -304,6 +310,7 @@ class Collector(ABC):
 
     def _mean(self, batch_size: int | None, samples: int) -> Curvature:
         """Of the examples' own losses: a mean loss's gradients are theirs over the batch size."""
+        self._add_terms()
         if samples < 1:
             raise ValueError(f"samples must be at least 1, not {samples}")
         seen = self.examples // samples

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 
@@ -35,8 +36,10 @@ class Launch:
         if not self._grid[0]:
             return
         places = [each.data_ptr() for each in tensors]
-        # A program is made for one device, and for addresses that are multiples of 16 bytes or are not.
-        key = (tensors[0].get_device(), *[place % 16 for place in places])
+        # A program is made for the current device, where it runs, and for addresses that are
+        # multiples of 16 bytes or are not.
+        device = torch.cuda.current_device() if tensors[0].is_cuda else -1
+        key = (device, *[place % 16 for place in places])
         run = self._runs.get(key)
         if run is not None:
             run(*places, *given, *self._numbers)  # of a tensor, Triton would ask the driver for its place

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from itertools import chain, count
 from operator import is_
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -326,7 +327,16 @@ def _fused(kind: type[Engine], name: str) -> Callable[..., Any]:
     Bound to an optimiser it would be compiled anew for every other one. A rule is made of pure functions, so
     one that was never begun serves all of its kind.
     """
-    method: Callable[..., Any] = getattr(object.__new__(kind), name)
+    function = getattr(kind, name)
+    # A copy, since the compiler counts what it has compiled by a function's code, which kinds share.
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        name,
+        function.__defaults__,
+        function.__closure__,
+    )
+    method: Callable[..., Any] = MethodType(own, object.__new__(kind))
     compiled = torch.compile(method, dynamic=True, options=_ONE_KERNEL)
 
     def run(*args: Any) -> Any:

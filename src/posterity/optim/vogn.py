@@ -46,6 +46,7 @@ Parameters without a posterior are trained by the same rule at their values, wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, final
@@ -59,6 +60,7 @@ from posterity.optim.groups import Group, Params
 from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
 from posterity.optim.variational import VariationalOptimizer
+from posterity.posterior import Leaf
 
 
 def vogn_hess(hess: Tensor, squares: Tensor, beta2: float) -> Tensor:
@@ -134,14 +136,20 @@ class GaussNewton(VariationalOptimizer):
 class Diagonal(GaussNewton):
     """The same with a precision for every weight, which can be handed on."""
 
+    def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
+        """State of a posterior, whose curvature is knowledge from the start."""
+        prior = {key: torch.zeros_like(mean) for key in ("prior_mean", "known")}
+        return {**self.init(mean, std, group), **prior}
+
     @torch.no_grad()
     def hand_over(self, strength: float = 1.0) -> None:
         """Take the posterior for the prior of what comes: to be called between tasks.
 
-        Every weight's prior becomes N(μ, 1 / (δ + κ)) around its mean of now, κ being the precision that data
-        has given it up to now. Curvature and momentum begin anew. The damping is not handed on: it is no
-        knowledge. ``betas[1]`` should be near 1, or κ is that of the last batch alone. The prior of here is
-        gone after :meth:`load_posterior`.
+        The prior of every weight that was updated becomes N(μ, 1 / (δ + κ)) around its mean of now, κ being
+        the precision that data has given it up to now: neither ``hess_init`` nor the damping, which are no
+        knowledge. Its curvature begins anew, and all momentum does. ``betas[1]`` should be near 1, or κ is
+        that of the last batch alone. Deterministic parameters have no prior. A posterior that is loaded later
+        brings the prior N(0, 1 / δ) with it.
 
         Args:
             strength: How many times the curvature since the last call counts. Bayes' rule says once, of the
@@ -150,24 +158,31 @@ class Diagonal(GaussNewton):
         Example:
             >>> model = torch.nn.Linear(4, 2)
             >>> opt = VOGN(model, num_data=8, lr=0.01, betas=(0.9, 0.99))
-            >>> before = opt.posterior().std()["weight"]
+            >>> loss = opt.step(lambda: model(torch.ones(8, 4)).square().mean())
             >>> opt.hand_over()
-            >>> bool(torch.allclose(opt.posterior().std()["weight"], before))
+            >>> bool((opt.state[model.weight]["prior_mean"] == model.weight).all())
             True
         """
-        if not strength >= 0:
-            raise ValueError(f"strength must be 0 or more, not {strength:g}")
+        if not 0 <= strength < math.inf:
+            raise ValueError(f"strength must be 0 or more, and finite, not {strength:g}")
         self._refuse_inside("hand_over()")
         self.guard.settle()
         self._ready()
+        for p in self._params():
+            self.state[p]["momentum"].zero_()
         for _, p, group in self._blocks():
             state, (num_data, *_) = self.state[p], scales(group)
+            guessed, updates = 0.0, int(state["step"])
             if "known" not in state:
+                if not updates:
+                    continue
                 state.update({key: torch.zeros_like(state["hess"]) for key in ("prior_mean", "known")})
+                guessed = group["hess_init"] * group["betas"][1] ** updates
             state["prior_mean"].copy_(state.get("mean", p))
-            state["known"].add_(state["hess"], alpha=strength * num_data / group["temperature"])
+            # A posterior that was wider than its prior has curvature below 0.
+            gained = (state["hess"] - guessed).clamp_(min=0.0)
+            state["known"].add_(gained, alpha=strength * num_data / group["temperature"])
             state["hess"].zero_()
-            state["momentum"].zero_()
         self._reset()
 
 

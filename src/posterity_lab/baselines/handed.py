@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 from torch import Tensor, nn
@@ -61,8 +62,8 @@ def vogn_told(
 @final
 class _Told(Method):
     def __init__(self, model: nn.Module, rule: VOGN, mask: Mask | None, strength: float) -> None:
-        if not strength >= 0:
-            raise ValueError(f"strength must be 0 or more, not {strength:g}")
+        if not 0 <= strength < math.inf:
+            raise ValueError(f"strength must be 0 or more, and finite, not {strength:g}")
         self.model, self.optimizer, self._rule, self._strength = model, rule, rule, strength
         self._train_step = compile_step(model, masked_loss(mask), rule)
 

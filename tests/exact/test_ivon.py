@@ -5,7 +5,7 @@ from shutil import which
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posterity import IVON, VOGN
 from posterity.noise import normal

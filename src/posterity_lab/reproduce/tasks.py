@@ -198,9 +198,9 @@ def small_permuted_cells(quick: bool) -> list[Cell]:
         trial |= {"epochs": 1}
     # One batch's curvature, as the table on CIFAR-10 has it, would be noise to hand on.
     vogn = {"momentum": 0.9, "beta2": 0.99, "damping": 1e-3, "prior_precision": 1.0, "mc_samples": samples}
-    told = {**vogn, "lr": 3e-4, "strength": 10.0, "mc_samples": min(samples, 4)}
+    told = {**vogn, "lr": 3e-4, "prior_precision": 10.0, "strength": 10.0, "mc_samples": min(samples, 4)}
     methods: _Methods = {
-        "vogn-told": (told, grid(strength=[3.0, 10.0, 30.0])),
+        "vogn-told": (told, grid(prior_precision=[1.0, 10.0, 30.0])),
         "vogn": ({**vogn, "lr": 1e-4, "augmentation": 1.0}, grid(lr=[3e-5, 1e-4, 3e-4])),
         "bgd": (
             {"std_init": 0.1, "std_last": 0.01, "lr": 0.3, "mc_samples": samples, "mode": "mean"},
@@ -208,8 +208,11 @@ def small_permuted_cells(quick: bool) -> list[Cell]:
         ),
     }
     common = {**base, "net": f"mlp-{setting}-{setting}"}
+    # What is handed on fills so small a net, which three tasks do not show.
+    trials = dict.fromkeys(methods, trial)
+    trials["vogn-told"] = {**trial, "tasks": base["tasks"], "epochs": base["epochs"] // 2}
     return [
-        Cell(setting, method, {**common, **values}, own, trial, "lasting_accuracy")
+        Cell(setting, method, {**common, **values}, own, trials[method], "lasting_accuracy")
         for method, (values, own) in methods.items()
     ]
 

@@ -203,7 +203,7 @@ def small_permuted_cells(quick: bool) -> list[Cell]:
         "vogn-told": (told, grid(prior_precision=[1.0, 10.0, 30.0])),
         "vogn": ({**vogn, "lr": 1e-4, "augmentation": 1.0}, grid(lr=[3e-5, 1e-4, 3e-4])),
         "bgd": (
-            {"std_init": 0.1, "std_last": 0.01, "lr": 0.3, "mc_samples": samples, "mode": "mean"},
+            {"std_init": 0.15, "std_last": 0.01, "lr": 0.2, "mc_samples": samples, "mode": "mean"},
             grid(std_init=[0.1, 0.15], lr=[0.2, 0.5]),
         ),
     }

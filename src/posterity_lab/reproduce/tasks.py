@@ -198,9 +198,11 @@ def small_permuted_cells(quick: bool) -> list[Cell]:
         trial |= {"epochs": 1}
     # One batch's curvature, as the table on CIFAR-10 has it, would be noise to hand on.
     vogn = {"momentum": 0.9, "beta2": 0.99, "damping": 1e-3, "prior_precision": 1.0, "mc_samples": samples}
+    # Half as long as the others: what is handed on fills so small a net, and every step drives it away.
     told = {**vogn, "lr": 3e-4, "prior_precision": 10.0, "strength": 10.0, "mc_samples": min(samples, 4)}
+    told |= {"epochs": base["epochs"] // 2}
     methods: _Methods = {
-        "vogn-told": (told, grid(prior_precision=[1.0, 10.0, 30.0])),
+        "vogn-told": (told, grid(prior_precision=[1.0, 10.0])),
         "vogn": ({**vogn, "lr": 1e-4, "augmentation": 1.0}, grid(lr=[3e-5, 1e-4, 3e-4])),
         "bgd": (
             {"std_init": 0.15, "std_last": 0.01, "lr": 0.2, "mc_samples": samples, "mode": "mean"},
@@ -208,9 +210,8 @@ def small_permuted_cells(quick: bool) -> list[Cell]:
         ),
     }
     common = {**base, "net": f"mlp-{setting}-{setting}"}
-    # What is handed on fills so small a net, which three tasks do not show.
     trials = dict.fromkeys(methods, trial)
-    trials["vogn-told"] = {**trial, "tasks": base["tasks"], "epochs": base["epochs"] // 2}
+    trials["vogn-told"] = {**trial, "tasks": base["tasks"]}  # three do not show how the net fills up
     return [
         Cell(setting, method, {**common, **values}, own, trials[method], "lasting_accuracy")
         for method, (values, own) in methods.items()

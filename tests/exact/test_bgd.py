@@ -21,17 +21,19 @@ def scalar_step(m: float, v: float, grads: list[float], eps: list[float], eta: f
     return mu, sigma
 
 
-def test_a_run_equals_the_scalar_transcription() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_a_run_equals_the_scalar_transcription(temperature: float) -> None:
     torch.manual_seed(3)
     model = nn.Linear(1, 1, bias=False).double()
     x, y = torch.randn(6, 1).double(), torch.randn(6, 1).double()
-    opt = BGD(model, std_init=0.3, lr=0.7, mc_samples=4)
+    opt = BGD(model, std_init=0.3, lr=0.7, mc_samples=4, temperature=temperature)
     m, v = model.weight.item(), 0.3
     for step in range(5):
         eps = noise(step, 4)
         weights = [m + v * e for e in eps]
         grads = [
-            sum(float(xi) * (w * float(xi) - float(yi)) for xi, yi in zip(x, y, strict=True)) for w in weights
+            sum(float(xi) * (w * float(xi) - float(yi)) for xi, yi in zip(x, y, strict=True)) / temperature
+            for w in weights
         ]
         m, v = scalar_step(m, v, grads, eps, 0.7)
         opt.step(lambda: 0.5 * (model(x) - y).square().mean(), batch_size=6)

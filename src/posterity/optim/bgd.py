@@ -14,7 +14,10 @@ before the step, θ = m + v·eps, and L the *summed* loss of the mini-batch:
 | σ at the start | ``std_init`` | |
 | η | ``lr`` | scales the step of the mean only |
 | K | ``mc_samples`` | |
-| ∂L/∂θ | batch_size · gradient | L is a sum, our losses are means |
+| ∂L/∂θ | batch_size / ``temperature`` · gradient | L is a sum, our losses are means |
+
+``temperature`` is not in the paper: data counts 1/temperature times, as if L were that much larger. At 0.1,
+with a tenth of η, the means move at the same pace, and stds come in one epoch to where ten would bring them.
 
 There is no KL term, no momentum and no weight decay: the posterior after a batch is the prior of the next.
 
@@ -69,6 +72,8 @@ class BGD(VariationalOptimizer):
         std_init: Std of every weight at the start; the plasticity that is there to be spent.
         lr: The paper's η. 1 is the closed form itself; smaller values forget less.
         mc_samples: Weight samples per step (the paper's K).
+        temperature: Divides the loss: below 1 data counts more often than it comes, and stds fall faster. It
+            may change at every step.
         batch_size: Examples behind each step, if ``step()`` is not told.
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).
         deterministic_lr: Adam's learning rate for those.
@@ -84,6 +89,7 @@ class BGD(VariationalOptimizer):
     """
 
     needs_batch_size = True
+    live = ("lr", "temperature")
 
     def __init__(
         self,
@@ -92,6 +98,7 @@ class BGD(VariationalOptimizer):
         std_init: float = 0.02,
         lr: float = 1.0,
         mc_samples: int = 10,
+        temperature: float = 1.0,
         batch_size: int | None = None,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
@@ -99,7 +106,7 @@ class BGD(VariationalOptimizer):
     ) -> None:
         super().__init__(
             params,
-            {"std_init": std_init, "lr": lr, "batch_size": batch_size},
+            {"std_init": std_init, "lr": lr, "temperature": temperature, "batch_size": batch_size},
             mc_samples=mc_samples,
             seed=seed,
             deterministic=deterministic,
@@ -107,9 +114,10 @@ class BGD(VariationalOptimizer):
         )
 
     def check(self, group: Group) -> None:
-        """Refuse a std that is not positive."""
-        if not 0 < group["std_init"] < math.inf:
-            raise ValueError(f"std_init must be greater than 0, not {group['std_init']}")
+        """Refuse a std or a temperature that is not positive."""
+        for key in ("std_init", "temperature"):
+            if not 0 < group[key] < math.inf:
+                raise ValueError(f"{key} must be greater than 0, not {group[key]}")
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """The std of every weight."""
@@ -120,14 +128,14 @@ class BGD(VariationalOptimizer):
         return state["std"]
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
-        """What multiplies each weight's gradient of the mean loss in eq. (12): η σ² times the batch size."""
-        lr: float = group["lr"]
-        return lr * batch_size * state["std"] * state["std"]
+        """What multiplies each weight's gradient of the mean loss in eq. (12): η σ² batch_size / τ."""
+        rate: Tensor = group["lr"] * batch_size / group["temperature"] * state["std"] * state["std"]
+        return rate
 
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
         """Eqs. (12) and (13)."""
-        std = state["std"]
+        std, count = state["std"], stats.batch_size / group["temperature"]
         return (
-            bgd_mean(mean, std, stats.batch_size * stats.grad, group["lr"]),
-            {"std": bgd_std(std, stats.batch_size * stats.grad_noise)},
+            bgd_mean(mean, std, count * stats.grad, group["lr"]),
+            {"std": bgd_std(std, count * stats.grad_noise)},
         )

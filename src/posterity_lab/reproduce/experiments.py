@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posterity_lab.hints import hint
-from posterity_lab.reproduce.calibration import CALIBRATION
+from posterity_lab.reproduce.calibration import ABLATED, CALIBRATION
 from posterity_lab.reproduce.images import CIFAR10, MNIST
 from posterity_lab.reproduce.proofs import THEORY
 from posterity_lab.reproduce.study import Experiment
@@ -117,7 +117,7 @@ EXPERIMENTS = {
             "K-FAC on CIFAR-10, are not in its table.",
             _VOGN_TABLE,
             CALIBRATION,
-            lambda cell: not cell.setting.endswith(("no momentum", "no BatchNorm", "neither")),
+            lambda cell: not cell.setting.endswith(ABLATED),
         ),
         Experiment(
             "vogn-ablation",
@@ -125,7 +125,7 @@ EXPERIMENTS = {
             "On ResNet-18 momentum and BatchNorm each speed VOGN up. The paper has a plot without numbers.",
             {},
             CALIBRATION,
-            lambda cell: cell.method == "vogn" and cell.setting.startswith(("resnet18", "digits")),
+            lambda cell: cell.setting.endswith(ABLATED),
         ),
         Experiment(
             "vogn-permuted",

@@ -60,8 +60,8 @@ def fit(
         unit: What to do. Its config has ``data``, ``net``, ``batch_size``, ``epochs`` and all that the
             functions here and the learner ask for; ``milestones``, shares of the epochs after each of which
             the learning rate is divided by ten; ``warmup``, the share in which the temperature rises from
-            ``warmup_start`` in a straight line to 1; ``bfloat16``, on a GPU, where nets other than MLPs have
-            it anyway.
+            ``warmup_start`` in a straight line to 1; ``passes``, how often BGD counts the data in all;
+            ``bfloat16``, on a GPU, where nets other than MLPs have it anyway.
         device: Where.
         cache: Folder for the checkpoint.
         show: Is told of every epoch.
@@ -153,12 +153,29 @@ def lr_factor(config: Values, epoch: int) -> float:
     return float(round(0.1**passed, passed))
 
 
+def counted(config: Values, epoch: int) -> float:
+    """How often the data of an epoch, from 0, counts, so that few epochs come to ``passes``.
+
+    Once at first, when gradients are largest, and more often in a straight line.
+
+    Example:
+        >>> [round(counted({"epochs": 4, "passes": 10}, epoch), 3) for epoch in range(4)]
+        [1.375, 2.125, 2.875, 3.625]
+    """
+    more = max(config["passes"] / config["epochs"] - 1.0, 0.0)
+    return float(1.0 + 2.0 * more * (epoch + 0.5) / config["epochs"])
+
+
 def _epoch(training: Training, epoch: int) -> float:
     """Learn for one pass; the seconds that it took."""
     config, method, seed = training.unit.config, training.method, training.unit.seed
     training.model.train()
     torch.manual_seed(_mixed(seed, epoch))  # dropout of a resumed run is the same
     scale_lr(method, lr_factor(config, epoch))
+    if "passes" in config:  # the means' pace stays
+        times = counted(config, epoch)
+        for group in method.optimizer.param_groups:
+            group["lr"], group["temperature"] = config["lr"] / times, 1.0 / times
     steps = -(-len(training.train) // config["batch_size"])
     wait, start = training.train.x.is_cuda, time.perf_counter()
     for number, (x, y) in enumerate(batches(training.train, config, seed, epoch), start=epoch * steps):

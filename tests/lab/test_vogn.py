@@ -63,7 +63,7 @@ def test_at_full_size_the_settings_are_the_papers() -> None:
     assert methods["alexnet"] == {*four, "kfac", "noisy-kfac"}
     asked = {
         "lenet5": (210, 128, None, 100.0, 6, 1.0, 0.1427, 4),
-        "alexnet unaugmented": (161, 256, None, 0.5, 3, 1.0, 0.5, 8),  # a warm-up of our own
+        "alexnet unaugmented": (161, 256, None, 0.5, 3, 1.0, 0.25, 8),  # a warm-up of our own
         "alexnet": (161, 256, True, 0.5, 3, 10.0, 0.0619, 8),
         "resnet18": (161, 256, True, 50.0, 5, 10.0, None, 8),
     }

@@ -331,6 +331,20 @@ def test_a_temperature_that_changes_at_every_step_needs_no_other_graph(rule: Rul
     assert len(step._seen) == 2
 
 
+def test_a_temperature_of_bgd_that_changes_needs_no_other_graph_either() -> None:
+    results = []
+    for graphs in (False, True):
+        model = net()
+        opt = posterity.BGD(model, std_init=0.05)
+        step = captured(model, opt)
+        for i in range(6):
+            opt.param_groups[0].update(temperature=1.0 / (i + 1), lr=1.0 / (i + 1))
+            step(X, Y) if graphs else by_closure(model, opt)
+        assert len(step._graphs) == graphs
+        results.append(everything(model, opt))
+    near(*results)
+
+
 @captured_layer_rules
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_drop_of_the_learning_rate_leaves_the_velocity_to_its_option(rule: Rule, keep: bool) -> None:

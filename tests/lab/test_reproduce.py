@@ -99,7 +99,7 @@ def test_another_config_is_refused_before_anything_runs(out: Path) -> None:
 
 @pytest.mark.parametrize("method", ["bgd", "bbb", "sgd"])
 def test_a_killed_training_goes_on_to_the_same_numbers(tmp_path: Path, method: str) -> None:
-    more = {"milestones": [0.5]} if method == "sgd" else {}
+    more = {"sgd": {"milestones": [0.5]}, "bgd": {"passes": 8}}.get(method, {})
     unit = quick_unit(images.MNIST, "16", method, epochs=4, **more)
 
     def kill(done: int, total: int, what: str) -> None:
@@ -113,6 +113,31 @@ def test_a_killed_training_goes_on_to_the_same_numbers(tmp_path: Path, method: s
     again = images.train(unit, "cpu", tmp_path / "killed", lambda done, *rest: seen.append(done))
     assert seen == [4]
     assert again.metrics == whole.metrics
+
+
+def test_few_epochs_count_as_often_as_many_at_the_same_pace(tmp_path: Path, monkeypatch) -> None:
+    seen: list[tuple[float, float]] = []
+    make = training.learner
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        method = make(*args, **kwargs)
+        step, groups = method.step, method.optimizer.param_groups
+
+        def told(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            seen.extend((group["lr"], group["temperature"]) for group in groups)
+            return step(x, y)
+
+        method.step = told
+        return method
+
+    monkeypatch.setattr(training, "learner", spied)
+    unit = quick_unit(images.MNIST, "16", "bgd", epochs=3, passes=9, lr=0.5)
+    training.fit(unit, "cpu", tmp_path, QUIET, lambda _: {})
+    counts = [1.0 / temperature for _, temperature in seen]
+    steps = len(seen) // 3
+    assert sum(counts) / steps == pytest.approx(9)
+    assert counts[0] < counts[steps] < counts[-1]
+    assert {lr / temperature for lr, temperature in seen} == {0.5}
 
 
 def test_a_unit_killed_in_the_middle_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,8 @@ _STYLE: dict[Any, Any] = {
 }
 _CSS = """
 :root { color-scheme: light dark; }
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 46rem; margin: 0 auto; padding: 1rem; }
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem; }
+p, pre { max-width: 46rem; }
 h1 { line-height: 1.2; margin-bottom: .3rem; }
 h2 { margin-top: 2.4rem; }
 .lead { font-size: 1.1rem; }

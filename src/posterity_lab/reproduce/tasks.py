@@ -171,7 +171,8 @@ def permuted_cells(quick: bool) -> list[Cell]:
 def small_permuted_cells(quick: bool) -> list[Cell]:
     """Ten tasks of permuted MNIST by nets of 2x100: VOGN told of boundaries, VOGN and BGD that are not.
 
-    Images are scaled to [0, 1], unpadded, as in the papers with such nets.
+    Images are unpadded, with pixels in [0, 1] as in the papers with such nets, or for VOGN that is told with
+    mean 0 and std 1, with which it keeps more.
 
     Example:
         >>> [cell.method for cell in small_permuted_cells(quick=False)]
@@ -199,10 +200,10 @@ def small_permuted_cells(quick: bool) -> list[Cell]:
     # One batch's curvature, as the table on CIFAR-10 has it, would be noise to hand on.
     vogn = {"momentum": 0.9, "beta2": 0.99, "damping": 1e-3, "prior_precision": 1.0, "mc_samples": samples}
     # Half as long as the others: what is handed on fills so small a net, and every step drives it away.
-    told = {**vogn, "lr": 3e-4, "prior_precision": 10.0, "strength": 10.0, "mc_samples": min(samples, 4)}
-    told |= {"epochs": base["epochs"] // 2}
+    told = {**vogn, "lr": 3e-4, "prior_precision": 10.0, "strength": 3.0, "mc_samples": min(samples, 4)}
+    told |= {"epochs": base["epochs"] // 2, "mean": 0.1307, "std": 0.3081}
     methods: _Methods = {
-        "vogn-told": (told, grid(prior_precision=[1.0, 10.0])),
+        "vogn-told": (told, grid(strength=[3.0, 10.0])),
         "vogn": ({**vogn, "lr": 1e-4, "augmentation": 1.0}, grid(lr=[3e-5, 1e-4, 3e-4])),
         "bgd": (
             {"std_init": 0.15, "std_last": 0.01, "lr": 0.2, "mc_samples": samples, "mode": "mean"},

@@ -229,3 +229,8 @@ def test_what_dropout_scales_is_never_guessed() -> None:
             dropout_kl({linear: rate})
     with pytest.raises(ValueError, match="prior_precision must be finite and greater than 0, not 0"):
         dropout_kl({linear: 0.5}, prior_precision=0.0)
+
+
+def test_a_module_that_is_no_sequential_is_refused_by_its_name() -> None:
+    with pytest.raises(TypeError, match=r"not plain in a Unused, .*: pass \{layer: drop rate\}"):
+        dropout_kl(Unused())  # type: ignore[arg-type]

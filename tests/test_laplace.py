@@ -289,6 +289,11 @@ X, Y = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
         ({"names": "head.*"}, r"no parameter is named like 'head\.\*'; the names are 'weight', 'bias'"),
         ({"names": lambda name: False}, "names= picks no parameter"),
         ({"loader": []}, "the loader gave no batch"),
+        ({"loader": (X[:0], Y[:0])}, "there are no examples to fit: the data are empty"),
+        (
+            {"loader": [(X, Y), (X[:0], Y[:0])]},
+            "there are no examples to fit: .* or a batch of the loader is",
+        ),
         ({"loader": (X, Y[:5])}, "6 inputs and 5 targets"),
         ({"loader": (X, Y + 3)}, "labels must be whole numbers from 0 to 2"),
         ({"loader": (X, Y.float())}, "labels must be whole numbers from 0 to 2"),

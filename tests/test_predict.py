@@ -60,6 +60,29 @@ def test_regression_has_mean_and_epistemic_variance() -> None:
     assert p.variance.flatten().tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_what_follows_from_outputs_is_in_single_precision_at_least(dtype: torch.dtype) -> None:
+    samples = torch.randn(7, 50, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = Prediction(samples.double())
+    p = Prediction(samples)
+    uncertainties = ("entropy", "expected_entropy", "mutual_information", "variance")
+    for name in ("sample_probs", "probs", "vote", "mean", *uncertainties):
+        got = getattr(p, name)
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(got.double(), getattr(exact, name), rtol=1e-5, atol=1e-6)
+
+
+def test_under_autocast_networks_run_in_half_precision_and_uncertainties_do_not() -> None:
+    model, q, x = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        p = posterity.predict(model, q, x, samples=5, how="loop")
+        inside = p.mutual_information
+    assert p.samples.dtype == torch.bfloat16
+    assert inside.dtype == torch.float32
+    exact = Prediction(p.samples.double()).mutual_information
+    torch.testing.assert_close(inside.double(), exact, rtol=1e-4, atol=1e-6)
+
+
 def test_batches_and_chunks_change_nothing_and_the_model_is_left_as_it_was() -> None:
     model, q, x = make()
     model.train()
@@ -118,5 +141,27 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict(model, q, x, samples=0)
     with pytest.raises(ValueError, match="x is empty"):
         posterity.predict(model, q, x[:0])
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x))
+    for wrong, kind in ((loader, "DataLoader"), (x.numpy(), "ndarray"), ((x, x), "tuple")):
+        for call in (posterity.predict, posterity.laplace.linearised):
+            with pytest.raises(TypeError, match=f"x must be one tensor of inputs, not a {kind}: convert it"):
+                call(model, q, wrong)
     with pytest.raises(ValueError, match=r"'0.weight' has shape \(6, 4\) in the posterior and \(6, 5\)"):
         posterity.predict(nn.Sequential(nn.Linear(5, 6)), q, x)
+
+
+def test_a_posterior_of_other_names_says_which_module_to_pass() -> None:
+    model, q, x = make()
+    advice = r": pass the very module .* and build the optimiser from it or its named_parameters\(\)$"
+    bare = posterity.BGD(model.parameters()).posterior()
+    with pytest.raises(
+        ValueError, match="'param.0', which the model has not, whose first is '0.weight'" + advice
+    ):
+        posterity.predict(model, bare, x)
+    for other, first in ((nn.DataParallel(model), "module.0.weight"), (model[0], "weight")):
+        with pytest.raises(
+            ValueError, match=f"'0.weight', which the model has not, whose first is '{first}'"
+        ):
+            posterity.predict(other, q, x)
+    with pytest.raises(ValueError, match=r"'0\.weight', which the model has not: pass"):
+        posterity.predict(nn.ReLU(), q, x)

@@ -100,6 +100,11 @@ def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_preci
     """
     if not 0.0 < prior_precision < float("inf"):
         raise ValueError(f"prior_precision must be finite and greater than 0, not {prior_precision}")
+    if not isinstance(layers, nn.Sequential | Mapping):
+        raise TypeError(
+            f"which weights dropout scales is not plain in a {type(layers).__name__}, which is no "
+            "nn.Sequential: pass {layer: drop rate}"
+        )
     rates = _found(layers) if isinstance(layers, nn.Sequential) else dict(layers)
     if not rates:
         raise ValueError("no layer is behind a dropout layer: pass {layer: drop rate}")

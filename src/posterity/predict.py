@@ -25,7 +25,8 @@ class Prediction:
     """Outputs of S sampled networks for B inputs, and what follows from them.
 
     Attributes:
-        samples: The networks' outputs ``[S, B, ...]``; for classification, logits in the last dimension.
+        samples: The networks' outputs ``[S, B, ...]``; for classification, logits in the last dimension. What
+            follows from those in half precision, as under autocast, is computed in single precision.
         mode: How ``probs`` combines them.
 
     Example:
@@ -83,12 +84,12 @@ class Prediction:
     @property
     def mean(self) -> Tensor:
         """Regression: the average output."""
-        return self.samples.mean(0)
+        return self._wide.mean(0)
 
     @property
     def variance(self) -> Tensor:
         """Regression: epistemic variance, that of the output over weight samples."""
-        return self.samples.var(0, correction=0)
+        return self._wide.var(0, correction=0)
 
     @property
     def _logits(self) -> Tensor:
@@ -97,7 +98,11 @@ class Prediction:
                 f"class probabilities need logits [S, B, C] of two classes or more, not "
                 f"{list(self.samples.shape)}; for regression see .mean and .variance"
             )
-        return self.samples
+        return self._wide
+
+    @property
+    def _wide(self) -> Tensor:
+        return self.samples.to(torch.promote_types(self.samples.dtype, torch.float32))
 
 
 def predict(
@@ -141,10 +146,7 @@ def predict(
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    if samples < 1 or batch_size < 1:
-        raise ValueError(f"samples and batch_size must be at least 1, not {samples} and {batch_size}")
-    if len(x) == 0:
-        raise ValueError("there is nothing to predict: x is empty")
+    check_call(x, samples, batch_size)
     if isinstance(model, Variational):
         model = model.module
     posterior.check(model)
@@ -153,6 +155,19 @@ def predict(
         batches = shown(torch.split(x, batch_size), "predicting", progress)
         outputs = torch.cat([network(step, batch) for step, batch in enumerate(batches)], dim=1)
     return Prediction(outputs.clone(), mode)  # an ordinary tensor again: users may train on it
+
+
+def check_call(x: Tensor, samples: int, batch_size: int) -> None:
+    """Refuse what is no tensor of inputs, and numbers below 1."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x must be one tensor of inputs, not a {type(x).__name__}: convert it, predict the batches of a "
+            "loader one by one, and let a module of your own take inputs apart that have several tensors"
+        )
+    if samples < 1 or batch_size < 1:
+        raise ValueError(f"samples and batch_size must be at least 1, not {samples} and {batch_size}")
+    if len(x) == 0:
+        raise ValueError("there is nothing to predict: x is empty")
 
 
 def _networks(

@@ -14,6 +14,7 @@ so a method is this wrapper, a prior, :func:`~posterity.elbo` and any torch opti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -22,7 +23,7 @@ from torch.func import functional_call
 
 from posterity.mc import How, run
 from posterity.names import NameFilter, select
-from posterity.posterior import ByName, Density, DiagonalGaussian, Factorised, Posterior, kl
+from posterity.posterior import ByName, Density, DiagonalGaussian, Factorised, Leaf, Posterior, kl
 
 
 @final
@@ -31,7 +32,13 @@ class Variational(nn.Module):
 
     The wrapped ``module`` is the user's own and holds the means: call it for predictions at the mean, pass it
     to :func:`~posterity.predict` together with ``posterior`` for all others. A posterior from elsewhere gives
-    its means to the module, and from then on shares them.
+    its means to the module. One that can be trained shares them from then on; of one that cannot, as rules
+    and ``frozen()`` give, ``posterior`` is a trainable copy. Pruned weights stay zero.
+
+    Args:
+        module: The user's own module.
+        posterior: Of its weights; a block that is not trained by gradient, such as K-FAC's, is refused.
+        seed: Seed of the weight noise.
 
     Example:
         >>> import torch
@@ -43,8 +50,7 @@ class Variational(nn.Module):
     def __init__(self, module: nn.Module, posterior: Factorised, seed: int = 0) -> None:
         super().__init__()
         self.module = module
-        self.posterior = posterior.check(module)
-        self._share_means()
+        self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
         self.seed = seed
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
@@ -82,15 +88,6 @@ class Variational(nn.Module):
         self._weights = weights if torch.is_grad_enabled() else None
         return weights
 
-    @torch.no_grad()
-    def _share_means(self) -> None:
-        params = dict(self.module.named_parameters())
-        for name, leaf in self.posterior.blocks.items():
-            if isinstance(leaf, DiagonalGaussian) and leaf.loc is not params[name]:
-                params[name].copy_(leaf.mean())
-                if leaf.trainable:
-                    leaf.loc = params[name]
-
 
 def variational(
     module: nn.Module, *, std_init: float = 0.02, deterministic: NameFilter = (), seed: int = 0
@@ -120,3 +117,32 @@ def variational(
         raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
     leaves = {name: DiagonalGaussian(params[name], std_init, trainable=True) for name in drawn}
     return Variational(module, Factorised(leaves), seed)
+
+
+@torch.no_grad()
+def _shared(posterior: Factorised, params: Mapping[str, nn.Parameter]) -> Factorised:
+    """The posterior with leaves that can be trained, whose means are the parameters."""
+    trained = posterior.rebuilt({name: _trainable(name, leaf) for name, leaf in posterior.blocks.items()})
+    for name, leaf in trained.blocks.items():
+        if isinstance(leaf, DiagonalGaussian) and leaf.loc is not params[name]:
+            params[name].copy_(leaf.mean())
+            leaf.loc = params[name]
+            leaf.to(leaf.device, leaf.dtype)  # ρ and mask where the means are
+    return trained
+
+
+def _trainable(name: str, leaf: Leaf) -> Leaf:
+    """The leaf itself, or a copy with gradients of one that has none."""
+    if any(p.requires_grad for p in leaf.parameters()):
+        return leaf
+    if not isinstance(leaf, DiagonalGaussian):
+        raise TypeError(
+            f"{name!r} is a {type(leaf).__name__}, which is not trained by gradient: pass a Factorised of "
+            "DiagonalGaussian(mean, std, keep=kept), with .mean(), .std() and .kept() of the posterior"
+        )
+    if not bool((leaf.filled_std() > 0).all()):
+        raise ValueError(
+            f"{name!r} has weights of std 0, which no gradient widens: give them a std, or leave it out of "
+            "the posterior"
+        )
+    return DiagonalGaussian(leaf.mean(), leaf.std(), trainable=True, keep=leaf.keep)

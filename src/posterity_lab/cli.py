@@ -167,7 +167,8 @@ def train(
     ] = None,
     prior_std: Annotated[float | None, typer.Option(help=_help("Std of the prior", "prior_std"))] = None,
     temperature: Annotated[
-        float | None, typer.Option(help=_help("1 is Bayes, less is sharper", "temperature"))
+        float | None,
+        typer.Option(help=_help("Divides the loss: 1 is Bayes, at 0.5 data counts twice", "temperature")),
     ] = None,
     kl_factor: Annotated[
         float | None, typer.Option(help=_help("Scale of the KL, 1 is Bayes", "kl_factor"))
@@ -295,7 +296,7 @@ def bench(
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="An experiment; all names if not given.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small nets on digits, in seconds; the numbers mean nothing.")
+        bool, typer.Option("--quick", help="Small nets on digits, about a minute; the numbers mean nothing.")
     ] = False,
     tune: Annotated[
         bool, typer.Option("--tune", help="Run the grid on held-out data; its best is what is run later.")

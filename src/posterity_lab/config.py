@@ -14,7 +14,7 @@ from posterity_lab.hints import hint
 
 # The hyper-parameters that each method has, with values that suit a small net on MNIST.
 DEFAULTS: dict[str, dict[str, float]] = {
-    "bgd": {"samples": 10, "lr": 2.0, "std_init": 0.05},
+    "bgd": {"samples": 10, "lr": 2.0, "std_init": 0.05, "temperature": 1.0},
     "ivon": {
         "samples": 1,
         "lr": 0.5,
@@ -99,7 +99,7 @@ class Config:
         hess_init: IVON's Hessian at the start.
         prior_precision: Precision of IVON's prior.
         prior_std: Std of the Gaussian prior of Bayes by Backprop.
-        temperature: Of IVON's posterior; 1 is Bayes.
+        temperature: Divides the loss in BGD and IVON, so that data counts 1/temperature times; 1 is Bayes.
         kl_factor: Scale of the KL of Bayes by Backprop; 1 is Bayes.
 
     Example:

@@ -67,6 +67,7 @@ def build(config: Config, model: nn.Module, num_data: int) -> Method:
                 std_init=settings["std_init"],
                 lr=settings["lr"],
                 mc_samples=int(settings["samples"]),
+                temperature=settings["temperature"],
                 seed=config.seed,
             )
             return _Rule(model, bgd)

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -75,7 +74,11 @@ def read_checkpoint(folder: Path, config: Config, device: str) -> dict[str, Any]
     if not isinstance(checkpoint, dict) or not checkpoint.keys() >= _SAVED:
         raise _foreign(path)
     # An optimiser takes the state of another kind without a word, and fails, or is wrong, later.
-    if checkpoint["config"] != dataclasses.asdict(config):
+    try:
+        made = Config(**checkpoint["config"])  # a key that had no meaning for the method then has its default
+    except (TypeError, ValueError) as error:
+        raise _foreign(path) from error
+    if made != config:
         raise _foreign(path)
     return checkpoint
 

@@ -1,13 +1,29 @@
 """Bayes by Backprop: the paper's gradients, equations (3) and (4) of its section 3.2."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from posterity import ByName, IsotropicGaussian, ScaleMixture, Variational, elbo, kl, prune, variational
+from posterity import (
+    BGD,
+    ByName,
+    DiagonalGaussian,
+    Factorised,
+    IsotropicGaussian,
+    MatrixGaussian,
+    ScaleMixture,
+    Variational,
+    elbo,
+    kl,
+    names_of,
+    point_mass,
+    prune,
+    variational,
+)
 from posterity.noise import normal
 
 
@@ -74,6 +90,89 @@ def test_a_posterior_from_elsewhere_shares_its_means_with_the_module() -> None:
         net.weight.add_(1.0)
     keep = q.block("weight").keep
     assert torch.equal(q.mean()["weight"], net.weight * keep)
+
+
+def trained(model: Variational) -> None:
+    opt = torch.optim.Adam(model.parameters(), lr=0.05)
+    x, y = torch.randn(20, 6), torch.randint(0, 3, (20,))
+    for _ in range(3):
+        opt.zero_grad()
+        nll = F.cross_entropy(model(x), y)
+        elbo(nll, model.kl(IsotropicGaussian()), num_data=20).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["as it is", "from a file"])
+def test_the_posterior_of_a_rule_can_be_trained_by_gradient(tmp_path: Path, saved: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    rule = BGD(net, std_init=0.05, deterministic=names_of(net, nn.BatchNorm1d))
+    q = prune(rule.posterior(), 0.3)
+    if saved:
+        q.save(tmp_path / "q")
+        q = Factorised.load(tmp_path / "q", net)
+    means, stds, keep = q.mean(), q.std(), q.kept()
+    model = Variational(net, q)
+    for name, std in model.posterior.std().items():
+        torch.testing.assert_close(std, stds[name])
+        assert torch.equal(net.get_parameter(name), means[name])
+    assert not keep["0.weight"].all()
+    trained(model)
+    for name, kept in keep.items():
+        for before, after in ((means, model.posterior.mean()), (stds, model.posterior.std())):
+            assert (after[name] != before[name])[kept].all()
+            assert not after[name][~kept].any()
+        assert not net.get_parameter(name)[~kept].any()
+        assert torch.equal(q.mean()[name], means[name])  # what was given is left as it was
+        assert torch.equal(q.std()[name], stds[name])
+
+
+def test_a_frozen_posterior_is_trained_as_a_copy() -> None:
+    net = nn.Linear(6, 3)
+    last = variational(net).posterior.frozen()
+    before = {name: value.clone() for name, value in (last.mean() | {"std": last.std()["weight"]}).items()}
+    model = Variational(net, last)
+    trained(model)
+    assert not torch.equal(model.posterior.std()["weight"], before["std"])
+    assert torch.equal(last.std()["weight"], before["std"])
+    assert torch.equal(last.mean()["weight"], before["weight"])
+
+
+def test_a_posterior_takes_the_dtype_of_the_module() -> None:
+    net = nn.Linear(6, 3).double()
+    model = Variational(net, BGD(nn.Linear(6, 3)).posterior())
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert model(torch.ones(2, 6, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_what_no_gradient_trains_is_refused_and_the_module_left_as_it_was() -> None:
+    net, other = nn.Linear(6, 3), nn.Linear(6, 3)
+    before = net.weight.detach().clone()
+    leaf = MatrixGaussian((other.weight, other.bias), 0.1 * torch.eye(3), torch.eye(7))
+    correlated = Factorised({("weight", "bias"): leaf})
+    with pytest.raises(
+        TypeError, match=r"'weight\+bias' is a MatrixGaussian, which is not trained by gradient"
+    ):
+        Variational(net, correlated)
+    certain = Factorised(
+        {
+            "weight": DiagonalGaussian(other.weight.detach(), 0.1),
+            "bias": DiagonalGaussian(other.bias.detach(), 0.0),
+        }
+    )
+    with pytest.raises(ValueError, match="'bias' has weights of std 0, which no gradient widens"):
+        Variational(net, certain)
+    with pytest.raises(ValueError, match="'weight' has weights of std 0"):
+        Variational(net, prune(point_mass(other), 0.5))
+    assert torch.equal(net.weight, before)
+    # What the first error advises.
+    means, stds, kept = correlated.mean(), correlated.std(), correlated.kept()
+    trained(
+        Variational(
+            net,
+            Factorised({name: DiagonalGaussian(means[name], stds[name], keep=kept[name]) for name in means}),
+        )
+    )
 
 
 def test_an_estimated_divergence_has_its_whole_gradient_after_a_forward_pass_without_one() -> None:

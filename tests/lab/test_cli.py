@@ -346,6 +346,7 @@ def test_help_of_train_shows_the_defaults(monkeypatch):
         "; 128 if not given",
         "; bgd 2, ivon 0.5, bbb 0.001, sgd 0.1, adam 0.001 if not given",
         "; bgd 0.05, bbb 0.02 if not given",
+        "at 0.5 data counts twice; bgd 1, ivon 1 if not given",
     ):
         assert default in shown
 

@@ -269,6 +269,26 @@ def test_a_run_learns_and_reads_back_as_it_was(tmp_path, method):
     assert float((probs.argmax(-1) == test.y).float().mean()) == pytest.approx(last["accuracy"])
 
 
+def test_the_temperature_of_bgd_reaches_its_optimiser_and_decides_the_stds(tmp_path):
+    for temperature in (1.0, 0.1):
+        config = tiny(method="bgd", epochs=1, lr=temperature, temperature=temperature)
+        runs.train(config, tmp_path / str(temperature))
+    (group,) = checkpoint(tmp_path / "0.1")["method"]["optimizer"]["param_groups"]
+    assert group["temperature"] == 0.1
+    mild, sharp = (
+        runs.load_run(tmp_path / name).posterior.std()["1.weight"].mean() for name in ("1.0", "0.1")
+    )
+    assert sharp < mild
+
+
+def test_a_run_of_before_its_method_had_a_key_is_read_with_the_default(tmp_path):
+    runs.train(tiny(method="bgd", epochs=1), tmp_path)
+    made = json.loads((tmp_path / "config.json").read_text()) | {"temperature": None}
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    torch.save(checkpoint(tmp_path) | {"config": made}, tmp_path / "checkpoint.pt")
+    assert runs.load_run(tmp_path).config.temperature == 1.0
+
+
 def test_a_run_without_an_epoch_cannot_be_read(tmp_path, monkeypatch):
     interrupt(monkeypatch, tiny(method="adam"), tmp_path / "run", 1)
     with pytest.raises(FileNotFoundError, match="has no whole epoch yet: continue it with --resume"):
@@ -302,6 +322,8 @@ def damage(value: dict, *path: str) -> dict:
         lambda folder: b"half a file",
         lambda folder: [1, 2],
         lambda folder: damage(checkpoint(folder), "epoch"),
+        lambda folder: checkpoint(folder) | {"config": {"method": "none"}},
+        lambda folder: checkpoint(folder) | {"config": 3},
         lambda folder: damage(checkpoint(folder), "shape"),
         lambda folder: damage(checkpoint(folder), "method", "model"),
         lambda folder: damage(checkpoint(folder), "method", "optimizer", "param_groups"),

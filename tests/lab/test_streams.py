@@ -237,6 +237,15 @@ def test_held_out_examples_are_tested_and_not_learned(numbered: Dataset) -> None
         held_out(tasks, share=0.1, seed=0)
 
 
+def test_a_bare_list_of_pairs_is_held_out_from_as_by_one_head() -> None:
+    tuned, same = (held_out(tasks, share=0.5, seed=0) for tasks in ([GOOD, GOOD], one_head([GOOD, GOOD])))
+    assert tuned.classes == same.classes
+    assert [len(task.test) for task in tuned.items] == [2, 2]
+    for mine, other in zip(tuned.items, same.items, strict=True):
+        assert torch.equal(mine.train.x, other.train.x)
+        assert torch.equal(mine.test.y, other.test.y)
+
+
 def test_the_cifar_sequence_has_a_head_per_task() -> None:
     tasks = cifar(classes_of(10), classes_of(100))
     assert tasks.classes == 60

@@ -36,6 +36,8 @@ def pair(batch: Sequence[Tensor], device: torch.device | None = None) -> tuple[T
     x, y = batch
     if len(x) != len(y):
         raise ValueError(f"a batch has {len(x)} inputs and {len(y)} targets: give one for each")
+    if len(x) == 0:
+        raise ValueError("there are no examples to fit: the data are empty, or a batch of the loader is")
     return (x, y) if device is None else (x.to(device), y.to(device))
 
 

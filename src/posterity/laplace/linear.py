@@ -16,7 +16,7 @@ from posterity import buffers
 from posterity.laplace.inputs import undisturbed
 from posterity.mc import one_pass
 from posterity.posterior import Posterior
-from posterity.predict import Prediction
+from posterity.predict import Prediction, check_call
 from posterity.variational import Variational
 
 
@@ -52,10 +52,7 @@ def linearised(
         >>> linearised(model, fit(model, (x, y)).posterior(), x).probs.shape
         torch.Size([40, 3])
     """
-    if samples < 1 or batch_size < 1:
-        raise ValueError(f"samples and batch_size must be at least 1, not {samples} and {batch_size}")
-    if len(x) == 0:
-        raise ValueError("there is nothing to predict: x is empty")
+    check_call(x, samples, batch_size)
     if isinstance(model, Variational):
         model = model.module
     posterior.check(model)

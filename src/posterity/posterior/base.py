@@ -45,7 +45,12 @@ class Posterior(nn.Module, ABC):
         params = dict(model.named_parameters())
         for name, mean in self.mean().items():
             if name not in params:
-                raise ValueError(f"the posterior has {name!r}, which the model has not")
+                own = f", whose first is {next(iter(params))!r}" if params else ""
+                raise ValueError(
+                    f"the posterior has {name!r}, which the model has not{own}: pass the very module that "
+                    "the posterior is of, neither in a wrapper nor as a part, and build the optimiser from "
+                    "it or its named_parameters()"
+                )
             if params[name].shape != mean.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(mean.shape)} in the posterior and "

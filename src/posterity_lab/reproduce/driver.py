@@ -46,7 +46,7 @@ def reproduce(
     Args:
         name: One of `EXPERIMENTS`.
         out: Folder of the results; ``results`` if not given, ``runs/reproduce-quick`` for quick ones.
-        quick: Small nets on scikit-learn's digits, in seconds; the numbers then mean nothing.
+        quick: Small nets on scikit-learn's digits, in about a minute; the numbers then mean nothing.
         device: ``"cuda"`` or ``"cpu"``; a GPU if there is one.
         seeds: What to run; the study's own if none are given.
         methods: Which methods; all if none are given.

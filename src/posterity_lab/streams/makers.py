@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posterity_lab.data import Dataset, Split
-from posterity_lab.streams.tasks import Task, Tasks, many_heads, one_head
+from posterity_lab.streams.tasks import Pair, Task, Tasks, as_tasks, many_heads, one_head
 
 Scenario: TypeAlias = Literal["domain", "class", "task"]
 
@@ -113,11 +114,12 @@ def cifar(cifar10: Dataset, cifar100: Dataset, groups: int = 5) -> Tasks:
     return many_heads([(cifar10.train, cifar10.test), *later])
 
 
-def held_out(tasks: Tasks, share: float, seed: int) -> Tasks:
+def held_out(tasks: Tasks | Iterable[Pair], share: float, seed: int) -> Tasks:
     """The same tasks, tested on a share of their training examples, which is not learned from: to tune on.
 
     Args:
-        tasks: What to hold out from; their own test sets are left out.
+        tasks: What to hold out from; their own test sets are left out. A user's own pairs of training and
+            test data are taken as by ``one_head``.
         share: Part of every task's training examples, between 0 and 1.
         seed: Chooses the examples.
 
@@ -129,14 +131,15 @@ def held_out(tasks: Tasks, share: float, seed: int) -> Tasks:
     """
     if not 0 < share < 1:
         raise ValueError(f"share must lie between 0 and 1, not {share:g}")
+    given = as_tasks(tasks)
     cuts = dict[int, tuple[Split, Split]]()  # tasks that share their data share what is cut from them
-    for task in tasks.items:
+    for task in given.items:
         if id(task.train) not in cuts:
             order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))
             kept = len(order) - int(share * len(order))
             cuts[id(task.train)] = task.train.subset(order[:kept]), task.train.subset(order[kept:])
-    items = [Task(*cuts[id(task.train)], view=task.view) for task in tasks.items]
-    return Tasks(items, tasks.classes, tasks.heads)
+    items = [Task(*cuts[id(task.train)], view=task.view) for task in given.items]
+    return Tasks(items, given.classes, given.heads)
 
 
 def _group(dataset: Dataset, classes: range) -> tuple[Split, Split]:

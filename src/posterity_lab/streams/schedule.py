@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from posterity_lab.data import Split
-from posterity_lab.streams.tasks import Pair, Tasks, one_head
+from posterity_lab.streams.tasks import Pair, Tasks, as_tasks
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
@@ -123,7 +123,7 @@ def stream(
         >>> [float(x[0, 0]) for x, y in stream([(one, one), (two, two)], epochs=2, batch_size=4, seed=0)]
         [0.0, 0.0, 1.0, 1.0]
     """
-    shown = tasks if isinstance(tasks, Tasks) else one_head(tasks)
+    shown = as_tasks(tasks)
     _check(epochs, batch_size)
     sizes = [len(task.train) for task in shown.items]
     steps = [-(-size // batch_size) for size in sizes]
@@ -157,7 +157,7 @@ def joint(tasks: Tasks | Iterable[Pair], *, epochs: int, batch_size: int, seed: 
         >>> [float(x[:, 0].mean()) for x, y in shown], shown.ends
         ([0.5], [1])
     """
-    shown = tasks if isinstance(tasks, Tasks) else one_head(tasks)
+    shown = as_tasks(tasks)
     _check(epochs, batch_size)
     sizes = [len(task.train) for task in shown.items]
     owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

@@ -84,6 +84,11 @@ def one_head(pairs: Iterable[Pair], classes: int | None = None) -> Tasks:
     return Tasks(items, max(map(_classes, items), default=0) if classes is None else classes)
 
 
+def as_tasks(tasks: Tasks | Iterable[Pair]) -> Tasks:
+    """The tasks, or a user's own pairs as by :func:`one_head`."""
+    return tasks if isinstance(tasks, Tasks) else one_head(tasks)
+
+
 def many_heads(pairs: Iterable[Pair]) -> Tasks:
     """Tasks with a head of their own each: the labels of every task begin where those of the last end.
 

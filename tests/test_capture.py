@@ -7,6 +7,7 @@ thrown away, what reaches it between replays, what it leaves behind.
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,6 +258,63 @@ def test_a_learning_rate_in_a_tensor_is_read_anew() -> None:
     before = model.last.weight.detach().clone()
     step(X, Y)
     assert torch.equal(before, model.last.weight)
+
+
+@pytest.mark.parametrize("name", ["temperature", "lr"])
+def test_an_entry_that_no_rule_can_use_is_refused_before_a_replay(name: str) -> None:
+    model = net()
+    opt = posterity.VOGN(model, num_data=100)
+    step = captured(model, opt)
+    for _ in range(3):
+        step(X, Y)
+    before, steps = everything(model, opt), opt.param_groups[0]["steps"]
+    (graph,) = step._graphs.values()
+    good, opt.param_groups[0][name] = opt.param_groups[0][name], torch.nan
+    with pytest.raises(ValueError, match=f"^{name} must be .*finite.*, not nan"):
+        step(X, Y)
+    opt.param_groups[0][name] = good
+    assert same(before, everything(model, opt))
+    assert opt.param_groups[0]["steps"] == steps
+    step(X, Y)
+    assert list(step._graphs.values()) == [graph]
+    assert not same(before, everything(model, opt))
+
+
+@captured_rules
+def test_batches_in_dicts_and_lists_are_captured_by_their_form(rule: Rule) -> None:
+    def nested(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss_fn(model, batch["x"][0], batch.pop("y"))
+
+    def one(i: int) -> Any:
+        x, other = {"x": [X]}, {"other": [-X]}
+        return {**x, **other, "y": Y} if i % 3 else {**other, **x, "y": Y}  # of the same shapes
+
+    results = []
+    for graphs in (False, True):
+        model = net()
+        opt = rule.make(model, deterministic="norm.*")
+        step = compiled.CapturedStep(posterity.compile_step(model, nested, opt))  # type: ignore[arg-type]
+        for i in range(18):
+            if graphs:
+                step(one(i))
+            else:
+                opt.step(lambda m=model, i=i: nested(m, one(i)), batch_size=16)
+        assert len(step._graphs) == (2 if graphs else 0)
+        results.append(everything(model, opt))
+    near(*results)
+
+
+def test_batches_with_other_things_than_tensors_run_without_a_graph() -> None:
+    model = net()
+    opt = posterity.BGD(model)
+    step = compiled.CapturedStep(
+        posterity.compile_step(model, lambda m, b, scale: scale * loss_fn(m, **b), opt)  # type: ignore[arg-type]
+    )
+    for _ in range(3):
+        before = model.last.weight.detach().clone()
+        step(UserDict(x=X, y=Y), 2.0)
+        assert not torch.equal(before, model.last.weight)
+    assert not step._graphs
 
 
 @captured_rules

@@ -1,6 +1,9 @@
 """Loop and stack give the same numbers; what cannot be stacked says so once."""
 
 import warnings
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +202,62 @@ def test_a_batch_size_given_once_counts() -> None:
     torch.testing.assert_close(10 * moved[0], moved[1], rtol=1e-3, atol=1e-7)
 
 
+def nested_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch.pop("x")[0]), batch.pop("y"))
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
+@pytest.mark.parametrize("name", ["BGD", "VOGN"])
+def test_examples_are_counted_inside_dicts_lists_and_tuples(name: str, kind: Callable[..., Any]) -> None:
+    found = []
+    x, y = torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 1, 1])
+    for nested in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        opt = getattr(posterity, name)(model, mc_samples=2, **({} if name == "BGD" else {"num_data": 6}))
+        if nested:
+            batch = kind({"scale": torch.tensor(2.0), "title": "one", "x": [x, (y,)], "y": y})
+            posterity.compile_step(model, nested_loss, opt)(batch)
+        else:
+            posterity.compile_step(model, mean_loss, opt)(x, y)
+        found.append({**opt.posterior().mean(), **{f"std {k}": v for k, v in opt.posterior().std().items()}})
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_batch_without_a_tensor_needs_a_batch_size_of_bgd_alone() -> None:
+    model = nn.Linear(3, 2)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return model(torch.tensor(batch)).square().mean()
+
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"needs the number of examples .* give the optimiser batch_size="):
+        posterity.compile_step(model, loss_fn, posterity.BGD(model))([[1.0, 2.0, 3.0]])
+    assert torch.equal(before, model.weight)
+    for opt in (posterity.BGD(model, batch_size=1), posterity.IVON(model, num_data=1)):
+        opt.zero_grad()
+        assert posterity.compile_step(model, loss_fn, opt)([[1.0, 2.0, 3.0]]) > 0
+
+
+def test_parts_are_cut_of_tensors_alone() -> None:
+    model = nn.Linear(3, 2)
+    step = posterity.compile_step(model, nested_loss, posterity.BGD(model), parts=2)
+    with pytest.raises(TypeError, match=r"parts=2 cuts tensors: pass each by itself, as train_step\(x, y\)"):
+        step({"x": [torch.ones(4, 3)], "y": torch.zeros(4, dtype=torch.long)})
+
+
+def test_what_compile_step_cannot_use_is_said() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match="needs an optimiser of posterity, such as BGD or IVON, not Adam"):
+        posterity.compile_step(model, mean_loss, torch.optim.Adam(model.parameters()))  # type: ignore[arg-type]
+    x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+    for samples in (1, 3):
+        opt = posterity.BGD(model, mc_samples=samples)
+        step = posterity.compile_step(model, lambda m, x, y: mean_loss(m, x, y).item(), opt)  # type: ignore[arg-type, return-value]
+        with pytest.raises(TypeError, match="loss_fn must return the loss as a tensor, not float"):
+            step(x, y)
+
+
 def test_waiting_samples_are_not_mixed_in() -> None:
     model = nn.Linear(3, 2)
     opt = posterity.BGD(model)
@@ -368,7 +427,7 @@ def test_parts_of_a_batch_have_samples_of_their_own(name: str, chunk: int | None
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
         for p, value in zip(model.parameters(), torch.linspace(0.1, 0.9, 6), strict=True):
             nn.init.constant_(p, float(value))
-        given = {"std_init": 0.05, "batch_size": 12} if name == "BGD" else {"num_data": 100, "lr": 0.01}
+        given = {"std_init": 0.05} if name == "BGD" else {"num_data": 100, "lr": 0.01}
         opt = getattr(posterity, name)(model, mc_samples=2, seed=3, **given)
         step = posterity.compile_step(model, mean_loss, opt, parts=3, chunk=chunk)
         for begin in (0, 1):  # the second batch, of 11, cannot be cut
@@ -381,7 +440,7 @@ def test_parts_of_a_batch_have_samples_of_their_own(name: str, chunk: int | None
                 part = slice(number % parts * (12 // parts), (number % parts + 1) * (12 // parts))
                 with opt.sampled_params():
                     mean_loss(model, a[part], b[part]).backward()
-            opt.step()
+            opt.step(batch_size=len(a) if name == "BGD" else None)
         posterior = opt.posterior()
         found.append({**posterior.mean(), **{f"std of {k}": v for k, v in posterior.std().items()}})
         found[-1] |= {key: value.double() for key, value in model.named_buffers()}

@@ -1,5 +1,7 @@
 """The scalings of the KL."""
 
+import math
+
 import pytest
 import torch
 
@@ -47,3 +49,6 @@ def test_bad_numbers_are_refused() -> None:
         blundell(0)
     with pytest.raises(ValueError, match="steps must be at least 1"):
         warmup(0)
+    for given in ({"start": -1.0}, {"start": math.nan}, {"end": -0.5}, {"end": math.inf}):
+        with pytest.raises(ValueError, match="start and end must be 0 or more, and finite, not"):
+            warmup(10, **given)

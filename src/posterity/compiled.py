@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from posterity import buffers, noise
 from posterity.optim.guard import verdict
@@ -45,7 +46,10 @@ def compile_step(
 
     Args:
         model: The module whose parameters the optimiser holds.
-        loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch.
+        loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch: of tensors, or dicts, lists and
+            tuples of them, whose examples are on the first axis. The first tensor's are counted, for rules
+            that want to know how many there are, unless the optimiser was given a ``batch_size``. A batch
+            that has other things in it is never a graph.
         optimizer: A rule such as BGD or IVON; it decides the number of samples.
         max_norm: Clip the norm of the mean gradient E[g] to this, as ``torch.nn.utils.clip_grad_norm_`` would
             between backward and step.
@@ -86,13 +90,15 @@ class CapturedStep:
         self._failed: set[Any] = set()
         self._calls = 0
 
-    def __call__(self, *batch: Tensor) -> Tensor:
+    def __call__(self, *batch: Any) -> Tensor:
         """Learn from a batch; its mean loss over the samples."""
         self._calls += 1
         self.step.refuse_changed()
-        if not self.step.optimizer.captures():
+        self.step.optimizer.check_changed()
+        tensors, form = _flat(batch)
+        if not self.step.optimizer.captures() or not all(isinstance(x, Tensor) for x in tensors):
             return self.step(*batch)
-        key = self._key(batch)
+        key = self._key(tensors, form)
         graph = self._graphs.get(key)
         if graph is not None and graph.stale():
             graph = None
@@ -105,9 +111,9 @@ class CapturedStep:
             self._seen.add(key)
             return loss
         graph.used = self._calls
-        return graph(batch)
+        return graph(tensors)
 
-    def _capture(self, key: Any, batch: tuple[Tensor, ...]) -> _Graph | None:
+    def _capture(self, key: Any, batch: tuple[Any, ...]) -> _Graph | None:
         opt = self.step.optimizer
         opt._refuse_inside("a training step")
         opt.guard.settle_step()
@@ -138,11 +144,12 @@ class CapturedStep:
         if key in self._graphs:
             self._graphs.pop(key).wait()
 
-    def _key(self, batch: tuple[Tensor, ...]) -> Any:
+    def _key(self, tensors: Sequence[Tensor], form: TreeSpec | None) -> Any:
         """What a graph has fixed: shapes, modes, where weights and state lie, fixed hyper-parameters."""
         opt, params = self.step.optimizer, self.step.names
         return (
-            tuple((x.shape, x.dtype, x.device) for x in batch),
+            form,
+            tuple((x.shape, x.dtype, x.device) for x in tensors),
             tuple(module.training for module in self._modules),
             tuple(p.data_ptr() for p in params),
             tuple(p.requires_grad for p in params),
@@ -164,11 +171,17 @@ class CapturedStep:
         )
 
 
+def _flat(batch: tuple[Any, ...]) -> tuple[Sequence[Any], TreeSpec | None]:
+    """What dicts, lists and tuples of a batch hold, and their form; None if it has tensors alone."""
+    # Most batches do, and the general way takes ten times as long.
+    return (batch, None) if all(isinstance(x, Tensor) for x in batch) else tree_flatten(batch)
+
+
 @final
 class _Graph:
     """A captured step for one shape of batch."""
 
-    def __init__(self, step: TrainStep, batch: tuple[Tensor, ...]) -> None:
+    def __init__(self, step: TrainStep, batch: tuple[Any, ...]) -> None:
         self.step = step
         opt = step.optimizer
         device = opt.param_groups[0]["params"][0].device
@@ -186,7 +199,8 @@ class _Graph:
         )
         self.entries = [{key: float(group[key]) for key in opt.live} for group in opt.param_groups]
         self.clock = -1  # what the device's clock reads
-        self.batch = [x.to(device).clone() for x in batch]
+        tensors, self.form = _flat(batch)
+        self.tensors = [x.to(device).clone() for x in tensors]
         self.sizes = [opt._batch_size(group, step.batch_size(batch)) for group in opt.param_groups]
         self.host_loss = torch.zeros(()).pin_memory()
         self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
@@ -233,7 +247,7 @@ class _Graph:
         ]
         return [count - steps for each in counts for count in each.tolist()]
 
-    def __call__(self, batch: tuple[Tensor, ...]) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         opt = self.step.optimizer
         opt._refuse_inside("a training step")
         fresh = not all(p.grad is grad and grad._version == version for p, grad, version in self.grads)
@@ -251,7 +265,7 @@ class _Graph:
                 if group[key] != known[key]:
                     known[key] = float(group[key])
                     there[key].fill_(known[key])
-        for mine, given in zip(self.batch, batch, strict=True):
+        for mine, given in zip(self.tensors, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
         for slab, moved in self.moved:
@@ -283,7 +297,9 @@ class _Graph:
         opt = self.step.optimizer
         torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
         self.keeper.keep()
-        losses = self.step.gather(self.keeper.copies, tuple(self.batch))
+        # Made anew, since loss functions may take things out of dicts.
+        batch = tuple(self.tensors) if self.form is None else tree_unflatten(self.tensors, self.form)
+        losses = self.step.gather(self.keeper.copies, batch)
         poisons = [sums.poison for sums in opt._sums]
         loss, ok = verdict(losses, poisons, self.poison, self.host_loss, self.live.clock)
         opt.guard.ok = ok

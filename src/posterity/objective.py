@@ -10,6 +10,7 @@ function of the step: :func:`blundell` and :func:`warmup` give two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -55,10 +56,14 @@ def blundell(num_batches: int) -> Callable[[int], float]:
 def warmup(steps: int, *, delay: int = 0, start: float = 0.0, end: float = 1.0) -> Callable[[int], float]:
     """``start`` for ``delay`` steps, then a straight line to ``end`` over ``steps`` more.
 
+    As a factor of the KL it may start at 0; a temperature must start above it.
+
     Example:
         >>> [warmup(4, delay=2)(step) for step in (0, 2, 4, 6, 100)]
         [0.0, 0.0, 0.5, 1.0, 1.0]
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
+    if not (0 <= start < math.inf and 0 <= end < math.inf):
+        raise ValueError(f"start and end must be 0 or more, and finite, not {start} and {end}")
     return lambda step: start + (end - start) * min(max((step - delay) / steps, 0.0), 1.0)

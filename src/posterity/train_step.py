@@ -34,6 +34,11 @@ class TrainStep:
         chunk: int | None,
         parts: int,
     ) -> None:
+        if not isinstance(optimizer, VariationalOptimizer):
+            raise TypeError(
+                f"compile_step needs an optimiser of posterity, such as BGD or IVON, not "
+                f"{type(optimizer).__name__}"
+            )
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be greater than 0, not {max_norm}")
         if not isinstance(parts, int) or parts < 1:
@@ -62,17 +67,19 @@ class TrainStep:
                 "the model has other modules or parameters than before: call compile_step again"
             )
 
-    def __call__(self, *batch: Tensor) -> Tensor:
+    def __call__(self, *batch: Any) -> Tensor:
         """Learn from a batch; its mean loss over the samples."""
         self.refuse_changed()
+        self.optimizer.check_changed()
         if self.optimizer._sums.samples:
             raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
+        size = self.batch_size(batch)  # loss functions may take things out of dicts
         self._keeper.keep()
         guard = self.optimizer.guard
         try:
             loss = self.gather(self._keeper.copies, batch).mean()
             guard.watch(loss)
-            self.optimizer.step(batch_size=self.batch_size(batch))
+            self.optimizer.step(batch_size=size)
         except BaseException:
             self._keeper.restore()
             self.optimizer.zero_grad()
@@ -81,12 +88,12 @@ class TrainStep:
             self._keeper.restore_unless(guard.ok)
         return loss
 
-    def batch_size(self, batch: tuple[Tensor, ...]) -> int:
+    def batch_size(self, batch: tuple[Any, ...]) -> int | None:
         """The optimiser's own batch_size where it was given one, else the first tensor's length."""
-        return int(self.optimizer.param_groups[0].get("batch_size") or len(batch[0]))
+        return self.optimizer.param_groups[0].get("batch_size") or _length(batch)
 
     @torch.enable_grad()
-    def gather(self, before: Mapping[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
+    def gather(self, before: Mapping[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
         """Draw, run forward and backward, hand the statistics to the optimiser; the samples' losses."""
         losses: list[Tensor] = []
         opt = self.optimizer
@@ -148,10 +155,12 @@ class TrainStep:
             clip_grad_norm_(params, self.max_norm)
         return torch.cat(losses) if len(losses) > 1 else losses[0]
 
-    def _dealt_to(self, batch: tuple[Tensor, ...]) -> int:
+    def _dealt_to(self, batch: tuple[Any, ...]) -> int:
         """Into how many parts a batch is cut."""
         if self.parts == 1:
             return 1
+        if not all(isinstance(x, Tensor) for x in batch):
+            raise TypeError(f"parts={self.parts} cuts tensors: pass each by itself, as train_step(x, y)")
         if len({x.shape[:1] for x in batch}) > 1:
             raise ValueError(f"parts={self.parts} cuts all tensors of a batch: give them one length")
         return math.gcd(self.parts, len(batch[0]))
@@ -162,6 +171,14 @@ class TrainStep:
         if key not in self._ones:
             self._ones[key] = torch.ones_like(loss)
         return self._ones[key]
+
+
+def _length(batch: object) -> int | None:
+    """The first axis of the first tensor that has one, in dicts, lists and tuples; None if there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((size for each in parts if (size := _length(each)) is not None), None)
 
 
 def _dealt(x: Tensor, parts: int, rows: range) -> Tensor:
@@ -181,5 +198,8 @@ class _Loss(nn.Module):
         self.loss_fn = loss_fn
         self.title = type(model).__name__
 
-    def forward(self, *batch: Tensor) -> Tensor:
-        return self.loss_fn(self.model, *batch)
+    def forward(self, *batch: Any) -> Tensor:
+        loss = self.loss_fn(self.model, *batch)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_fn must return the loss as a tensor, not {type(loss).__name__}")
+        return loss

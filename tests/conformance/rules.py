@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from posterity import VariationalOptimizer
 class Rule:
     name: str
     make: Callable[..., VariationalOptimizer]
-    bad: dict[str, Any]  # hyper-parameters that must be refused
+    bad: dict[str, list[Any]]  # hyper-parameters that must be refused
     draws: bool = True  # whether it learns from weight samples
     layers: bool = False  # whether it learns from layers alone, and trains what is deterministic itself
     captures: bool = True  # whether every step may be a CUDA graph
@@ -29,15 +30,16 @@ class Rule:
         return self.name
 
 
-_GAUSS_NEWTON = {
-    "num_data": 0,
-    "prior_precision": -1.0,
-    "temperature": 0.0,
-    "betas": (1.0, 0.9),
-    "hess_init": 0.0,
-    "damping": -1e-3,
-    "augmentation": 0.0,
-    "lr": -1.0,
+_SHARED: dict[str, list[Any]] = {"mc_samples": [0, 2.5], "seed": [0.5, "0"]}
+_GAUSS_NEWTON: dict[str, list[Any]] = {
+    "num_data": [0, math.inf, torch.nn.Linear(1, 1)],
+    "prior_precision": [-1.0, math.inf],
+    "temperature": [0.0, math.inf, math.nan],
+    "betas": [(1.0, 0.9), 0.9, (0.9,), ("0.9", 0.9)],
+    "hess_init": [0.0, math.inf],
+    "damping": [-1e-3, math.inf],
+    "augmentation": [0.0, math.inf],
+    "lr": [-1.0, math.nan, math.inf, None, torch.zeros(2)],
 }
 RULES = [
     Rule(
@@ -45,7 +47,13 @@ RULES = [
         lambda params, **kw: posterity.BGD(
             params, **{"std_init": 0.1, "mc_samples": 3, "batch_size": 16, **kw}
         ),
-        {"std_init": -0.1, "lr": -1.0, "mc_samples": 0},
+        {
+            "std_init": [-0.1, "0.1", math.inf],
+            "lr": [-1.0, math.nan, math.inf],
+            "temperature": [0.0, math.nan, math.inf],
+            "batch_size": [0, 2.5, "16"],
+            **_SHARED,
+        },
     ),
     Rule(
         "IVON",
@@ -53,14 +61,14 @@ RULES = [
             params, **{"num_data": 100, "mc_samples": 3, "betas": (0.9, 0.9), "lr": 0.05, **kw}
         ),
         {
-            "num_data": 0,
-            "prior_precision": -1.0,
-            "temperature": 0.0,
-            "betas": (0.9, 1.0),
-            "hess_init": 0.0,
-            "clip_radius": 0.0,
-            "lr": -1.0,
-            "mc_samples": 0,
+            "num_data": [0, math.inf, torch.nn.Linear(1, 1)],
+            "prior_precision": [-1.0, math.inf],
+            "temperature": [0.0, math.nan, math.inf],
+            "betas": [(0.9, 1.0), 0.9],
+            "hess_init": [0.0, math.inf],
+            "clip_radius": [0.0, math.nan, "1"],
+            "lr": [-1.0, math.nan, math.inf],
+            **_SHARED,
         },
     ),
     Rule(
@@ -68,7 +76,7 @@ RULES = [
         lambda params, **kw: posterity.VOGN(
             params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), **kw}
         ),
-        {**_GAUSS_NEWTON, "mc_samples": 0},
+        {**_GAUSS_NEWTON, **_SHARED},
         layers=True,
     ),
     Rule(
@@ -85,7 +93,7 @@ RULES = [
         lambda params, **kw: posterity.NoisyKFAC(
             params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), **kw}
         ),
-        {**_GAUSS_NEWTON, "factors_every": 0, "inverses_every": 1.5, "mc_samples": 0},
+        {**_GAUSS_NEWTON, "factors_every": [0], "inverses_every": [1.5], **_SHARED},
         layers=True,
         captures=False,
     ),
@@ -94,7 +102,7 @@ RULES = [
         lambda params, mc_samples=1, seed=0, **kw: posterity.KFAC(
             params, **{"num_data": 100, "lr": 0.01, "betas": (0.8, 0.3), "factors_every": 2, **kw}
         ),
-        {**_GAUSS_NEWTON, "factors_every": 0, "inverses_every": 0},
+        {**_GAUSS_NEWTON, "factors_every": [0], "inverses_every": [0]},
         draws=False,
         layers=True,
         captures=False,

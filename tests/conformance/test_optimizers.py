@@ -507,9 +507,10 @@ def test_a_pattern_that_matches_nothing_is_refused(rule: Rule) -> None:
 
 @rules
 def test_bad_hyper_parameters_are_refused_by_name(rule: Rule) -> None:
-    for key, value in rule.bad.items():
-        with pytest.raises(ValueError, match=f"^{key} must"):
-            rule.make(net(), **{key: value})
+    for key, values in rule.bad.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{key} must"):
+                rule.make(net(), **{key: value})
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         rule.make(nn.ReLU())
     with pytest.raises(ValueError, match="empty list"):

@@ -33,13 +33,13 @@ never move them.
 
 from __future__ import annotations
 
-import math
 from typing import final
 
 import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
+from posterity.optim.entries import above_zero, whole
 from posterity.optim.groups import Group, Params
 from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
@@ -74,7 +74,8 @@ class BGD(VariationalOptimizer):
         mc_samples: Weight samples per step (the paper's K).
         temperature: Divides the loss: below 1 data counts more often than it comes, and stds fall faster. It
             may change at every step.
-        batch_size: Examples behind each step, if ``step()`` is not told.
+        batch_size: Examples behind each step, if ``step()`` is not told. ``compile_step`` counts them if this
+            is not given.
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).
         deterministic_lr: Adam's learning rate for those.
         seed: Seed of the weight noise.
@@ -114,14 +115,19 @@ class BGD(VariationalOptimizer):
         )
 
     def check(self, group: Group) -> None:
-        """Refuse a std or a temperature that is not positive."""
-        for key in ("std_init", "temperature"):
-            if not 0 < group[key] < math.inf:
-                raise ValueError(f"{key} must be greater than 0, not {group[key]}")
+        """Refuse values for which the rule is undefined."""
+        above_zero(group, "std_init", "temperature")
+        if group.get("batch_size") is not None:
+            whole(group, "batch_size")
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """The std of every weight."""
-        return {"std": torch.full_like(mean, group["std_init"]) if std is None else std}
+        if std is None:
+            return {"std": torch.full_like(mean, group["std_init"])}
+        square = std * std  # what moves a mean: where it is 0, nothing ever will
+        if not bool(((square > 0) & torch.isfinite(square)).all()):
+            raise ValueError("BGD needs a std that is positive, and neither tiny nor huge, of every weight")
+        return {"std": std}
 
     def std(self, state: State, group: Group) -> Tensor:
         """The std of every weight."""

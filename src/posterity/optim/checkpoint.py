@@ -37,7 +37,10 @@ def refuse_mismatch(
     for mine, theirs in zip(groups, saved, strict=True):
         for key in defaults:
             if key in mine and key not in theirs:
-                raise ValueError(f"the state has no {key!r}: it was saved by another kind of optimiser")
+                raise ValueError(
+                    f"the state has no {key!r}: it was saved by another kind of optimiser, or by an older "
+                    "version, in which case add it to the state's param_groups"
+                )
         if mine["deterministic"] != theirs.get("deterministic"):
             raise ValueError(f"{mine['param_names'][0]!r} is deterministic on one side only")
         names = theirs.get("param_names", [])

@@ -23,6 +23,7 @@ from posterity.noise import Noise
 from posterity.optim.adam import adam_init, adam_update
 from posterity.optim.blocks import Blocks
 from posterity.optim.collecting import Collecting, due
+from posterity.optim.entries import check_common
 from posterity.optim.gradients import GradientLedger, refuse_process_group
 from posterity.optim.groups import Group, members
 from posterity.optim.guard import Guard, accept, ahead_of
@@ -50,6 +51,7 @@ class Engine(Optimizer, Rule):
         super().__setstate__(state)
         self._slabs = []
         self._matrices = Blocks(self.param_groups, self.state, self.matrices)
+        self._checked: list[list[object]] = []  # the groups' entries, when they were last checked
         self._held: list[Tensor] = []  # all of the state, when the slabs were made of it
         self._sums = Accumulator()
         self._ledger = GradientLedger()
@@ -60,6 +62,31 @@ class Engine(Optimizer, Rule):
         self._live: Live | None = None
         self._generation = next(_generations)
         self._reset()
+
+    # What groups say.
+
+    def check_changed(self) -> None:
+        """Refuse entries for which a rule is undefined, if one has changed since they were last checked."""
+        entries = [
+            # A number may be in a tensor, and change in place.
+            [*[getattr(group[key], "_version", None) for key in self.live], *map(group.get, self._entries)]
+            for group in self.param_groups
+        ]
+        if entries != self._checked:
+            self._check(self.param_groups)
+            self._checked = entries
+
+    def _check(self, groups: Sequence[Group]) -> None:
+        """Refuse entries for which a rule is undefined."""
+        for group in groups:
+            check_common(group, groups[0])
+            if not self._adams(group):
+                self.check(group)
+
+    @cached_property
+    def _entries(self) -> list[str]:
+        """Names of entries that only users change, Adam's among them."""
+        return sorted({*self.defaults, "betas"} - {"steps", "blocks"})
 
     # From samples to statistics.
 

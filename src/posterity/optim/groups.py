@@ -76,9 +76,5 @@ def checked_group(group: Group, held: list[Group]) -> Group:
         if not p.is_floating_point():
             raise TypeError(f"{name!r} is {p.dtype}: only real floating-point weights have a posterior")
     if held:
-        if group["mc_samples"] != held[0]["mc_samples"]:
-            raise ValueError("mc_samples is one number for the whole optimiser: set it outside the groups")
         group["steps"] = held[0]["steps"]
-    if not group["lr"] >= 0:
-        raise ValueError(f"lr must be 0 or more, not {group['lr']}")
     return group

@@ -33,8 +33,14 @@ def states_from(
     """
     for block, leaf in posterior.blocks.items():
         names = posterior.tensors[block]
-        if any(name not in params for name in names) or (len(names) > 1 and not matrices):
+        if any(name not in params for name in names):
             raise ValueError(f"the posterior has a block {block!r} that this optimiser has not")
+        if len(names) > 1 and not matrices:
+            raise ValueError(
+                f"the posterior has a block {block!r} that this optimiser has not, whose weights are all "
+                "independent: load Factorised({name: DiagonalGaussian(mean, posterior.std()[name]) for name, "
+                "mean in posterior.mean().items()})"
+            )
         for name, shape in zip(names, leaf.shapes, strict=True):
             if params[name][0].shape != shape:
                 raise ValueError(

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
+from posterity.optim.entries import above_zero, number
 from posterity.optim.groups import Group, Params
 from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
@@ -117,12 +118,9 @@ class IVON(VariationalOptimizer):
 
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
-        for key in ("num_data", "prior_precision", "temperature", "hess_init", "clip_radius"):
-            if not group[key] > 0:
-                raise ValueError(f"{key} must be greater than 0, not {group[key]}")
-        for beta in group["betas"]:
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas must lie in [0, 1), not {group['betas']}")
+        above_zero(group, "num_data", "prior_precision", "temperature", "hess_init")
+        if not number(group, "clip_radius") > 0:
+            raise ValueError(f"clip_radius must be greater than 0, not {group['clip_radius']}")
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """Averaged gradient and Hessian."""

@@ -56,6 +56,7 @@ from posterity.curvature import Factors
 from posterity.names import NameFilter
 from posterity.optim.blocks import Moving
 from posterity.optim.collecting import due
+from posterity.optim.entries import whole
 from posterity.optim.groups import Group, Params
 from posterity.optim.inverses import inverse_roots, undamped
 from posterity.optim.slab import State
@@ -73,12 +74,9 @@ class KroneckerNewton(GaussNewton):
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
         super().check(group)
-        for key in ("factors_every", "inverses_every"):
-            every = group[key]
-            if not (isinstance(every, int) and every >= 1) and (key, every) != ("inverses_every", None):
-                raise ValueError(f"{key} must be a whole number of at least 1, not {every}")
-        if self.param_groups and group["factors_every"] != self.param_groups[0]["factors_every"]:
-            raise ValueError("factors_every must be one number for the whole optimiser")
+        whole(group, "factors_every")
+        if group["inverses_every"] is not None:
+            whole(group, "inverses_every")
 
     def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
         """Factors whose inverses are a matrix Gaussian's; of a diagonal one, curvature as for VOGN."""

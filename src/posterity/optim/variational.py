@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from posterity.names import NameFilter, select
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
 from posterity.optim.engine import Engine
+from posterity.optim.entries import refuse_misspelt
 from posterity.optim.gradients import refuse_missing, refuse_not_finite
 from posterity.optim.groups import Group, Params, checked_group, members, named_groups, split_groups
 from posterity.optim.handover import states_from
@@ -68,8 +69,6 @@ class VariationalOptimizer(Engine):
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
     ) -> None:
-        if not isinstance(mc_samples, int) or mc_samples < 1:
-            raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
         self._module = params if isinstance(params, nn.Module) else None
         self._deterministic_lr = deterministic_lr
         groups = named_groups(params)
@@ -99,6 +98,7 @@ class VariationalOptimizer(Engine):
                 )
             yield
             return
+        self.check_changed()
         sample = self._sums.samples
         if not torch.is_grad_enabled():
             sample = _PEEKS + self._peeks
@@ -130,6 +130,7 @@ class VariationalOptimizer(Engine):
                 the posterior, raises, and drops what was gathered for a step of its own.
         """
         self._refuse_inside("step()")
+        self.check_changed()
         if hasattr(self, "grad_scale"):
             for name in ("grad_scale", "found_inf"):  # else every later step would be refused as well
                 delattr(self, name)
@@ -209,7 +210,7 @@ class VariationalOptimizer(Engine):
         if size is None or size < 1:
             raise ValueError(
                 f"{type(self).__name__} needs the number of examples behind each step, not {size}: "
-                "pass step(..., batch_size=len(x)) or set batch_size once when building it"
+                "pass step(..., batch_size=len(x)), or give the optimiser batch_size= once"
             )
         return int(size)
 
@@ -218,6 +219,7 @@ class VariationalOptimizer(Engine):
     def posterior(self) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes."""
         self._refuse_inside("posterior()")
+        self.check_changed()
         self.guard.settle()
         leaves: dict[Key, Leaf] = {}
         self._ready()
@@ -234,6 +236,7 @@ class VariationalOptimizer(Engine):
     def load_posterior(self, posterior: Factorised) -> None:
         """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
         self._refuse_inside("load_posterior()")
+        self.check_changed()
         self.guard.settle()
         named = {name: (p, group) for name, p, group in self._blocks()}
         fresh = states_from(posterior, named, self.adopt, self.matrices)
@@ -259,12 +262,13 @@ class VariationalOptimizer(Engine):
             raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
         if self._slabs:
             self.guard.settle()
+        defaults = self.defaults
         if param_group.get("deterministic"):
             adam = {"lr": self._deterministic_lr, "betas": (0.9, 0.999)}
-            param_group = {**(adam if self.without_noise is None else self.without_noise), **param_group}
-        group = checked_group({**self.defaults, **param_group}, self.param_groups)
-        if not self._adams(group):
-            self.check(group)
+            defaults = {**defaults, **(adam if self.without_noise is None else self.without_noise)}
+        refuse_misspelt(param_group, defaults)
+        group = checked_group({**defaults, **param_group}, self.param_groups)
+        self._check([*self.param_groups, group])
         super().add_param_group(group)
         self._slabs = []
 
@@ -281,6 +285,7 @@ class VariationalOptimizer(Engine):
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
             refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
+            self._check(given["param_groups"])
             used.append(given)
 
         # After the hooks of others, so that what they made of the state is what counts.

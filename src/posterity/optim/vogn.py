@@ -56,6 +56,7 @@ from torch import Tensor
 
 from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
+from posterity.optim.entries import above_zero, at_least_zero
 from posterity.optim.groups import Group, Params
 from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
@@ -82,17 +83,10 @@ class GaussNewton(VariationalOptimizer):
 
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
-        for key in ("num_data", "temperature", "hess_init", "augmentation"):
-            if not group[key] > 0:
-                raise ValueError(f"{key} must be greater than 0, not {group[key]}")
-        for key in ("prior_precision", "damping"):
-            if not group[key] >= 0:
-                raise ValueError(f"{key} must be 0 or more, not {group[key]}")
+        above_zero(group, "num_data", "temperature", "hess_init", "augmentation")
+        at_least_zero(group, "prior_precision", "damping")
         if not group["prior_precision"] + group["damping"] > 0:
             raise ValueError("damping must be greater than 0 where there is no prior_precision")
-        for beta in group["betas"]:
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas must lie in [0, 1), not {group['betas']}")
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """Momentum and curvature."""
@@ -166,6 +160,7 @@ class Diagonal(GaussNewton):
         if not 0 <= strength < math.inf:
             raise ValueError(f"strength must be 0 or more, and finite, not {strength:g}")
         self._refuse_inside("hand_over()")
+        self.check_changed()
         self.guard.settle()
         self._ready()
         for p in self._params():

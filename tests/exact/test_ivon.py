@@ -9,7 +9,7 @@ from torch import nn
 
 from posterity import IVON, VOGN
 from posterity.noise import normal
-from posterity.optim import engine
+from posterity.optim import fused
 from posterity.optim.ivon import ivon_hess
 
 
@@ -94,7 +94,7 @@ def test_groups_have_their_own_settings_in_a_compiled_rule() -> None:
 def test_a_compiled_rule_serves_all_optimisers_and_sizes() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch._dynamo.reset()
-    engine._fused.cache_clear()  # of what tests without a compiler have left
+    fused.fused.cache_clear()  # of what tests without a compiler have left
     counts = []
     for size in (300, 400, 500, 600):
         opt = IVON([nn.Parameter(torch.zeros(2))], num_data=100)
@@ -113,9 +113,9 @@ def test_a_compiled_rule_serves_all_optimisers_and_sizes() -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_many_settings_of_one_rule_leave_another_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    monkeypatch.setattr(engine, "_SETTINGS", 2)
+    monkeypatch.setattr(fused, "_SETTINGS", 2)
     torch._dynamo.reset()
-    engine._fused.cache_clear()  # of what tests without a compiler have left
+    fused.fused.cache_clear()  # of what tests without a compiler have left
 
     def graphs(opt: IVON | VOGN) -> int:
         mean, momentum, hess, grad, second = torch.rand(5, 300, device=device)

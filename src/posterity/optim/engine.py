@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain, count
 from operator import is_
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from posterity.optim.adam import adam_init, adam_update
 from posterity.optim.blocks import Blocks
 from posterity.optim.collecting import Collecting, due
 from posterity.optim.entries import check_common
+from posterity.optim.fused import fused
 from posterity.optim.gradients import GradientLedger, refuse_process_group
 from posterity.optim.groups import Group, members
 from posterity.optim.guard import Guard, accept, ahead_of
@@ -34,10 +34,6 @@ from posterity.optim.slab import Slab, State, needs_mean, slabs
 from posterity.optim.statistics import Accumulator, Sink, Statistics, state_dtype, zero
 
 _generations = count()
-# By default the compiler starts a process for every core, each of which imports torch.
-_ONE_KERNEL: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
-# Settings of a rule in one process that are compiled; those that come later run as they are written.
-_SETTINGS = 64
 
 
 class Engine(Optimizer, Rule):
@@ -259,11 +255,11 @@ class Engine(Optimizer, Rule):
 
     @cached_property
     def _fused_move(self) -> Callable[..., None]:
-        return _fused(type(self), "_move")
+        return fused(type(self), "_move")
 
     @cached_property
     def _fused_std(self) -> Callable[..., Tensor]:
-        return _fused(type(self), "std")
+        return fused(type(self), "std")
 
     def advance(self, by: int = 1) -> None:
         """Count steps: the next one draws other noise."""
@@ -345,30 +341,3 @@ class Engine(Optimizer, Rule):
 def _part(flat: Tensor, span: slice | None) -> Tensor:
     """What lies in a span, or all."""
     return flat if span is None else flat[span]
-
-
-@cache
-def _fused(kind: type[Engine], name: str) -> Callable[..., Any]:
-    """A rule's method as one kernel; a compilation serves all sizes and optimisers, each setting has its own.
-
-    Bound to an optimiser it would be compiled anew for every other one. A rule is made of pure functions, so
-    one that was never begun serves all of its kind.
-    """
-    function = getattr(kind, name)
-    # A copy, since the compiler counts what it has compiled by a function's code, which kinds share.
-    own = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        name,
-        function.__defaults__,
-        function.__closure__,
-    )
-    method: Callable[..., Any] = MethodType(own, object.__new__(kind))
-    compiled = torch.compile(method, dynamic=True, options=_ONE_KERNEL)
-
-    def run(*args: Any) -> Any:
-        # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.
-        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_SETTINGS):
-            return compiled(*args)
-
-    return run

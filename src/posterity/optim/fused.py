@@ -1,0 +1,42 @@
+"""A rule's methods, compiled once for all optimisers of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+# By default the compiler starts a process for every core, each of which imports torch.
+_ONE_KERNEL: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
+# Settings of a rule in one process that are compiled; those that come later run as they are written.
+_SETTINGS = 64
+
+
+@cache
+def fused(kind: type[Any], name: str) -> Callable[..., Any]:
+    """A rule's method as one kernel; a compilation serves all sizes and optimisers, each setting has its own.
+
+    Bound to an optimiser it would be compiled anew for every other one. A rule is made of pure functions, so
+    one that was never begun serves all of its kind.
+    """
+    function = getattr(kind, name)
+    # A copy, since the compiler counts what it has compiled by a function's code, which kinds share.
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        name,
+        function.__defaults__,
+        function.__closure__,
+    )
+    method: Callable[..., Any] = MethodType(own, object.__new__(kind))
+    compiled = torch.compile(method, dynamic=True, options=_ONE_KERNEL)
+
+    def run(*args: Any) -> Any:
+        # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_SETTINGS):
+            return compiled(*args)
+
+    return run

@@ -29,6 +29,10 @@ SMOKE = {
     "ivon_step": (["--net", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, "ivon-opt"}),
     "vogn_step": (["--nets", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, *BACKPACK}),
     "kfac_step": (["--nets", "lenet5", "--batch", "4", "--every", "2"], {"eager step", "compile_step", ADAM}),
+    "vogn_table": (
+        ["--settings", "lenet5", "--batch", "4"],
+        {"Adam", "MC dropout", "VOGN", "IVON", "BBB"},
+    ),
     "vogn_memory": (["--nets", "lenet5", "--batch", "4"], set()),
     "predict": (["--nets", "mlp", "--images", "3", "--samples", "2"], {"loop over networks", "predict"}),
     "mnist": (["--data", "digits", "--widths", "8", "--epochs", "1"], {"compile_step"}),

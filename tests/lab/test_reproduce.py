@@ -86,8 +86,9 @@ def test_experiments_share_their_trainings(out: Path) -> None:
     assert {path.name for path in (out / "bgd-cifar10").iterdir()} == {
         "lenet5-bgd-seed0.json",
         "lenet5-sgd-seed0.json",
+        "lenet5-to-prune-bgd-seed0.json",
     }
-    assert len(list((out / "cache" / "bgd-cifar10").rglob("posterior.safetensors"))) == 2
+    assert len(list((out / "cache" / "bgd-cifar10").rglob("posterior.safetensors"))) == 3
 
 
 def test_another_config_is_refused_before_anything_runs(out: Path) -> None:
@@ -214,6 +215,22 @@ def test_the_choice_is_the_best_trial_that_came_to_its_end() -> None:
     fading = Cell("400 fading", "sgd", {"lr": 1.0}, cell.grid, tuned_as="400")
     assert records.choice(fading, done)[0] == {"lr": 0.1}
     assert records.choice(cell, done[2:])[0] == {}
+    values, how = records.choice(cell, [trial(0.01, 0.9), *done])
+    assert values == {"lr": 0.01}
+    assert how == "lr 0.01: the first of 2 that are best by accuracy of 4 trials on held-out data"
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(1.0, 0.0), (math.inf, None)])
+def test_a_net_that_loses_much_by_pruning_is_worth_nothing(
+    ratio: float, kept: float | None, tmp_path: Path
+) -> None:
+    unit = quick_unit(images.MNIST, "24 to prune", "bgd", epochs=2, std_init=0.02, to_prune=[0.9, ratio])
+    metrics = images.train(unit, "cpu", tmp_path, QUIET).metrics
+    curve = metrics["pruning"]["single"]
+    pruned = curve["errors"][curve["fractions"].index(0.9)]
+    assert pruned > curve["unpruned"]
+    assert metrics["pruned_accuracy"] == 1.0 - pruned
+    assert metrics["kept_accuracy"] == (1.0 - pruned if kept is None else kept)
 
 
 def test_no_trial_sees_the_test_set() -> None:

@@ -177,9 +177,11 @@ def choice(cell: Cell, records: Sequence[Record]) -> tuple[Values, str]:
     whole = [record for record in own if record["diverged"] is None]
     if not whole:
         return {}, "the default; no trials were run"
-    best = max(whole, key=lambda record: float(record["metrics"][cell.score]))
+    scores = [float(record["metrics"][cell.score]) for record in whole]
+    best, same = whole[scores.index(max(scores))], scores.count(max(scores))
     values = ", ".join(f"{key} {value:g}" for key, value in best["trial"].items())
-    how = f"{values}: the best by {cell.score.replace('_', ' ')} of {len(own)} trials on held-out data"
+    rank = "the best" if same == 1 else f"the first of {same} that are best"
+    how = f"{values}: {rank} by {cell.score.replace('_', ' ')} of {len(own)} trials on held-out data"
     if len(own) < len(cell.grid):
         how += f" ({len(cell.grid)} are in the grid)"
     return best["trial"], how

@@ -80,11 +80,8 @@ def fit(
     config = unit.config
     dataset = prepared(config, device)
     train, test = splits(dataset, config)
-    model = nets.initialise(nets.build(config["net"], train.x.shape[1:], dataset.classes), unit.seed)
-    # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
-    half = config.get("bfloat16", not config["net"].startswith("mlp"))
-    model = (Autocast(model) if half else model).to(device)
-    method = learner(unit.method, config, model, num_data=len(train), seed=unit.seed)
+    method = begun(unit.method, config, train, dataset.classes, device, unit.seed)
+    model = method.model
     training = Training(unit, model, method, train, test, *_resumed(cache, method, device))
     marks = {-(-config["epochs"] * part // _PARTS) for part in range(1, _PARTS + 1)}
     for epoch in range(len(training.seconds), config["epochs"]):
@@ -100,6 +97,22 @@ def fit(
         seen = [f"{key} {value:.4f}" for key, value in last.items() if key != "epoch"]
         show(epoch + 1, config["epochs"], ", ".join([*seen, "epoch"]))
     return training
+
+
+def begun(method: str, config: Values, train: Split, classes: int, device: str, seed: int) -> Method:
+    """The method about to train the net that a config names on this data.
+
+    Example:
+        >>> config = {"net": "mlp-16", "lr": 0.1, "momentum": 0.9}
+        >>> train = Split(torch.zeros(8, 1, 4, 4), torch.zeros(8, dtype=torch.long))
+        >>> begun("sgd", config, train, 2, "cpu", 0).model(train.x).shape
+        torch.Size([8, 2])
+    """
+    model = nets.initialise(nets.build(config["net"], train.x.shape[1:], classes), seed)
+    # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
+    half = config.get("bfloat16", not config["net"].startswith("mlp"))
+    model = (Autocast(model) if half else model).to(device)
+    return learner(method, config, model, num_data=len(train), seed=seed)
 
 
 def prepared(config: Values, device: str) -> Dataset:

@@ -1,0 +1,59 @@
+"""How long is a step of every method of `posterity reproduce vogn-table`, beside Adam's?
+
+    posterity bench vogn_table --device cuda
+    posterity bench vogn_table --settings lenet5 --batch 8
+
+Methods, nets, weight samples, parts of a batch and batch sizes are the table's, and so is how steps are run:
+on a GPU, Adam's too is one CUDA graph. All methods of a setting have as many steps in an epoch: a ratio of
+steps is one of epochs. The batch has CIFAR's shape, [·, 3, 32, 32]; loading and augmenting images, the same
+for all, are left out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from peers import batch, fresh_row, timing
+
+from posterity_lab.bench import Column, Ratio, Record, measure, parser, positive
+from posterity_lab.data import Split
+from posterity_lab.reproduce.calibration import ABLATED, cells
+from posterity_lab.reproduce.learners import NAMES, arithmetic
+from posterity_lab.reproduce.training import begun
+
+IMAGES = 50_000  # what a training of the table has
+
+
+def main() -> None:
+    table = [cell for cell in cells(quick=False) if not cell.setting.endswith(ABLATED)]
+    known = list(dict.fromkeys(cell.setting for cell in table))
+    options = parser(__doc__)
+    options.add_argument("--settings", nargs="+", choices=known, default=known)
+    options.add_argument("--batch", type=positive, help="the table's own if not given")
+    given = options.parse_args()
+    record = Record("vogn_table", given, "ms per step", NAMES["vogn"])
+    for setting in given.settings:
+        fresh_row(given.device)
+        own = {cell.method: cell.config for cell in table if cell.setting == setting}
+        size = given.batch or own["adam"]["batch_size"]
+        x, y = batch([size, 3, 32, 32], given.device)
+        whole = Split(x[:1].expand(IMAGES, -1, -1, -1), y[:1].expand(IMAGES))
+        with arithmetic(given.device):
+            columns = {}
+            for method, config in own.items():
+                learning = begun(method, config, whole, 10, given.device, seed=0)
+                learning.model.train()
+                where = "bf16" if config.get("bfloat16", given.device == "cuda") else "fp32"
+                # A round has whole cycles of steps with factors and without.
+                steps = config.get("factors_every")
+                columns[NAMES[method]] = Column(partial(learning.step, x, y), where, steps)
+            ratios = [Ratio(name, NAMES["adam"]) for name in columns if name != NAMES["adam"]]
+            record.add(setting, "as in the table", measure(columns, **timing(given)), ratios, batch=size)
+        del columns
+    record.close()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)  # of dropout
+    main()

@@ -133,7 +133,9 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run.")],
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the keys below.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    method: Annotated[str | None, typer.Option(help=_help("bgd, ivon, bbb, sgd or adam", "method"))] = None,
+    method: Annotated[
+        str | None, typer.Option(help=_help("bgd, ivon, vogn, bbb, sgd or adam", "method"))
+    ] = None,
     net: Annotated[str | None, typer.Option(help=_help("Such as mlp-400-400 or lenet5", "net"))] = None,
     data: Annotated[
         str | None, typer.Option(help=_help("Such as mnist or digits, see posterity data list", "data"))
@@ -162,6 +164,7 @@ def train(
         float | None, typer.Option(help=_help("Std of every weight at the start", "std_init"))
     ] = None,
     hess_init: Annotated[float | None, typer.Option(help=_help("Hessian at the start", "hess_init"))] = None,
+    damping: Annotated[float | None, typer.Option(help=_help("Added to the curvature", "damping"))] = None,
     prior_precision: Annotated[
         float | None, typer.Option(help=_help("Precision of the prior", "prior_precision"))
     ] = None,

@@ -26,6 +26,16 @@ DEFAULTS: dict[str, dict[str, float]] = {
         "prior_precision": 1.0,
         "temperature": 1.0,
     },
+    "vogn": {
+        "samples": 1,
+        "lr": 0.01,
+        "momentum": 0.9,
+        "beta2": 0.9999,  # as IVON's
+        "hess_init": 0.1,
+        "damping": 1e-3,
+        "prior_precision": 1.0,
+        "temperature": 1.0,
+    },
     "bbb": {"samples": 1, "lr": 1e-3, "std_init": 0.02, "prior_std": 1.0, "kl_factor": 1.0},
     "sgd": {"lr": 0.1, "momentum": 0.9},
     "adam": {"lr": 1e-3},
@@ -67,6 +77,7 @@ _RANGES = {
     "beta2": _Range(float, 0, below=1),
     "std_init": _Range(float, 0, open=True),
     "hess_init": _Range(float, 0, open=True),
+    "damping": _Range(float, 0),
     "prior_precision": _Range(float, 0, open=True),
     "prior_std": _Range(float, 0, open=True),
     "temperature": _Range(float, 0, open=True),
@@ -82,7 +93,7 @@ class Config:
     what was run. One that the method does not have is refused, and is None in the record.
 
     Attributes:
-        method: How the posterior is learned: bgd, ivon, bbb; sgd and adam learn weights alone.
+        method: How the posterior is learned: bgd, ivon, vogn, bbb; sgd and adam learn weights alone.
         net: A name that `posterity_lab.nets.build` takes.
         data: A name that `posterity_lab.data.load` takes.
         epochs: Passes over the training images.
@@ -93,13 +104,15 @@ class Config:
         validation: Training images held out; the metrics of each epoch are then taken on them.
         samples: Weight samples per training step.
         lr: Learning rate.
-        momentum: Of SGD, or of IVON's averaged gradient (its β1).
-        beta2: Averaging of IVON's Hessian.
+        momentum: Of SGD, or of IVON's and VOGN's gradient (their β1).
+        beta2: Averaging of IVON's Hessian and VOGN's curvature.
         std_init: Std of every weight at the start.
-        hess_init: IVON's Hessian at the start.
-        prior_precision: Precision of IVON's prior.
+        hess_init: IVON's Hessian, or VOGN's curvature, at the start.
+        damping: Added to VOGN's curvature, in steps and in the posterior.
+        prior_precision: Precision of IVON's and VOGN's prior.
         prior_std: Std of the Gaussian prior of Bayes by Backprop.
-        temperature: Divides the loss in BGD and IVON, so that data counts 1/temperature times; 1 is Bayes.
+        temperature: Divides the loss in BGD, IVON and VOGN, so that data counts 1/temperature times; 1 is
+            Bayes.
         kl_factor: Scale of the KL of Bayes by Backprop; 1 is Bayes.
 
     Example:
@@ -122,6 +135,7 @@ class Config:
     beta2: float | None = None
     std_init: float | None = None
     hess_init: float | None = None
+    damping: float | None = None
     prior_precision: float | None = None
     prior_std: float | None = None
     temperature: float | None = None

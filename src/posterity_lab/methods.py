@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from posterity import (
     BGD,
     IVON,
+    VOGN,
     DiagonalGaussian,
     Factorised,
     IsotropicGaussian,
@@ -19,6 +20,7 @@ from posterity import (
     VariationalOptimizer,
     compile_step,
     elbo,
+    names_of,
     predict,
     variational,
 )
@@ -84,6 +86,21 @@ def build(config: Config, model: nn.Module, num_data: int) -> Method:
                 seed=config.seed,
             )
             return _Rule(model, ivon)
+        case "vogn":
+            vogn = VOGN(
+                model,
+                num_data=num_data,
+                lr=settings["lr"],
+                prior_precision=settings["prior_precision"],
+                temperature=settings["temperature"],
+                betas=(settings["momentum"], settings["beta2"]),
+                damping=settings["damping"],
+                hess_init=settings["hess_init"],
+                mc_samples=int(settings["samples"]),
+                deterministic=names_of(model, nn.BatchNorm2d),
+                seed=config.seed,
+            )
+            return _Rule(model, vogn)
         case "bbb":
             return _Backprop(model, num_data, settings, config.seed)
         case "sgd":

@@ -55,7 +55,10 @@ def test_an_unknown_method_is_refused_with_the_nearest(method):
 
 
 def test_a_method_without_a_near_name_is_refused_with_all_of_them():
-    assert refused(method="laplace") == "there is no method 'laplace': choose from bgd, ivon, bbb, sgd, adam"
+    assert (
+        refused(method="laplace")
+        == "there is no method 'laplace': choose from bgd, ivon, vogn, bbb, sgd, adam"
+    )
 
 
 def test_a_hyper_parameter_of_another_method_is_refused():

@@ -13,7 +13,7 @@ from posterity_lab import methods, runs
 from posterity_lab.config import Config
 
 EPOCHS = 6
-LEARNERS = ("bgd", "ivon", "bbb")
+LEARNERS = ("bgd", "ivon", "vogn", "bbb")
 
 
 @pytest.fixture(autouse=True)

@@ -606,6 +606,29 @@ def test_linear_regression_reaches_its_own_fixed_point(
     torch.testing.assert_close(torch.kron(*covariance), torch.kron(U, V), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize("make", [NoisyKFAC, KFAC])
+def test_with_the_exact_fisher_and_no_damping_the_posterior_is_exact(
+    make: type[KFAC] | type[NoisyKFAC],
+) -> None:
+    """Noise of precision P has S = P for its Fisher; without a prior the posterior is a matrix Gaussian."""
+    P = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    mean = torch.zeros(OUTPUTS, INPUTS).double()
+    opt = make([mean.clone().requires_grad_()], num_data=N, lr=0.12, prior_precision=1e-10, damping=0.0)
+    group = opt.param_groups[0]
+    state, told = opt.init(mean, None, group), Kronecker("w", None, None, X.T @ X / N, P)
+    for step in range(1, 500):
+        grad = P @ (X @ mean.T - Y).T @ X / N
+        stats = Statistics(grad, grad[:0], N, step, grad[:0], told)
+        ((mean, new),) = opt.updates([(mean, state, stats, group)])
+        state |= new
+    leaf = opt.leaf([mean], state, None, group)
+    covariance = torch.kron(leaf.rows @ leaf.rows.mT, leaf.columns @ leaf.columns.mT)
+    torch.testing.assert_close(mean, torch.linalg.lstsq(X, Y).solution.T, rtol=1e-5, atol=1e-6)
+    exact = torch.linalg.inv(torch.kron(P, X.T @ X))
+    torch.testing.assert_close(covariance, exact, rtol=1e-4, atol=1e-6)
+    assert bool((exact - exact.diagonal().diag()).abs().max() > 1e-3)  # independent weights would be seen
+
+
 def test_sampled_factors_are_unbiased() -> None:
     layer = nn.Linear(INPUTS, OUTPUTS, bias=False).double()
     mean, U, V = regression(1.0, 0.0, True)

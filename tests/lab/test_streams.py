@@ -284,6 +284,11 @@ REFUSED = {
     "another shape": ([GOOD, ((X[:, :1], Y), (X, Y))], r"inputs of shape \[1\], not \[2\] as task 1"),
     "bytes": ([((X.byte(), Y), (X.byte(), Y))], "task 1 has training inputs of torch.uint8"),
     "labels that are floats": ([((X, Y.float()), (X, Y))], r"convert them with .long\(\)"),
+    "no tasks but one": ([(X, Y)], r"^task 1 needs two tensors, inputs and labels, for training"),
+    "no test data": ([GOOD, ((X, Y),)], r"^task 2 is no pair of training and test data: pass \(\(x, y\)"),
+    "data sets": ([(torch.utils.data.TensorDataset(X, Y),) * 2], r"of a TensorDataset its \.tensors"),
+    "arrays": ([((X, Y.numpy()), (X, Y))], r"of an array torch\.as_tensor\(array\)"),
+    "only labels below 0": ([((X, Y - 9), (X, Y))], r"label -\d, which is not in 0 … 0: mend it$"),
     "another device": ([GOOD, ((X.to("meta"), Y), (X, Y))], "task 2 has training data on another device"),
 }
 

@@ -82,7 +82,10 @@ def _overview(found: dict[str, list[Group]]) -> Table:
 
 def _section(experiment: Experiment, found: Sequence[Group], records: Sequence[Record]) -> Section:
     claim = f"Paper: {experiment.claim}"
-    rerun = f"To run it: posterity reproduce {experiment.name}, after --tune where it is to be tuned."
+    rerun = (
+        f"To run it anew: posterity reproduce {experiment.name} --out FOLDER, after the same with --tune "
+        "where it is to be tuned; --epochs as in the table where it is less than the paper's."
+    )
     if not any(group.whole for group in found):
         return Section(experiment.title, [claim, "It was not run yet.", rerun])
     parts: list[Part] = [claim, *VIEWS[experiment.name](found)]

@@ -110,7 +110,7 @@ def _baselines() -> _Methods:
     return {
         "sgd": ({"lr": 0.01, "momentum": 0.0}, grid(lr=[0.003, 0.01, 0.03, 0.1])),
         "adam": ({"lr": 1e-4}, grid(lr=[3e-5, 1e-4, 3e-4, 1e-3])),
-        "si": ({"lr": 1e-3, "strength": 0.3}, grid(lr=[3e-4, 1e-3], strength=[0.1, 0.3, 1.0])),
+        "si": ({"lr": 1e-3, "strength": 0.3}, grid(lr=[3e-4, 1e-3], strength=[0.1, 0.3, 1.0, 3.0])),
         "ewc": ({"lr": 1e-3, "strength": 100.0}, grid(lr=[3e-4, 1e-3], strength=[10.0, 100.0, 1000.0])),
         "vcl": (
             {"lr": 1e-3, "std_init": 0.02, "kl_factor": 1.0},
@@ -264,7 +264,7 @@ _METRICS = (
     "accuracy",
     "lasting_accuracy",
     "matrix",
-    *(f"summary.{key}" for key in ("average_accuracy", "forgetting", "nll")),
+    *(f"summary.{key}" for key in ("average_accuracy", "forgetting", "forward_transfer", "nll", "ece")),
 )
 PERMUTED = Study("bgd-permuted", permuted_cells, learn, _METRICS)
 SMALL_PERMUTED = Study("vogn-permuted", small_permuted_cells, learn, _METRICS)

@@ -256,15 +256,18 @@ def _streams_table(found: Sequence[Group]) -> Table:
             group.title,
             group.spread(partial(summary, "average_accuracy")),
             group.spread(partial(summary, "forgetting")),
+            group.spread(partial(summary, "forward_transfer")),
             group.spread(partial(summary, "nll"), 3, 1.0),
+            group.spread(partial(summary, "ece"), 3, 1.0),
             group.epochs,
             group.runs,
             group.time,
         ]
         for group in found
     ]
-    header = ["setting", "accuracy, %", "forgetting, %", "NLL", "epochs a task", "runs", "time"]
-    return Table("Averages over all tasks, after the last", header, rows)
+    header = ["setting", "accuracy, %", "forgetting, %", "forward transfer, %", "NLL", "ECE"]
+    caption = "Averages over all tasks, after the last"
+    return Table(caption, [*header, "epochs a task", "runs", "time"], rows)
 
 
 def _seen_picture(own: Sequence[Group], setting: str) -> Picture:

@@ -114,20 +114,35 @@ def many_heads(pairs: Iterable[Pair]) -> Tasks:
 
 
 def _items(pairs: Iterable[Pair]) -> list[Task]:
-    return [Task(_split(train), _split(test)) for train, test in pairs]
+    items = []
+    for number, pair in enumerate(pairs, start=1):
+        if not _two(pair):
+            raise ValueError(f"task {number} is no pair of training and test data: pass ((x, y), (x, y))")
+        train, test = (_split(each, f"task {number}") for each in pair)
+        items.append(Task(train, test))
+    return items
 
 
-def _split(examples: Examples) -> Split:
+def _split(examples: Examples, task: str) -> Split:
     if isinstance(examples, Split):
         return examples
+    if not _two(examples) or not all(isinstance(each, Tensor) for each in examples):
+        raise ValueError(
+            f"{task} needs two tensors, inputs and labels, for training, and two for testing: pass "
+            "((x, y), (x, y)), of a TensorDataset its .tensors, of an array torch.as_tensor(array)"
+        )
     x, y = examples
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise ValueError(f"labels must be whole numbers, not {y.dtype}: convert them with .long()")
     return Split(x, y.long())
 
 
+def _two(value: object) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
 def _classes(task: Task) -> int:
-    return int(task.train.y.max()) + 1 if task.train.y.numel() else 1
+    return max(1, int(task.train.y.max()) + 1) if task.train.y.numel() else 1
 
 
 def _check(task: Task, number: int, like: Tensor, classes: int) -> None:

@@ -231,7 +231,8 @@ def test_times_of_runs_that_shared_a_machine_do_not_count(
     assert times["alexnet VOGN"][::2] == ["–", "–", "1"]
     assert ", 4 runs at a time" in text
     steps = {"VOGN": {"value": 6.0}, "Adam": {"value": 2.0}}
-    record = {"rows": [{"case": "resnet18", "columns": {}}, {"case": "alexnet", "columns": steps}]}
+    others = {**steps, "VOGN": {"value": 8.0}}
+    record = {"rows": [{"case": "lenet5", "columns": others}, {"case": "alexnet", "columns": steps}]}
     bench.RESULTS.mkdir()
     (bench.RESULTS / "vogn_table-a.json").write_text(json.dumps(record))
     text = section(page(tmp_path), "VOGN, table")

@@ -224,11 +224,11 @@ def test_the_choice_is_the_best_trial_that_came_to_its_end() -> None:
 def test_a_net_that_loses_much_by_pruning_is_worth_nothing(
     ratio: float, kept: float | None, tmp_path: Path
 ) -> None:
-    unit = quick_unit(images.MNIST, "24 to prune", "bgd", epochs=2, std_init=0.02, to_prune=[0.9, ratio])
+    unit = quick_unit(images.MNIST, "24 to prune", "bgd", epochs=2, std_init=0.02, to_prune=[0.75, ratio])
     metrics = images.train(unit, "cpu", tmp_path, QUIET).metrics
     curve = metrics["pruning"]["single"]
-    pruned = curve["errors"][curve["fractions"].index(0.9)]
-    assert pruned > curve["unpruned"]
+    pruned = curve["errors"][curve["fractions"].index(0.75)]
+    assert curve["unpruned"] < pruned < curve["errors"][-1]
     assert metrics["pruned_accuracy"] == 1.0 - pruned
     assert metrics["kept_accuracy"] == (1.0 - pruned if kept is None else kept)
 

@@ -269,6 +269,23 @@ def test_a_run_learns_and_reads_back_as_it_was(tmp_path, method):
     assert float((probs.argmax(-1) == test.y).float().mean()) == pytest.approx(last["accuracy"])
 
 
+@pytest.mark.parametrize("method", ["ivon", "vogn"])
+def test_settings_reach_the_optimiser(method):
+    given = {"lr": 0.02, "prior_precision": 3.0, "temperature": 0.7, "hess_init": 0.4}
+    given |= {"damping": 0.05} if method == "vogn" else {}
+    config = Config(method=method, samples=3, momentum=0.8, beta2=0.95, seed=4, **given)
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.BatchNorm2d(2))
+    optimizer = methods.build(config, net, num_data=60).optimizer
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in given} == given
+    assert (group["betas"], group["mc_samples"], group["seed"]) == ((0.8, 0.95), 3, 4)
+    assert group["num_data"] == 60
+    certain = [
+        name for each in optimizer.param_groups if each["deterministic"] for name in each["param_names"]
+    ]
+    assert certain == (["1.weight", "1.bias"] if method == "vogn" else [])
+
+
 def test_the_temperature_of_bgd_reaches_its_optimiser_and_decides_the_stds(tmp_path):
     for temperature in (1.0, 0.1):
         config = tiny(method="bgd", epochs=1, lr=temperature, temperature=temperature)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from peers import batch, fresh_row, timing
+from peers import batch, count, fresh_row, timing
 
 from posterity_lab.bench import Column, Ratio, Record, measure, parser, positive
 from posterity_lab.data import Split
@@ -40,16 +40,17 @@ def main() -> None:
         x, y = batch([size, 3, 32, 32], given.device)
         whole = Split(x[:1].expand(IMAGES, -1, -1, -1), y[:1].expand(IMAGES))
         with arithmetic(given.device):
-            columns = {}
+            columns, more = {}, {"batch": size}
             for method, config in own.items():
                 learning = begun(method, config, whole, 10, given.device, seed=0)
                 learning.model.train()
+                more.setdefault("parameters", count(learning.model))
                 where = "bf16" if config.get("bfloat16", given.device == "cuda") else "fp32"
                 # A round has whole cycles of steps with factors and without.
                 steps = config.get("factors_every")
                 columns[NAMES[method]] = Column(partial(learning.step, x, y), where, steps)
             ratios = [Ratio(name, NAMES["adam"]) for name in columns if name != NAMES["adam"]]
-            record.add(setting, "as in the table", measure(columns, **timing(given)), ratios, batch=size)
+            record.add(setting, "as in the table", measure(columns, **timing(given)), ratios, **more)
         del columns
     record.close()
 

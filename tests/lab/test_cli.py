@@ -344,9 +344,9 @@ def test_help_of_train_shows_the_defaults(monkeypatch):
         "; mnist if not given",
         "; 5 if not given",
         "; 128 if not given",
-        "; bgd 2, ivon 0.5, bbb 0.001, sgd 0.1, adam 0.001 if not given",
+        "; bgd 2, ivon 0.5, vogn 0.01, bbb 0.001, sgd 0.1, adam 0.001 if not given",
         "; bgd 0.05, bbb 0.02 if not given",
-        "at 0.5 data counts twice; bgd 1, ivon 1 if not given",
+        "at 0.5 data counts twice; bgd 1, ivon 1, vogn 1 if not given",
     ):
         assert default in shown
 

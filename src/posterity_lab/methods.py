@@ -64,43 +64,12 @@ def build(config: Config, model: nn.Module, num_data: int) -> Method:
     settings = config.settings
     match config.method:
         case "bgd":
-            bgd = BGD(
-                model,
-                std_init=settings["std_init"],
-                lr=settings["lr"],
-                mc_samples=int(settings["samples"]),
-                temperature=settings["temperature"],
-                seed=config.seed,
-            )
-            return _Rule(model, bgd)
+            return _Rule(model, BGD(model, **_entries(config)))
         case "ivon":
-            ivon = IVON(
-                model,
-                num_data=num_data,
-                lr=settings["lr"],
-                prior_precision=settings["prior_precision"],
-                temperature=settings["temperature"],
-                betas=(settings["momentum"], settings["beta2"]),
-                hess_init=settings["hess_init"],
-                mc_samples=int(settings["samples"]),
-                seed=config.seed,
-            )
-            return _Rule(model, ivon)
+            return _Rule(model, IVON(model, num_data=num_data, **_entries(config)))
         case "vogn":
-            vogn = VOGN(
-                model,
-                num_data=num_data,
-                lr=settings["lr"],
-                prior_precision=settings["prior_precision"],
-                temperature=settings["temperature"],
-                betas=(settings["momentum"], settings["beta2"]),
-                damping=settings["damping"],
-                hess_init=settings["hess_init"],
-                mc_samples=int(settings["samples"]),
-                deterministic=names_of(model, nn.BatchNorm2d),
-                seed=config.seed,
-            )
-            return _Rule(model, vogn)
+            plain = names_of(model, nn.BatchNorm2d)
+            return _Rule(model, VOGN(model, num_data=num_data, deterministic=plain, **_entries(config)))
         case "bbb":
             return _Backprop(model, num_data, settings, config.seed)
         case "sgd":
@@ -109,6 +78,15 @@ def build(config: Config, model: nn.Module, num_data: int) -> Method:
         case "adam":
             return _Point(model, torch.optim.Adam(model.parameters(), lr=settings["lr"]))
     raise ValueError(f"there is no method {config.method!r}")
+
+
+def _entries(config: Config) -> dict[str, Any]:
+    """A config's settings under the names that rules have for them."""
+    entries: dict[str, Any] = dict(config.settings)
+    entries |= {"mc_samples": entries.pop("samples"), "seed": config.seed}
+    if "beta2" in entries:
+        entries["betas"] = entries.pop("momentum"), entries.pop("beta2")
+    return entries
 
 
 def predictions(

@@ -230,15 +230,19 @@ def test_times_of_runs_that_shared_a_machine_do_not_count(
     assert times["resnet18 VOGN"][:3] == ["12.000 ± 2.828", "4.4", "4.0"]
     assert times["alexnet VOGN"][::2] == ["–", "–", "1"]
     assert ", 4 runs at a time" in text
-    steps = {"VOGN": {"value": 6.0}, "Adam": {"value": 2.0}}
-    others = {**steps, "VOGN": {"value": 8.0}}
-    record = {"rows": [{"case": "lenet5", "columns": others}, {"case": "alexnet", "columns": steps}]}
+    ratios = {"lenet5": 4.0, "alexnet": 3.0}
+    rows_of_steps = [
+        {"case": case, "ratios": [{"of": "VOGN", "to": "Adam", "value": value}]}
+        for case, value in ratios.items()
+    ]
+    record = {"rows": rows_of_steps, "environment": {"gpu": "Another one", "processor": "x"}}
     bench.RESULTS.mkdir()
     (bench.RESULTS / "vogn_table-a.json").write_text(json.dumps(record))
     text = section(page(tmp_path), "VOGN, table")
     times = rows(text[text.index("Time of an epoch") :])
     assert times["resnet18 VOGN"][:3] == ["12.000 ± 2.828", "4.4", "4.0"]
     assert times["alexnet VOGN"][:3] == ["–", "–", "3.0"]
+    assert "posterity bench vogn_table, Another one" in text
 
 
 def test_the_committed_page_is_that_of_the_committed_records(tmp_path: Path) -> None:

@@ -178,7 +178,8 @@ def choice(cell: Cell, records: Sequence[Record]) -> tuple[Values, str]:
     if not whole:
         return {}, "the default; no trials were run"
     scores = [float(record["metrics"][cell.score]) for record in whole]
-    best, same = whole[scores.index(max(scores))], scores.count(max(scores))
+    top = max(scores)
+    best, same = whole[scores.index(top)], scores.count(top)
     values = ", ".join(f"{key} {value:g}" for key, value in best["trial"].items())
     rank = "the best" if same == 1 else f"the first of {same} that are best"
     how = f"{values}: {rank} by {cell.score.replace('_', ' ')} of {len(own)} trials on held-out data"

@@ -34,6 +34,7 @@ def scores(found: Sequence[Group]) -> list[Part]:
     for name, *_ in _PAPERS:
         header += [f"{name}, paper", "ours"]
     rows, times = [], []
+    machine, steps = _steps()
     for group in found:
         paper = _paper(group)
         row = [group.title]
@@ -42,7 +43,10 @@ def scores(found: Sequence[Group]) -> list[Part]:
         rows.append([*row, _outside(group)])
         adam = next((each for each in found if (each.setting, each.method) == (group.setting, "adam")), None)
         seconds = _alone(group).spread(partial(_value, "epoch_seconds"), 3, 1.0)
-        ratios = [_paper_ratio(group, adam), _ratio(group, adam) or _steps_ratio(group)]
+        ratios = [
+            _paper_ratio(group, adam),
+            _ratio(group, adam) or steps.get((group.setting, group.name), "–"),
+        ]
         times.append([group.title, seconds, *ratios, group.epochs, group.runs, group.time])
     caption = (
         "Predictions averaged over sampled networks, where there are several. AUROC: confidence tells right "
@@ -50,10 +54,9 @@ def scores(found: Sequence[Group]) -> list[Part]:
     )
     columns_of_time = ["setting", "s per epoch", "over Adam's, paper", "ours", "epochs", "runs", "time"]
     parts: list[Part] = [Table(caption, [*header, "AUROC, SVHN"], rows)]
-    about = (
-        "Time of an epoch of training, tests left out, where a run had the machine to itself; else "
-        "over Adam's is of steps side by side (posterity bench vogn_table)"
-    )
+    about = "Time of an epoch of training, tests left out, where a run had the machine to itself"
+    if steps:
+        about += f"; else over Adam's is of steps side by side (posterity bench vogn_table, {machine})"
     parts.append(Table(about, columns_of_time, times))
     missing = {
         record["metrics"]["outside"]
@@ -151,14 +154,20 @@ def _ratio(group: Group, adam: Group | None) -> str | None:
     return f"{mine / its:.1f}"
 
 
-def _steps_ratio(group: Group) -> str:
-    """A step over Adam's, as a benchmark's record has it, if one is there."""
-    for path in sorted(bench.RESULTS.glob("vogn_table-*.json")):
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            times = row["columns"]
-            if row["case"] == group.setting and {group.name, NAMES["adam"]} <= times.keys():
-                return f"{times[group.name]['value'] / times[NAMES['adam']]['value']:.1f}"
-    return "–"
+def _steps() -> tuple[str, dict[tuple[str, str], str]]:
+    """By setting and method, a step over Adam's as a benchmark's record has it, and the machine; if any."""
+    path = next(iter(sorted(bench.RESULTS.glob("vogn_table-*.json"))), None)
+    if path is None:
+        return "", {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    place = record["environment"]
+    ratios = {
+        (row["case"], ratio["of"]): f"{ratio['value']:.1f}"
+        for row in record["rows"]
+        for ratio in row["ratios"]
+    }
+    own = {(row["case"], NAMES["adam"]): "1.0" for row in record["rows"]}
+    return place["gpu"] or place["processor"], {**own, **ratios}
 
 
 def _alone(group: Group) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def run(*args: Any, **options: int) -> Any:
             self.compiled.append((grid, *args, options))
-            return {grid: lambda *given: self.ran.append(given)}
+            return SimpleNamespace(
+                run=lambda *given: self.ran.append(given), function="function", packed_metadata="packed"
+            )
 
         return run
 
@@ -34,9 +37,10 @@ def test_it_is_compiled_once_for_an_alignment_and_numbers_may_change() -> None:
     assert kernel.compiled == [((3, 1, 1), x, y, 7, 0.5, True, 128, {"num_warps": 2})]
     run(y, x, given=(8, 0.25))
     run(x[4:], y, given=(9, 0.25))
+    how = (3, 1, 1, 0, "function", "packed", None, None, None)  # programs, stream, what was compiled, hooks
     assert kernel.ran == [
-        (y.data_ptr(), x.data_ptr(), 8, 0.25, True, 128),
-        (x.data_ptr() + 16, y.data_ptr(), 9, 0.25, True, 128),
+        (*how, y.data_ptr(), x.data_ptr(), 8, 0.25, True, 128),
+        (*how, x.data_ptr() + 16, y.data_ptr(), 9, 0.25, True, 128),
     ]
     run(x[1:], y, given=(9, 0.25))
     assert len(kernel.compiled) == 2

@@ -132,6 +132,23 @@ def test_a_tensor_that_is_not_finite_poisons_what_it_is_copied_with(
     assert bool(torch.isnan(poison)) == (value != 1.0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("blocks", [tuple(range(len(SHAPES))), (4, 2)])
+def test_tensors_are_added_by_their_addresses_and_poison_a_sum_that_is_not_finite(
+    blocks: tuple[int, ...], value: float
+) -> None:
+    tensors = {i: torch.randn(SHAPES[i], device=DEVICE) for i in blocks}
+    tensors[2][63, 3, 2, 1] = value
+    pointers = torch.tensor([each.data_ptr() for each in tensors.values()]).to(DEVICE)
+    flat, poison = torch.ones(LAYOUT.size, device=DEVICE), torch.zeros((), device=DEVICE)
+    kernels.add(LAYOUT, blocks, pointers, flat, 2.5, poison)
+    for i, view in enumerate(LAYOUT.views(flat)):
+        expected = 1 + 2.5 * tensors[i] if i in tensors else torch.ones_like(view)
+        torch.testing.assert_close(view, expected, equal_nan=True)
+    assert bool(torch.isnan(poison)) == (value != 1.0)
+
+
 def test_a_step_is_read_from_python_or_from_the_device() -> None:
     live = Noise(
         range(2), LAYOUT, seed=1 << 40, step=torch.tensor(7, dtype=torch.int32).to(DEVICE), device=DEVICE

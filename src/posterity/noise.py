@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from itertools import count
@@ -230,7 +230,7 @@ class Room:
         return found[:size]
 
 
-def alike(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+def alike(tensors: Collection[Tensor], dtype: torch.dtype) -> bool:
     """Whether one kernel can have them by their addresses."""
     return all(map(Tensor.is_contiguous, tensors)) and {each.dtype for each in tensors} == {dtype}
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from types import TracebackType
 from typing import NamedTuple, Self, final
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from posterity.curvature.ends import note_gradients
 from posterity.curvature.layers import Layer, Terms
 from posterity.curvature.tap import Taps
-from posterity.curvature.uses import Part, Run, Use
+from posterity.curvature.uses import Part, Run, Site, Use
 
 
 class Uncollected(RuntimeError):
@@ -109,6 +110,8 @@ class Collector(ABC):
         if batch_dim < 0:
             raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
         self._taps, self._strict, self._once = Taps(self, batch_dim), strict, once
+        self.stacked = False
+        self._named: dict[str, Tensor] = {}
         self._wanted: dict[int, tuple[Tensor, Part]] = {}
         self.parts: dict[int, tuple[Tensor, Part]] = {}
         self._entered = False
@@ -126,8 +129,15 @@ class Collector(ABC):
         if self._entered:
             raise RuntimeError("a collector is inside its context: watch other parameters after it")
         named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
-        self.stacked = stacked
-        self._wanted = {id(p): (p, Part(name)) for name, p in named.items() if p.requires_grad}
+        wanted = {name: p for name, p in named.items() if p.requires_grad}
+        if (
+            stacked != self.stacked
+            or wanted.keys() != self._named.keys()
+            or not all(map(is_, wanted.values(), self._named.values()))
+        ):
+            self.stacked, self._named = stacked, wanted
+            self._wanted = {id(p): (p, Part(name)) for name, p in wanted.items()}
+            self._taps.forget()
         return self
 
     def clear(self) -> None:
@@ -136,7 +146,7 @@ class Collector(ABC):
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
         # Squares of a backward pass that are not yet summed over examples.
-        self._terms: list[tuple[Use, Tensor]] = []
+        self._terms: list[tuple[Site, Tensor]] = []
         self._task = -1
 
     def __enter__(self) -> Self:
@@ -149,13 +159,13 @@ class Collector(ABC):
         self.refused.clear()
         self.parts = dict(self._wanted)
         self._run = Run()
-        # Which backward pass made a parameter's gradient, and which told of it.
-        self._reached: set[tuple[int, str]] = set()
-        self._heard: set[tuple[int, str]] = set()
+        # Names whose gradients a backward pass made, and of which it told.
+        self._reached: defaultdict[int, set[str]] = defaultdict(set)
+        self._heard: defaultdict[int, set[str]] = defaultdict(set)
         self._entered = True
         # Whose gradient is made, without a word from any layer, was used where nobody could see it.
         self._hooks = note_gradients(
-            {part.name: tensor for tensor, part in self._wanted.values()}, self._reached
+            ((part.name, tensor) for tensor, part in self._wanted.values()), self._reached
         )
         self._taps.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -170,29 +180,29 @@ class Collector(ABC):
         self._add_terms()
         if kind is not None:
             return
-        if not self._heard | self._reached | self.refused.keys():
+        heard, reached = (set[str]().union(*each.values()) for each in (self._heard, self._reached))
+        if not (heard or reached or self.refused):
             raise RuntimeError(
                 "nothing was collected: run forward and backward inside, with the tensors that are watched"
             )
-        heard, reached = ({name for _, name in each} for each in (self._heard, self._reached))
         missed = sorted(reached - heard - self.refused.keys())
         if missed:
             self.refuse(missed, "is used by an operation that cannot be seen")
-        passed = sorted({name for _, name in self._heard - self._reached} - self.refused.keys())
+        passed = {name for task, told in self._heard.items() for name in told - self._reached[task]}
+        passed -= self.refused.keys()
         if passed:
-            self.refuse(passed, "lies behind a backward pass that makes no gradient of it")
+            self.refuse(sorted(passed), "lies behind a backward pass that makes no gradient of it")
 
     # What its taps ask and tell.
 
-    def begin(self, use: Use) -> bool:
-        """A layer is called; whether to listen."""
+    def begin(self, site: Site) -> Use | None:
+        """A layer is called: its use, if that is to be listened to."""
         if torch._C._current_graph_task_id() != -1:
-            self.refuse(use.names, "is used in a backward pass, as checkpointing does")
-            return False
+            self.refuse(site.names, "is used in a backward pass, as checkpointing does")
+            return None
         if self._run.heard:
             self._run = Run()
-        use.run = self._run
-        return True
+        return Use(site, self._run)
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Parameters are used in a way that nothing can be collected from."""
@@ -206,46 +216,42 @@ class Collector(ABC):
 
     def heard(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         """A use's inputs and gradient; the weight's gradient, if it brings it."""
-        run, place, task = use.run, use.place, torch._C._current_graph_task_id()
+        site, run, task = use.site, use.run, torch._C._current_graph_task_id()
         if task != self._task:
             self._add_terms()  # those of many passes would fill the memory
             self._task = task
-        for part in use.parts:
-            self._heard.add((task, part.name))
+        self._heard[task].update(site.names)
         if use.fresh:
             # Only now: a pass that nobody differentiates does no harm.
-            self._match(use, run)
+            self._match(site, run)
         elif self._once:
-            self.refuse(use.names, "is in several backward passes of one forward pass (add the losses)")
-        sample = use.parts[0].sample
+            self.refuse(site.names, "is in several backward passes of one forward pass (add the losses)")
+        sample = site.parts[0].sample
         if sample not in run.heard:
             run.heard.add(sample)
-            self.examples += place.samples * place.examples
+            self.examples += site.place.samples * site.place.examples
         return self._take(use, x, grad, extras)
 
-    def _match(self, use: Use, run: Run) -> None:
+    def _match(self, site: Site, run: Run) -> None:
         """Refuse what does not go together with the uses that have told before."""
-        examples, counted = use.place.examples, use.place.counted
+        examples, counted = site.place.examples, site.place.counted
         if run.examples not in (0, examples):
-            self.refuse(use.names, f"sees {examples} examples where another layer saw {run.examples}")
+            self.refuse(site.names, f"sees {examples} examples where another layer saw {run.examples}")
         if counted is not None:
             if run.counted not in (None, counted):
                 self.refuse(
-                    use.names,
+                    site.names,
                     f"counts examples on axis {counted} where another layer does on axis {run.counted} "
                     "(attention has batch_first=True)",
                 )
             run.counted = counted
         run.examples = examples
-        twice = []
-        for part in use.parts:
-            before = run.used[part.name]
-            if before and any(map(part.meets, before)):
-                twice.append(part.name)
-        if twice:
-            self.refuse(sorted({*twice}), "is used twice before a backward pass")
-        for part in use.parts:
-            run.used[part.name].append(part)
+        if not run.names.isdisjoint(site.names):
+            twice = {part.name for part in site.parts if any(map(part.meets, run.used))}
+            if twice:
+                self.refuse(sorted(twice), "is used twice before a backward pass")
+        run.names.update(site.names)
+        run.used += site.parts
 
     @abstractmethod
     def brings_gradient(self, layer: Layer) -> bool:
@@ -261,18 +267,19 @@ class Collector(ABC):
         self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]
     ) -> Tensor | None:
         """Add Σ g² of a use; the weight's gradient, if the layer brings it."""
-        layer, weight, bias = use.layer, use.weight, use.bias
+        site = use.site
+        layer, weight, bias = site.layer, site.weight, site.bias
         if weight is None or x is None:
             if bias is not None:
-                self._add(bias, layer.bias_squares(use.stacks(None, grad)[1]))
+                self._add(bias, layer.bias_squares(site.stacks(None, grad)[1]))
             return None
-        found = layer.of_one(x, grad, extras, bias is not None) if use.alone else None
+        found = layer.of_one(x, grad, extras, bias is not None) if site.alone else None
         if found is None:
-            found = layer.squares(*use.stacks(x, grad), extras, bias is not None)
-            if use.alone and found.gradient is not None:
+            found = layer.squares(*site.stacks(x, grad), extras, bias is not None)
+            if site.alone and found.gradient is not None:
                 found = found._replace(gradient=found.gradient[0])
         if isinstance(found, Terms):
-            self._terms.append((use, found.both))
+            self._terms.append((site, found.both))
             if not self._entered:  # nobody would add them later
                 self._add_terms()
             return None
@@ -283,17 +290,17 @@ class Collector(ABC):
 
     def _add_terms(self) -> None:
         """Add what is not yet summed over examples, all layers' at once."""
-        alike: defaultdict[tuple[object, ...], list[tuple[Use, Tensor]]] = defaultdict(list)
-        for use, both in self._terms:
-            alike[both.device, both.dtype, both.shape[1]].append((use, both))
+        alike: defaultdict[tuple[object, ...], list[tuple[Site, Tensor]]] = defaultdict(list)
+        for site, both in self._terms:
+            alike[both.device, both.dtype, both.shape[1]].append((site, both))
         self._terms = []
         for some in alike.values():
             sizes = [both.shape[2] for _, both in some]
             weights, biases = torch.cat([both for _, both in some], 2).sum(1).unbind()
-            for (use, _), weight, bias in zip(
+            for (site, _), weight, bias in zip(
                 some, weights.split_with_sizes(sizes), biases.split_with_sizes(sizes), strict=True
             ):
-                for part, squares in ((use.weight, weight), (use.bias, bias)):
+                for part, squares in ((site.weight, weight), (site.bias, bias)):
                     if part is not None:
                         self._add(part, squares)
 

@@ -5,7 +5,8 @@ In a plain loop a GPU waits for what Python does here, once for every layer and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast, final
 
@@ -62,7 +63,7 @@ class Ends:
                 return None
             if self._axis is not None:
                 into = into.movedim(0, self._axis)
-            elif not self._use.alone:
+            elif not self._use.site.alone:
                 into = into[0] if len(into) == 1 else into.sum(0)
             return into if into.dtype is self._dtype else into.to(self._dtype)
 
@@ -110,19 +111,23 @@ def tap(
     return _apply(y, weight, ends, x, *extras)
 
 
-def note_gradients(tensors: Mapping[str, Tensor], reached: set[tuple[int, str]]) -> RemovableHandle:
-    """Hooks that note the backward pass and the name of each gradient that is made.
+def note_gradients(
+    tensors: Iterable[tuple[str, Tensor]], reached: defaultdict[int, set[str]]
+) -> RemovableHandle:
+    """Hooks that note the name of each gradient that is made, by the backward pass.
 
     They have one handle together: to make one for each takes longer than all that the hooks do.
     """
-    places: list[dict[int, Callable[[Tensor], None]]] = []
-    for tensor in tensors.values():
+    places: dict[str, dict[int, Callable[[Tensor], None]]] = {}
+    for name, tensor in tensors:
         if tensor._backward_hooks is None:  # torch makes the place for them
             tensor.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
-        places.append(cast("dict[int, Callable[[Tensor], None]]", tensor._backward_hooks))
-    handle = RemovableHandle(places[0], extra_dict=places[1:])
-    for name, place in zip(tensors, places, strict=True):
-        place[handle.id] = lambda _, name=name: reached.add((torch._C._current_graph_task_id(), name))  # type: ignore[misc]
+        places[name] = cast("dict[int, Callable[[Tensor], None]]", tensor._backward_hooks)
+    first, *others = places.values()
+    handle = RemovableHandle(first, extra_dict=others)
+    now = torch._C._current_graph_task_id
+    for name, place in places.items():
+        place[handle.id] = lambda _, name=name: reached[now()].add(name)  # type: ignore[misc]
     return handle
 
 

@@ -53,19 +53,21 @@ class Factors(Collector):
         return layer.brings_gradient and not isinstance(layer, Multiplying)
 
     def _take(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
-        if use.weight is None or not isinstance(use.layer, Multiplying):
+        site = use.site
+        if site.weight is None or not isinstance(site.layer, Multiplying):
             return self._add_squares(use, x, grad, extras)
-        if self.refused.keys() & {part.name for part in use.parts}:
-            for part in use.parts:
-                self.refused.setdefault(part.name, "is in one block with a parameter that is refused")
+        if self.refused.keys() & set(site.names):
+            for name in site.names:
+                self.refused.setdefault(name, "is in one block with a parameter that is refused")
         else:
-            self._add_factors(use, use.layer, use.weight, *use.stacks(x, grad))
+            self._add_factors(use, site.layer, site.weight, *site.stacks(x, grad))
         return None
 
     def _add_factors(self, use: Use, layer: Multiplying, weight: Part, x: Tensor, grad: Tensor) -> None:
         rows = None if weight.rows is None else weight.rows[:2]
         key = weight.name if rows is None else f"{weight.name}[{rows[0]}:{rows[1]}]"
-        wide, extended = wide_dtype(grad.dtype), use.bias is not None
+        bias = use.site.bias
+        wide, extended = wide_dtype(grad.dtype), bias is not None
         grads = layer.grads(grad)
         g = grads.flatten(1).to(wide)
         samples, x = (len(x), x[:1]) if x.stride(0) == 0 else (1, x)  # the same inputs for all samples
@@ -74,7 +76,7 @@ class Factors(Collector):
             a, size = inputs.to(wide), len(inputs)
             if key not in self.blocks:
                 zeros = a.new_zeros(size + extended, size + extended), g.new_zeros(len(g), len(g))
-                self.blocks[key] = Kronecker(weight.name, use.bias and use.bias.name, rows, *zeros)
+                self.blocks[key] = Kronecker(weight.name, bias and bias.name, rows, *zeros)
             A = self.blocks[key].A
             A[:size, :size].addmm_(a, a.mT, alpha=samples)
             if extended:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -154,17 +155,15 @@ class Convolving(ByChannel):
 
     def of_one(self, x: Tensor, grad: Tensor, extras: Sequence[Tensor], bias: bool) -> Found | None:
         """Where nothing must be cast or put in shape for the kernel."""
-        if (
-            kernels is None
-            or self.axes == 1
-            or self.sizes.groups > 1
-            or x.dtype is not grad.dtype
-            or any(self.before)
-            or not kernels.multiplies(grad)
-        ):
+        if kernels is None or not self._plain or x.dtype is not grad.dtype or not kernels.multiplies(grad):
             return None
-        sums, squares = kernels.conv2d_squares(x, grad, *self.sizes[:4])
+        sums, squares = kernels.conv2d_squares(x, grad, *self._plain)
         return Found(sums, squares, self.bias_squares(grad[None]) if bias else None)
+
+    @cached_property
+    def _plain(self) -> Sequence[tuple[int, int]]:
+        """Sizes for the kernel, if it can have inputs as they are; else nothing."""
+        return () if self.axes == 1 or self.sizes.groups > 1 or any(self.before) else self.sizes[:4]
 
     def _planes(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         x = F.pad(x.to(grad.dtype), self.before) if any(self.before) else x.to(grad.dtype)

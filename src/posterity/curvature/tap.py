@@ -31,7 +31,7 @@ from posterity.curvature.stacks import (
     samples_first,
     stacking,
 )
-from posterity.curvature.uses import Listener, Part, Place, Use
+from posterity.curvature.uses import Listener, Part, Place, Site, Use
 
 
 @final
@@ -48,6 +48,12 @@ class Taps(TorchFunctionMode):
         self._listener, self._batch_dim = listener, batch_dim
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
+        # By what a call was given, inputs aside: its site, and which argument is the weight.
+        self._sites: dict[tuple[Any, ...], tuple[Site, int]] = {}
+
+    def forget(self) -> None:
+        """The listener wants other parameters from here on."""
+        self._sites.clear()
 
     def __torch_function__(
         self,
@@ -60,6 +66,12 @@ class Taps(TorchFunctionMode):
         kwargs = kwargs or {}
         parts, read = self._listener.parts, CALLS.get(func)
         plain = functorch.peek_interpreter_stack() is None
+        key = _key(func, args) if plain and read is not None and not kwargs else None
+        known = self._sites.get(key) if key is not None else None
+        if known is not None and torch.is_grad_enabled() and self._attending is None:
+            site, at = known
+            if id(args[0]) not in parts:
+                return self._listened(func, args, kwargs, site, args[0], args[at])
         if plain:
             values = (*args, *kwargs.values()) if kwargs else args
             if parts.keys().isdisjoint(map(id, values)) and (
@@ -72,7 +84,7 @@ class Taps(TorchFunctionMode):
             x, weight_in, bias_in = call[1:4] if plain else map(inside, call[1:4])
             weight, bias = parts.get(id(weight_in), _NONE)[1], parts.get(id(bias_in), _NONE)[1]
             if weight != bias and id(x) not in parts:
-                return self._tapped(func, args, kwargs, call, weight, bias)
+                return self._tapped(func, args, kwargs, call, weight, bias, key)
         return self._untapped(func, args, kwargs)
 
     def _untapped(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -149,24 +161,32 @@ class Taps(TorchFunctionMode):
         call: Call,
         weight: Part | None,
         bias: Part | None,
+        key: tuple[Any, ...] | None,
     ) -> Any:
         level, samples = stacking()
         place = self._place(call, samples)
-        reason = ""
+        own = [part for part in (weight, bias) if part is not None]
         if level is not None and (
             level is NotImplemented
             or not self._listener.stacked
-            or any(part is not None and part.sample is not None for part in (weight, bias))
+            or any(part.sample is not None for part in own)
         ):
             reason = "is used inside a transform of torch.func that stacks no samples"
         elif place is None:
             reason = f"is used on inputs {list(call.x.shape)} without an axis of examples"
         else:
-            use = Use(call.layer, weight, bias, place)
-            if self._listener.begin(use):
-                return self._listened(func, args, kwargs, call, use, level)
-        if reason:
-            self._listener.refuse([part.name for part in (weight, bias) if part is not None], reason)
+            site = Site(call.layer, weight, bias, place)
+            if (
+                key is not None
+                and self._attending is None
+                and not call.extras
+                and all(part.rows is None and part.sample is None for part in own)
+            ):
+                at = [i for i, each in enumerate(args) if each is call.weight]
+                if at and args[0] is call.x:
+                    self._sites[key] = site, at[0]
+            return self._listened(func, args, kwargs, site, call.x, call.weight, call.extras, level)
+        self._listener.refuse([part.name for part in own], reason)
         return func(*args, **kwargs)
 
     def _listened(
@@ -174,13 +194,18 @@ class Taps(TorchFunctionMode):
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        call: Call,
-        use: Use,
-        level: int | None,
+        site: Site,
+        x: Tensor,
+        weight: Tensor | None,
+        extras: Sequence[Tensor] = (),
+        level: int | None = None,
     ) -> Any:
+        use = self._listener.begin(site)
+        if use is None:
+            return func(*args, **kwargs)
         # A bias has no need of inputs.
-        layer, weight, x = use.layer, call.weight, None if use.weight is None else call.x
-        brought = weight if x is not None and self._listener.brings_gradient(layer) else None
+        seen = None if site.weight is None else x
+        brought = weight if seen is not None and self._listener.brings_gradient(site.layer) else None
         if brought is not None:  # then autograd has no need to make the gradient
             held = brought.detach()
             args = [held if each is brought else each for each in args]
@@ -188,36 +213,53 @@ class Taps(TorchFunctionMode):
                 kwargs = {key: held if each is brought else each for key, each in kwargs.items()}
         out = func(*args, **kwargs)
         if level is not None:
-            return self._stack_listened(out, call, use, level, brought)
+            return self._stack_listened(out, use, x, extras, level, brought)
         if brought is not None:
-            return tap(out, brought, Ends(self._listener, use, (), brought.dtype), x, call.extras)
+            return tap(out, brought, Ends(self._listener, use, (), brought.dtype), seen, extras)
         node = out.grad_fn
         if node is None:
             return out
-        kept = None if x is None or call.extras else layer.keeps.get(node.name())
+        kept = None if seen is None or extras else site.layer.keeps.get(node.name())
         if kept is None:
-            return tap(out, None, Ends(self._listener, use), x, call.extras)
+            return tap(out, None, Ends(self._listener, use), seen, extras)
         node.register_prehook(Ends(self._listener, use, kept))
         return out
 
     def _stack_listened(
-        self, out: Tensor, call: Call, use: Use, level: int, brought: Tensor | None
+        self,
+        out: Tensor,
+        use: Use,
+        x: Tensor,
+        extras: Sequence[Tensor],
+        level: int,
+        brought: Tensor | None,
     ) -> Tensor:
         """The same inside vmap, whose samples are told of together."""
-        axis, y = samples_axis(out), inside(out)
+        axis, y, site = samples_axis(out), inside(out), use.site
         if brought is None and not y.requires_grad:
             return out
         if axis is None:  # the same for all samples, whose gradients are not
-            axis, y = 0, out.expand(use.place.samples, *out.shape).clone()
-        use.x_axis, use.grad_axis = samples_axis(call.x), axis
+            axis, y = 0, out.expand(site.place.samples, *out.shape).clone()
+        use.site = Site(site.layer, site.weight, site.bias, site.place, samples_axis(x), axis)
         dtype = None if brought is None else brought.dtype
         ends = Ends(self._listener, use, dtype=dtype, axis=samples_axis(brought))
-        seen = None if use.weight is None else inside(call.x)
-        extras = [samples_first(each) for each in call.extras]
+        seen = None if site.weight is None else inside(x)
         with temporarily_pop_interpreter_stack():
-            result = tap(y, inside(brought), ends, seen, extras)
+            result = tap(y, inside(brought), ends, seen, [samples_first(each) for each in extras])
         stacked: Tensor = functorch._add_batch_dim(result, axis, level)
         return stacked
+
+
+def _key(func: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What a site depends on, if the parameters that are wanted are the same; None if there is no telling."""
+    if not args or not isinstance(args[0], Tensor):
+        return None
+    key = (func, args[0].shape, *[id(each) if isinstance(each, Tensor) else each for each in args[1:]])
+    try:
+        hash(key)
+    except TypeError:  # lists have no hash
+        return None
+    return key
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

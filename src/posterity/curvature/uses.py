@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, final
@@ -26,8 +25,8 @@ class Part(NamedTuple):
     sample: int | None = None
 
     def meets(self, other: Part) -> bool:
-        """Whether two parts of one parameter have weights in common."""
-        if self.sample != other.sample:
+        """Whether two parts have weights in common."""
+        if self.name != other.name or self.sample != other.sample:
             return False
         if self.rows is None or other.rows is None:
             return True
@@ -42,13 +41,15 @@ class Run:
     Attributes:
         examples: In it; 0 if nothing is known.
         counted: Their axis, where a layer tells.
-        used: What has told of its backward pass, by name.
+        used: What has told of its backward pass.
+        names: Of these.
         heard: Samples whose backward pass has begun.
     """
 
     examples: int = 0
     counted: int | None = None
-    used: defaultdict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
+    used: list[Part] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
     heard: set[int | None] = field(default_factory=set)
 
 
@@ -78,48 +79,63 @@ class Place(NamedTuple):
 
 
 @final
-class Use:
-    """One use of wanted parameters by a layer.
+class Site:
+    """Where a layer uses wanted parameters: the same in all passes that run alike.
 
     Args:
         layer: What it is.
         weight: The wanted part that is its weight, if any.
         bias: The wanted part that is its bias, if any.
         place: Where inputs and outputs have their samples and examples.
+        x_axis: Where inputs have their samples, if they have any.
+        grad_axis: Where outputs have theirs; None outside vmap alone.
 
     Attributes:
         parts: What is wanted.
-        run: In which forward pass.
-        fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
-        x_axis: Where inputs have their samples, if they have any.
-        grad_axis: Where outputs have theirs; None outside vmap alone.
+        names: Of the parameters.
+        alone: Whether tensors are one sample's, ``[B, …]``, as they are.
     """
 
-    __slots__ = ("bias", "fresh", "grad_axis", "layer", "parts", "place", "run", "weight", "x_axis")
-    run: Run
+    __slots__ = ("alone", "bias", "grad_axis", "layer", "names", "parts", "place", "weight", "x_axis")
 
-    def __init__(self, layer: Layer, weight: Part | None, bias: Part | None, place: Place) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        weight: Part | None,
+        bias: Part | None,
+        place: Place,
+        x_axis: int | None = None,
+        grad_axis: int | None = None,
+    ) -> None:
         self.layer, self.weight, self.bias, self.place = layer, weight, bias, place
+        self.x_axis, self.grad_axis = x_axis, grad_axis
         self.parts = [part for part in (weight, bias) if part is not None]
-        self.fresh = True
-        self.x_axis: int | None = None
-        self.grad_axis: int | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Of the parameters."""
-        return [part.name for part in self.parts]
-
-    @property
-    def alone(self) -> bool:
-        """Whether tensors are one sample's, ``[B, …]``, as they are."""
-        return self.grad_axis is None and self.place.axis == 0 and not self.place.folded
+        self.names = [part.name for part in self.parts]
+        self.alone = grad_axis is None and place.axis == 0 and not place.folded
 
     def stacks(self, x: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and gradient ``[K, B, …]``, of tensors as the layer had them."""
         own = self.place.front(grad, self.grad_axis)
         # Where only a bias is wanted, nothing looks at the inputs.
         return own if x is None else self.place.front(x, self.x_axis), own
+
+
+@final
+class Use:
+    """One use of wanted parameters by a layer.
+
+    Args:
+        site: Where.
+        run: In which forward pass.
+
+    Attributes:
+        fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
+    """
+
+    __slots__ = ("fresh", "run", "site")
+
+    def __init__(self, site: Site, run: Run) -> None:
+        self.site, self.run, self.fresh = site, run, True
 
 
 class Listener(Protocol):
@@ -133,8 +149,8 @@ class Listener(Protocol):
     stacked: bool
     parts: dict[int, tuple[Tensor, Part]]
 
-    def begin(self, use: Use) -> bool:
-        """A layer is called; whether to listen."""
+    def begin(self, site: Site) -> Use | None:
+        """A layer is called: its use, if that is to be listened to."""
 
     def brings_gradient(self, layer: Layer) -> bool:
         """Whether heard() gives the gradient of such a layer's weight."""

@@ -29,7 +29,7 @@ class Launch:
         self, kernel: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], options: dict[str, int]
     ) -> None:
         self._kernel, self._grid, self._numbers, self._options = kernel, grid, numbers, options
-        self._runs: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._runs: dict[tuple[int, ...], tuple[Callable[..., Any], Any, Any]] = {}
 
     def __call__(self, *tensors: Tensor, given: tuple[float, ...] = ()) -> None:
         """Run it on tensors, and numbers that change, of always the same types, if there are programs."""
@@ -38,12 +38,15 @@ class Launch:
         places = [each.data_ptr() for each in tensors]
         # A program is made for the current device, where it runs, and for addresses that are
         # multiples of 16 bytes or are not.
-        device = torch.cuda.current_device() if tensors[0].is_cuda else -1
+        device = torch._C._cuda_getDevice() if tensors[0].is_cuda else -1
         key = (device, *[place % 16 for place in places])
-        run = self._runs.get(key)
-        if run is not None:
-            run(*places, *given, *self._numbers)  # of a tensor, Triton would ask the driver for its place
+        compiled = self._runs.get(key)
+        if compiled is not None:
+            # As Triton itself does, but without hooks; of a tensor it would ask the driver for its place.
+            stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+            run, function, packed = compiled
+            run(*self._grid, stream, function, packed, None, None, None, *places, *given, *self._numbers)
             return
-        compiled = self._kernel[self._grid](*tensors, *given, *self._numbers, **self._options)
-        if compiled is not None:  # Triton's interpreter compiles nothing
-            self._runs[key] = compiled[self._grid]
+        made = self._kernel[self._grid](*tensors, *given, *self._numbers, **self._options)
+        if made is not None:  # Triton's interpreter compiles nothing
+            self._runs[key] = made.run, made.function, made.packed_metadata

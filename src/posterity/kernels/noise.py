@@ -164,6 +164,35 @@ def transfer(
     )
 
 
+@triton.jit
+def _add(flat, pointers, poison, table, weight, COUNT: tl.constexpr):
+    _, at, mine, quarter, size, start, rest = _place(table, COUNT)
+    apart = tl.load(pointers + tl.load(rest)).to(tl.pointer_type(flat.dtype.element_ty))
+    flat += start
+    for part in tl.static_range(4):
+        here = at + part * quarter
+        inside = mine & (here < size)
+        value = weight * tl.load(apart + here, mask=inside, other=0.0)
+        bad = _sum_up(flat, here, inside, value, False)
+        tl.store(poison, float("nan"), mask=tl.max((bad != 0.0).to(tl.int32), 0) > 0)
+
+
+def add(
+    layout: Layout, blocks: tuple[int, ...], pointers: Tensor, flat: Tensor, weight: float, poison: Tensor
+) -> None:
+    """Add contiguous tensors, given by their addresses, to some blocks of a flat buffer.
+
+    Args:
+        layout: Of the buffer.
+        blocks: Which.
+        pointers: Where the tensors lie, which have the buffer's type.
+        flat: The buffer.
+        weight: Of what is added.
+        poison: One number, of the buffer's type, which becomes NaN if a sum is not finite.
+    """
+    _launch(_add, layout, blocks, (flat, pointers, poison), (float(weight),), ())
+
+
 def normal(noise: Noise) -> Tensor:
     """The normals of all blocks, stacked, in float32."""
     out = torch.empty(len(noise.samples) * noise.layout.size, device=noise.device)

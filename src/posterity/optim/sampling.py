@@ -100,9 +100,10 @@ class Sampling:
                 yield
                 with torch._C.DisableTorchFunction():  # what collects would look at each of these
                     grads = [grad for p in params if (grad := p.grad) is not None]
+                    sparse = any(map(_sparse, grads))
                 if not grads:
                     raise _Unused  # without a backward pass there was nothing to collect
-                if any(map(_sparse, grads)):
+                if sparse:
                     raise TypeError(
                         "sparse gradients are not supported: build the Embedding with sparse=False"
                     )

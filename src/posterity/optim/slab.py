@@ -133,6 +133,26 @@ class Slab:
             torch.linalg.vector_norm(flat, math.inf, out=number)
         return flat
 
+    def add(self, values: Mapping[int, Tensor], flat: Tensor, weight: float, poison: Tensor) -> None:
+        """Add weighted tensors, by block, to a flat buffer in the precision of the state.
+
+        Args:
+            values: By block.
+            flat: The buffer.
+            weight: Of what is added.
+            poison: A number, which is not finite any more if a sum is not.
+        """
+        # A graph would read the addresses from a place that may be another's by then.
+        by_address = self._fused and not torch.cuda.is_current_stream_capturing()
+        if by_address and alike(values.values(), flat.dtype):
+            places = addresses(tuple(map(Tensor.data_ptr, values.values())), self.device)
+            kernels.add(self.layout, tuple(values), places, flat, weight, poison)
+            return
+        views = self.layout.views(flat)
+        own = [value.to(flat.dtype) for value in values.values()]
+        torch._foreach_add_([views[i] for i in values], own, alpha=weight)
+        poison += torch.linalg.vector_norm(flat, math.inf) * 0.0
+
     @cached_property
     def _gathered(self) -> tuple[Tensor, list[Tensor]]:
         with torch.inference_mode(False):

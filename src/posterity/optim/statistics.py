@@ -102,20 +102,11 @@ class Sums:
         elif grads:
             shapes = self.slab.layout.shapes
             whole = {i: grad if grad.dim() == len(shapes[i]) else grad.sum(0) for i, grad in grads.items()}
-            self._add_to(0, whole, weight)
+            self.slab.add(whole, self.grad, weight, self.poison)
 
     def add_squares(self, squares: Mapping[int, Tensor], weight: float) -> None:
         """Add squares of single examples' gradients, by block."""
-        self._add_to(1, squares, weight)
-
-    def _add_to(self, row: int, values: Mapping[int, Tensor], weight: float) -> None:
-        sums = self.slab.layout.views(self.both[row])
-        torch._foreach_add_(
-            [sums[i] for i in values],
-            [value.to(self.both.dtype) for value in values.values()],
-            alpha=weight,
-        )
-        self.poison += torch.linalg.vector_norm(self.both[row], float("inf")) * 0.0
+        self.slab.add(squares, self.second, weight, self.poison)
 
     def publish(self, weight: float, last: bool) -> None:
         """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it.

@@ -38,12 +38,60 @@ def test_squares_are_those_of_a_loop_over_examples(problem: Problem) -> None:
     model, x, target = problem.build()
     plain = torch.autograd.grad(problem.loss(model, x, target), list(model.parameters()))
     squares = Squares(model, batch_dim=problem.batch_dim)
+    expected = problem.naive(model, x, target)
+    for _ in range(2):  # the second time, layers are known
+        model.zero_grad()
+        squares.clear()
+        with squares:
+            problem.loss(model, x, target).backward()
+        assert squares.examples == len(target)
+        assert_same(squares.mean(batch_size=len(target)), expected)
+        for p, grad in zip(model.parameters(), plain, strict=True):
+            torch.testing.assert_close(p.grad, grad, **EXACT)
+
+
+def test_a_layer_that_is_known_may_be_called_in_another_way() -> None:
+    weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 3, 3), (3,))
+    )
+    frozen, x = torch.randn(3, dtype=torch.float64), torch.randn(5, 2, 7, 7, dtype=torch.float64)
+    squares = Squares({"weight": weight, "bias": bias}, strict=False)
+
+    def check(x: Tensor, *how: object, **named: object) -> None:
+        squares.clear()
+        with squares:
+            F.conv2d(x, weight, *how, **named).square().sum().backward()
+        wanted = {
+            "weight": weight,
+            **({"bias": bias} if any(each is bias for each in (*how, *named.values())) else {}),
+        }
+        terms = [
+            torch.autograd.grad(F.conv2d(one[None], weight, *how, **named).square().sum(), [*wanted.values()])
+            for one in x
+        ]
+        sums = (torch.stack(each).square().sum(0) for each in zip(*terms, strict=True))
+        assert_same(squares.sums, dict(zip(wanted, sums, strict=True)))
+
+    for _ in range(2):
+        check(x)
+        check(x, bias)
+        check(x, frozen)
+        check(x[:3], bias)
+        check(x, bias, 2)
+        check(x, bias, (1, 2), 1)
+        check(x, bias, [1, 2], 1)  # a list has no hash
+        check(x, None, 1, "same")
+        check(x, bias=bias, dilation=2)
+    squares.clear()
+    squares.watch({"other": weight})
     with squares:
-        problem.loss(model, x, target).backward()
-    assert squares.examples == len(target)
-    assert_same(squares.mean(batch_size=len(target)), problem.naive(model, x, target))
-    for p, grad in zip(model.parameters(), plain, strict=True):
-        torch.testing.assert_close(p.grad, grad, **EXACT)
+        F.conv2d(x, weight).sum().backward()
+    assert squares.sums.keys() == {"other"}
+    with squares, torch.no_grad():
+        F.conv2d(x, weight)
+        with torch.enable_grad():
+            F.conv2d(x, weight).sum().backward()
+    assert squares.examples == 2 * len(x)
 
 
 @pytest.mark.parametrize("name", ["conv in groups", "conv1d", "linear over words", "embedding with padding"])

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor, nn
 
-from posterity.curvature.ends import note_gradients
+from posterity.curvature.ends import Notes
 from posterity.curvature.layers import Layer, Terms
 from posterity.curvature.tap import Taps
 from posterity.curvature.uses import Part, Run, Site, Use
@@ -159,14 +159,11 @@ class Collector(ABC):
         self.refused.clear()
         self.parts = dict(self._wanted)
         self._run = Run()
-        # Names whose gradients a backward pass made, and of which it told.
-        self._reached: defaultdict[int, set[str]] = defaultdict(set)
+        # Names of which a backward pass told.
         self._heard: defaultdict[int, set[str]] = defaultdict(set)
         self._entered = True
         # Whose gradient is made, without a word from any layer, was used where nobody could see it.
-        self._hooks = note_gradients(
-            ((part.name, tensor) for tensor, part in self._wanted.values()), self._reached
-        )
+        self._notes = Notes(self._named.items())
         self._taps.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -176,11 +173,11 @@ class Collector(ABC):
         self._taps.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._entered = False
         self.parts = {}
-        self._hooks.remove()
+        self._notes.remove()
         self._add_terms()
         if kind is not None:
             return
-        heard, reached = (set[str]().union(*each.values()) for each in (self._heard, self._reached))
+        heard, reached = (set[str]().union(*each.values()) for each in (self._heard, self._notes.reached))
         if not (heard or reached or self.refused):
             raise RuntimeError(
                 "nothing was collected: run forward and backward inside, with the tensors that are watched"
@@ -188,7 +185,7 @@ class Collector(ABC):
         missed = sorted(reached - heard - self.refused.keys())
         if missed:
             self.refuse(missed, "is used by an operation that cannot be seen")
-        passed = {name for task, told in self._heard.items() for name in told - self._reached[task]}
+        passed = {name for task, told in self._heard.items() for name in told - self._notes.reached[task]}
         passed -= self.refused.keys()
         if passed:
             self.refuse(sorted(passed), "lies behind a backward pass that makes no gradient of it")

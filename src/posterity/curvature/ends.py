@@ -111,24 +111,36 @@ def tap(
     return _apply(y, weight, ends, x, *extras)
 
 
-def note_gradients(
-    tensors: Iterable[tuple[str, Tensor]], reached: defaultdict[int, set[str]]
-) -> RemovableHandle:
+@final
+class Notes:
     """Hooks that note the name of each gradient that is made, by the backward pass.
 
-    They have one handle together: to make one for each takes longer than all that the hooks do.
+    They go by one number: to make a handle for each takes longer than all that the hooks do.
+
+    Args:
+        tensors: Whose gradients, by name.
+
+    Attributes:
+        reached: Names, by the backward pass.
     """
-    places: dict[str, dict[int, Callable[[Tensor], None]]] = {}
-    for name, tensor in tensors:
-        if tensor._backward_hooks is None:  # torch makes the place for them
-            tensor.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
-        places[name] = cast("dict[int, Callable[[Tensor], None]]", tensor._backward_hooks)
-    first, *others = places.values()
-    handle = RemovableHandle(first, extra_dict=others)
-    now = torch._C._current_graph_task_id
-    for name, place in places.items():
-        place[handle.id] = lambda _, name=name: reached[now()].add(name)  # type: ignore[misc]
-    return handle
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.reached: defaultdict[int, set[str]] = defaultdict(set)
+        self._places: list[dict[int, Callable[[Tensor], None]]] = []
+        self._number, reached, now = -1, self.reached, torch._C._current_graph_task_id
+        for name, tensor in tensors:
+            if tensor._backward_hooks is None:  # torch makes the place for them
+                tensor.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
+            place = cast("dict[int, Callable[[Tensor], None]]", tensor._backward_hooks)
+            if self._number < 0:
+                self._number = RemovableHandle(place).id
+            place[self._number] = lambda _, name=name: reached[now()].add(name)  # type: ignore[misc]
+            self._places.append(place)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for place in self._places:
+            place.pop(self._number, None)
 
 
 # What Function.apply() calls where no transform of torch.func runs: the rest takes as long again.

@@ -237,9 +237,12 @@ def alike(tensors: Collection[Tensor], dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=64)
 def addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses of tensors, where a kernel can read them; the host does not wait until they are there."""
-    table = torch.tensor(at, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return table.to(device, non_blocking=True)
+    """Addresses of tensors, where a kernel can read them; the host does not wait until they are there.
+
+    So few bytes leave the host's memory before the call returns; a graph that is captured reads them later.
+    """
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.tensor(at, dtype=torch.int64, pin_memory=captured).to(device, non_blocking=True)
 
 
 def _fill(rows: Sequence[tuple[Tensor, int]]) -> None:

@@ -47,6 +47,16 @@ def test_it_is_compiled_once_for_an_alignment_and_numbers_may_change() -> None:
     assert len(kernel.ran) == 2
 
 
+def test_a_compiler_sees_it_called_as_triton_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    run = launch.Launch(kernel, (3, 1, 1), (128,), {"num_warps": 2})
+    run(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    run(x)
+    assert kernel.compiled == [((3, 1, 1), x, 128, {"num_warps": 2})] * 2
+    assert not kernel.ran
+
+
 def test_without_programs_nothing_runs() -> None:
     kernel = Kernel()
     launch.Launch(kernel, (0, 1, 1), (), {})(torch.zeros(3))

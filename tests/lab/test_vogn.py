@@ -80,12 +80,8 @@ def test_at_full_size_the_settings_are_the_papers() -> None:
     for setting, values in asked.items():
         config = CELLS[setting, "vogn"].config
         assert tuple(config.get(key) for key in keys) == values
-        assert (config["lr"], config["momentum"], config["beta2"], config["damping"]) == (
-            1e-4,
-            0.9,
-            0.001,
-            1e-3,
-        )
+        lr = 2e-4 if setting == "lenet5" else 1e-4  # the former, and the end of its run, are our own
+        assert [config[key] for key in ("lr", "momentum", "beta2", "damping")] == [lr, 0.9, 0.001, 1e-3]
         changed = {"net", "lr", "weight_decay", "prior_std", "std_init", "epochs"}
         same = {key: value for key, value in config.items() if key in CELLS[setting, "adam"].config}
         for key, value in same.items():
@@ -96,6 +92,7 @@ def test_at_full_size_the_settings_are_the_papers() -> None:
         epoch for epoch in range(1, 81) if _factor("noisy-kfac", epoch) < _factor("noisy-kfac", epoch - 1)
     ]
     assert drops == [30, 50]
+    assert CELLS["lenet5", "vogn"].config["milestones"] == [0.95]
 
 
 def _factor(method: str, epoch: int) -> float:

@@ -130,8 +130,7 @@ def cells(quick: bool) -> list[Cell]:
         ]
     base |= {"data": "cifar10", "mean": 0.473, "std": 0.251, "outside": "svhn"}
     # The authors leave LeNet-5's learning rate as it is: the NLL then goes up and down until the end.
-    lenet = {**base, "net": "lenet5", "batch_size": 128, "epochs": 210, "milestones": [0.95]}
-    lenet |= {"networks": 20}
+    lenet = {**base, "net": "lenet5", "batch_size": 128, "epochs": 210, "milestones": [0.95], "networks": 20}
     alexnet = {**base, "net": "alexnet", "batch_size": 256, "epochs": 161, "milestones": _share(161, 80, 120)}
     augmented = {**alexnet, "augment": True}
     # Each of the authors' GPUs draws samples of its own for its part of the batch: four of them, or eight.

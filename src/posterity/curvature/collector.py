@@ -19,10 +19,10 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor, nn
 
-from posterity.curvature.ends import Notes
+from posterity.curvature.ends import Notes, Use
 from posterity.curvature.layers import Layer, Terms
 from posterity.curvature.tap import Taps
-from posterity.curvature.uses import Part, Run, Site, Use
+from posterity.curvature.uses import Part, Run, Site
 
 
 class Uncollected(RuntimeError):
@@ -164,13 +164,13 @@ class Collector(ABC):
         self._entered = True
         # Whose gradient is made, without a word from any layer, was used where nobody could see it.
         self._notes = Notes(self._named.items())
-        self._taps.__enter__()  # type: ignore[no-untyped-call]
+        self._taps.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._taps.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._taps.__exit__(kind, error, trace)
         self._entered = False
         self.parts = {}
         self._notes.remove()
@@ -192,14 +192,14 @@ class Collector(ABC):
 
     # What its taps ask and tell.
 
-    def begin(self, site: Site) -> Use | None:
-        """A layer is called: its use, if that is to be listened to."""
+    def begin(self, site: Site) -> Run | None:
+        """A layer is called: in which forward pass, if it is to be listened to."""
         if torch._C._current_graph_task_id() != -1:
             self.refuse(site.names, "is used in a backward pass, as checkpointing does")
             return None
         if self._run.heard:
             self._run = Run()
-        return Use(site, self._run)
+        return self._run
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Parameters are used in a way that nothing can be collected from."""
@@ -220,7 +220,10 @@ class Collector(ABC):
         self._heard[task].update(site.names)
         if use.fresh:
             # Only now: a pass that nobody differentiates does no harm.
-            self._match(site, run)
+            if run.place != site.place or not run.names.isdisjoint(site.names):
+                self._match(site, run)
+            run.names.update(site.names)
+            run.used += site.parts
         elif self._once:
             self.refuse(site.names, "is in several backward passes of one forward pass (add the losses)")
         sample = site.parts[0].sample
@@ -232,8 +235,8 @@ class Collector(ABC):
     def _match(self, site: Site, run: Run) -> None:
         """Refuse what does not go together with the uses that have told before."""
         examples, counted = site.place.examples, site.place.counted
-        if run.examples not in (0, examples):
-            self.refuse(site.names, f"sees {examples} examples where another layer saw {run.examples}")
+        if run.place is not None and run.place.examples != examples:
+            self.refuse(site.names, f"sees {examples} examples where another layer saw {run.place.examples}")
         if counted is not None:
             if run.counted not in (None, counted):
                 self.refuse(
@@ -242,13 +245,10 @@ class Collector(ABC):
                     "(attention has batch_first=True)",
                 )
             run.counted = counted
-        run.examples = examples
-        if not run.names.isdisjoint(site.names):
-            twice = {part.name for part in site.parts if any(map(part.meets, run.used))}
-            if twice:
-                self.refuse(sorted(twice), "is used twice before a backward pass")
-        run.names.update(site.names)
-        run.used += site.parts
+        run.place = site.place
+        twice = {part.name for part in site.parts if any(map(part.meets, run.used))}
+        if twice:
+            self.refuse(sorted(twice), "is used twice before a backward pass")
 
     @abstractmethod
     def brings_gradient(self, layer: Layer) -> bool:

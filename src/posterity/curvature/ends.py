@@ -7,41 +7,46 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from posterity.curvature.uses import Listener, Use
+from posterity.curvature.uses import Listener, Run, Site
 
 
 @final
-class Ends:
-    """Who hears of a layer's backward pass, and what it is told.
+class Use:
+    """One use of wanted parameters by a layer, whose listener hears of its backward pass.
 
     Called, it is the hook of a node of torch's own that keeps all that is wanted of the forward pass.
 
     Args:
         listener: Who is told.
-        use: Of which layer.
-        kept: Under which names that node keeps inputs, and then extras.
+        site: Where.
+        run: In which forward pass.
         dtype: Of the weight, if the listener brings its gradient.
         axis: Where the weight has its samples, if it has any.
+
+    Attributes:
+        fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
+        kept: Under which names that node keeps inputs, and then extras.
     """
 
-    __slots__ = ("_axis", "_dtype", "_kept", "_listener", "_use")
+    __slots__ = ("_axis", "_dtype", "_listener", "fresh", "kept", "run", "site")
 
     def __init__(
         self,
         listener: Listener,
-        use: Use,
-        kept: Sequence[str] = (),
+        site: Site,
+        run: Run,
         dtype: torch.dtype | None = None,
         axis: int | None = None,
     ) -> None:
-        self._listener, self._use, self._kept, self._dtype, self._axis = listener, use, kept, dtype, axis
+        self._listener, self.site, self.run, self._dtype, self._axis = listener, site, run, dtype, axis
+        self.fresh = True
+        self.kept: Sequence[str] = ()
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         """Before the layer's own node, of which these are the outputs' gradients."""
@@ -50,20 +55,19 @@ class Ends:
             return
         # To hold on to the node, which holds on to this, would be a circle that nobody frees.
         node = torch._C._current_autograd_node()
-        # Nobody looks at these operations, and none is cast.
-        with torch._C.DisableTorchFunction(), _uncast(grad):
-            x, *extras = [getattr(node, name) for name in self._kept]
+        with torch._C.DisableTorchFunction():  # nobody looks at these operations
+            x, *extras = [getattr(node, name) for name in self.kept]
             self._tell(grad, x, extras)
 
     def weight_grad(self, grad: Tensor, x: Tensor | None, extras: Sequence[Tensor]) -> Tensor | None:
         """The same in a node of ours; the weight's gradient, if the listener brings it."""
-        with torch._C.DisableTorchFunction(), _uncast(grad):
+        with torch._C.DisableTorchFunction():
             into = self._tell(grad, x, extras)
             if into is None or self._dtype is None:
                 return None
             if self._axis is not None:
                 into = into.movedim(0, self._axis)
-            elif not self._use.site.alone:
+            elif not self.site.alone:
                 into = into[0] if len(into) == 1 else into.sum(0)
             return into if into.dtype is self._dtype else into.to(self._dtype)
 
@@ -73,42 +77,46 @@ class Ends:
                 "a gradient that is differentiated again (create_graph=True) is not that of single examples: "
                 "use a method that collects no curvature"
             )
-        into = self._listener.heard(self._use, x, grad, extras)
-        self._use.fresh = False
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(grad.device.type):
+            with torch.autocast(grad.device.type, enabled=False):
+                into = self._listener.heard(self, x, grad, extras)
+        else:
+            into = self._listener.heard(self, x, grad, extras)
+        self.fresh = False
         return into
 
 
 class _Tap(torch.autograd.Function):
-    """Nothing, forward; backward, the ends hear what comes by."""
+    """Nothing, forward; backward, the use hears what comes by."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, weight: Tensor | None, ends: Ends, x: Tensor | None, *extras: Tensor
+        ctx: Any, y: Tensor, weight: Tensor | None, use: Use, x: Tensor | None, *extras: Tensor
     ) -> Tensor:
-        ctx.ends = ends
+        ctx.use = use
         ctx.save_for_backward(x, *extras)
         # The same memory, but no view in the eyes of autograd: what follows may change it in place.
         return y.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *extras = ctx.saved_tensors
-        return (grad, ctx.ends.weight_grad(grad, x, extras), None, None, *[None] * len(extras))
+        saved = ctx.saved_tensors
+        return (grad, ctx.use.weight_grad(grad, saved[0], saved[1:]), None, *[None] * len(saved))
 
 
 def tap(
-    y: Tensor, weight: Tensor | None, ends: Ends, x: Tensor | None, extras: Sequence[Tensor] = ()
+    y: Tensor, weight: Tensor | None, use: Use, x: Tensor | None, extras: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Outputs, behind a node that tells the ends what comes by.
+    """Outputs, behind a node that tells a use what comes by.
 
     Args:
         y: A layer's outputs.
         weight: Whose gradient the listener brings; None if it brings none.
-        ends: To be told.
+        use: To be told.
         x: The layer's inputs, where they matter.
         extras: Other tensors that its backward pass needs.
     """
-    return _apply(y, weight, ends, x, *extras)
+    return _apply(y, weight, use, x, *extras)
 
 
 @final
@@ -145,12 +153,3 @@ class Notes:
 
 # What Function.apply() calls where no transform of torch.func runs: the rest takes as long again.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, _Tap).apply
-_AS_IT_IS = nullcontext()
-
-
-def _uncast(x: Tensor) -> AbstractContextManager[Any]:
-    """Where autocast is off."""
-    if not torch._C._is_any_autocast_enabled():
-        return _AS_IT_IS
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from posterity.curvature.collector import Collector, Curvature, Kronecker
 from posterity.curvature.conv import wide_dtype
+from posterity.curvature.ends import Use
 from posterity.curvature.layers import Layer, Multiplying
-from posterity.curvature.uses import Part, Use
+from posterity.curvature.uses import Part
 
 
 @final

@@ -8,8 +8,8 @@ from typing import final
 from torch import Tensor
 
 from posterity.curvature.collector import Collector
+from posterity.curvature.ends import Use
 from posterity.curvature.layers import Layer
-from posterity.curvature.uses import Use
 
 
 @final

@@ -1,11 +1,11 @@
 """Where the backward pass of a layer is listened to.
 
-:class:`Taps` sees every call of torch while it is entered. Behind each layer that uses a wanted parameter it
-puts a node that does nothing, forward, and backward hands the layer's inputs and its outputs' gradient to
-whoever listens; where torch's own node of the layer keeps these anyway, that one is listened to. It sees
-operations, not modules, so the model may be called as it is, by ``functional_call`` with drawn weights, or by
-``vmap`` with stacks of them. Entered after :class:`~posterity.routes.StackedRoutes`, it leaves the layer's
-own work to those.
+:class:`Taps` sees every call of torch that gets a wanted parameter while it is entered. Behind each layer
+that uses one it puts a node that does nothing, forward, and backward hands the layer's inputs and its
+outputs' gradient to whoever listens; where torch's own node of the layer keeps these anyway, that one is
+listened to. It sees operations, not modules, so the model may be called as it is, by ``functional_call`` with
+drawn weights, or by ``vmap`` with stacks of them. Entered after :class:`~posterity.routes.StackedRoutes`, it
+leaves the layer's own work to those.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # vmap's own: which tensors are stacked, and where
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from posterity.curvature.calls import CALLS, Call
-from posterity.curvature.ends import Ends, tap
+from posterity.curvature.ends import Use, tap
 from posterity.curvature.stacks import (
     inside,
     rows_of,
@@ -31,12 +32,15 @@ from posterity.curvature.stacks import (
     samples_first,
     stacking,
 )
-from posterity.curvature.uses import Listener, Part, Place, Site, Use
+from posterity.curvature.uses import Listener, Part, Place, Run, Site
 
 
 @final
-class Taps(TorchFunctionMode):
+class Taps:
     """Inside, layers with wanted parameters tell a listener of their backward passes.
+
+    Calls with a tensor of a class of our own come to us, and for so long wanted tensors have one. Those
+    inside vmap lose it: there, all calls come.
 
     Args:
         listener: Who is told.
@@ -44,34 +48,51 @@ class Taps(TorchFunctionMode):
     """
 
     def __init__(self, listener: Listener, batch_dim: int = 0) -> None:
-        super().__init__()
         self._listener, self._batch_dim = listener, batch_dim
+        self._all, self._kinds = _AllCalls(self), {kind: _telling(kind, self) for kind in (Tensor, Parameter)}
+        self._sees_all = False
+        self._marked: list[tuple[Tensor, type[Tensor]]] = []
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
         # By what a call was given, inputs aside: its site, and which argument is the weight.
-        self._sites: dict[tuple[Any, ...], tuple[Site, int]] = {}
+        self._sites: dict[tuple[Any, ...], tuple[Site, int | str]] = {}
 
     def forget(self) -> None:
         """The listener wants other parameters from here on."""
         self._sites.clear()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # Most calls are none of ours, and what is done before they run is all that they wait for.
-        kwargs = kwargs or {}
+    def __enter__(self) -> None:
+        wanted = [tensor for tensor, _ in self._listener.parts.values()]
+        self._sees_all = self._listener.stacked or not self._kinds.keys() >= set(map(type, wanted))
+        if self._sees_all:
+            self._all.__enter__()  # type: ignore[no-untyped-call]
+        else:
+            for tensor in wanted:
+                self._mark(tensor)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._sees_all:
+            self._all.__exit__(*error)  # type: ignore[no-untyped-call]
+        for tensor, kind in self._marked:
+            tensor.__class__ = kind
+        self._marked.clear()
+
+    def _mark(self, tensor: Tensor) -> None:
+        kind = type(tensor)
+        tensor.__class__ = self._kinds[kind]
+        self._marked.append((tensor, kind))
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a call of torch; a layer's is listened to."""
         parts, read = self._listener.parts, CALLS.get(func)
         plain = functorch.peek_interpreter_stack() is None
-        key = _key(func, args) if plain and read is not None and not kwargs else None
+        key = _key(func, args, kwargs) if plain and read is not None else None
         known = self._sites.get(key) if key is not None else None
         if known is not None and torch.is_grad_enabled() and self._attending is None:
             site, at = known
             if id(args[0]) not in parts:
-                return self._listened(func, args, kwargs, site, args[0], args[at])
+                weight = kwargs[at] if isinstance(at, str) else args[at]
+                return self._listened(func, args, kwargs, site, args[0], weight)
         if plain:
             values = (*args, *kwargs.values()) if kwargs else args
             if parts.keys().isdisjoint(map(id, values)) and (
@@ -124,6 +145,8 @@ class Taps(TorchFunctionMode):
             else:
                 continue
             self._listener.parts[id(inside(result))] = inside(result), some
+            if not self._sees_all and type(result) in self._kinds:
+                self._mark(result)
             return True
         return False
 
@@ -137,7 +160,7 @@ class Taps(TorchFunctionMode):
                 counted = int(query.stride(0) > query.stride(1))
         before, self._attending = self._attending, (examples, counted)
         try:
-            with self:  # torch has left it to look at this call
+            with self._all:  # torch has left it, or the class, to look at this call
                 return _attention_forward(*args, **kwargs)
         finally:
             self._attending = before
@@ -182,8 +205,11 @@ class Taps(TorchFunctionMode):
                 and not call.extras
                 and all(part.rows is None and part.sample is None for part in own)
             ):
-                at = [i for i, each in enumerate(args) if each is call.weight]
-                if at and args[0] is call.x:
+                at: list[int | str] = [i for i, each in enumerate(args) if each is call.weight]
+                at += [name for name, each in kwargs.items() if each is call.weight]
+                if call.weight is not None and at:
+                    if len(self._sites) >= _MOST_SITES:  # inputs of ever other shapes
+                        self._sites.clear()
                     self._sites[key] = site, at[0]
             return self._listened(func, args, kwargs, site, call.x, call.weight, call.extras, level)
         self._listener.refuse([part.name for part in own], reason)
@@ -200,8 +226,8 @@ class Taps(TorchFunctionMode):
         extras: Sequence[Tensor] = (),
         level: int | None = None,
     ) -> Any:
-        use = self._listener.begin(site)
-        if use is None:
+        run = self._listener.begin(site)
+        if run is None:
             return func(*args, **kwargs)
         # A bias has no need of inputs.
         seen = None if site.weight is None else x
@@ -213,48 +239,94 @@ class Taps(TorchFunctionMode):
                 kwargs = {key: held if each is brought else each for key, each in kwargs.items()}
         out = func(*args, **kwargs)
         if level is not None:
-            return self._stack_listened(out, use, x, extras, level, brought)
+            return self._stack_listened(out, site, run, x, extras, level, brought)
         if brought is not None:
-            return tap(out, brought, Ends(self._listener, use, (), brought.dtype), seen, extras)
+            return tap(out, brought, Use(self._listener, site, run, brought.dtype), seen, extras)
         node = out.grad_fn
         if node is None:
             return out
+        use = Use(self._listener, site, run)
         kept = None if seen is None or extras else site.layer.keeps.get(node.name())
         if kept is None:
-            return tap(out, None, Ends(self._listener, use), seen, extras)
-        node.register_prehook(Ends(self._listener, use, kept))
+            return tap(out, None, use, seen, extras)
+        use.kept = kept
+        node.register_prehook(use)
         return out
 
     def _stack_listened(
         self,
         out: Tensor,
-        use: Use,
+        site: Site,
+        run: Run,
         x: Tensor,
         extras: Sequence[Tensor],
         level: int,
         brought: Tensor | None,
     ) -> Tensor:
         """The same inside vmap, whose samples are told of together."""
-        axis, y, site = samples_axis(out), inside(out), use.site
+        axis, y = samples_axis(out), inside(out)
         if brought is None and not y.requires_grad:
             return out
         if axis is None:  # the same for all samples, whose gradients are not
             axis, y = 0, out.expand(site.place.samples, *out.shape).clone()
-        use.site = Site(site.layer, site.weight, site.bias, site.place, samples_axis(x), axis)
+        site = Site(site.layer, site.weight, site.bias, site.place, samples_axis(x), axis)
         dtype = None if brought is None else brought.dtype
-        ends = Ends(self._listener, use, dtype=dtype, axis=samples_axis(brought))
+        use = Use(self._listener, site, run, dtype, samples_axis(brought))
         seen = None if site.weight is None else inside(x)
         with temporarily_pop_interpreter_stack():
-            result = tap(y, inside(brought), ends, seen, [samples_first(each) for each in extras])
+            result = tap(y, inside(brought), use, seen, [samples_first(each) for each in extras])
         stacked: Tensor = functorch._add_batch_dim(result, axis, level)
         return stacked
 
 
-def _key(func: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...] | None:
+class _AllCalls(TorchFunctionMode):
+    """Inside, all calls of torch come to some taps."""
+
+    def __init__(self, taps: Taps) -> None:
+        super().__init__()
+        self._taps = taps
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self._taps.call(func, args, kwargs or {})
+
+
+def _telling(kind: type[Tensor], taps: Taps) -> type[Tensor]:
+    """A class like a given one, with whose tensors all calls of torch come to some taps."""
+
+    class Telling(kind):  # type: ignore[misc, valid-type]
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Callable[..., Any],
+            types: Any,
+            args: Sequence[Any] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return taps.call(func, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                copy: Tensor = super().__deepcopy__(memo)
+            copy.__class__ = kind
+            return copy
+
+    Telling.__name__ = Telling.__qualname__ = kind.__name__
+    return Telling
+
+
+def _key(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What a site depends on, if the parameters that are wanted are the same; None if there is no telling."""
     if not args or not isinstance(args[0], Tensor):
         return None
-    key = (func, args[0].shape, *[id(each) if isinstance(each, Tensor) else each for each in args[1:]])
+    given = (*args[1:], *kwargs, *kwargs.values()) if kwargs else args[1:]
+    key = (func, args[0].shape, *[id(each) if isinstance(each, Tensor) else each for each in given])
     try:
         hash(key)
     except TypeError:  # lists have no hash
@@ -274,6 +346,7 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 _attention_forward = _unseen(F.multi_head_attention_forward)
 
 
+_MOST_SITES = 4096
 _NONE = None, None
 _NESTED = frozenset((list, tuple))
 

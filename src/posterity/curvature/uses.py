@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 from torch import Tensor
 
 from posterity.curvature.layers import Layer
+
+if TYPE_CHECKING:
+    from posterity.curvature.ends import Use
 
 
 class Part(NamedTuple):
@@ -31,26 +34,6 @@ class Part(NamedTuple):
         if self.rows is None or other.rows is None:
             return True
         return self.rows[0] < other.rows[1] and other.rows[0] < self.rows[1]
-
-
-@final
-@dataclass(eq=False)
-class Run:
-    """A forward pass, as far as it is listened to.
-
-    Attributes:
-        examples: In it; 0 if nothing is known.
-        counted: Their axis, where a layer tells.
-        used: What has told of its backward pass.
-        names: Of these.
-        heard: Samples whose backward pass has begun.
-    """
-
-    examples: int = 0
-    counted: int | None = None
-    used: list[Part] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
-    heard: set[int | None] = field(default_factory=set)
 
 
 class Place(NamedTuple):
@@ -76,6 +59,26 @@ class Place(NamedTuple):
         x = x.reshape(x.shape[0], -1, self.examples, *x.shape[2:]) if self.folded else x
         x = x if self.axis == 0 else x.movedim(self.axis + 1, 1)
         return x if x.shape[0] == self.samples else x.expand(self.samples, *[-1] * (x.dim() - 1))
+
+
+@final
+@dataclass(eq=False)
+class Run:
+    """A forward pass, as far as it is listened to.
+
+    Attributes:
+        place: Of the examples in the layer that told last; None if nothing is known.
+        counted: Their axis, where a layer tells.
+        used: What has told of its backward pass.
+        names: Of these.
+        heard: Samples whose backward pass has begun.
+    """
+
+    place: Place | None = None
+    counted: int | None = None
+    used: list[Part] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    heard: set[int | None] = field(default_factory=set)
 
 
 @final
@@ -120,24 +123,6 @@ class Site:
         return own if x is None else self.place.front(x, self.x_axis), own
 
 
-@final
-class Use:
-    """One use of wanted parameters by a layer.
-
-    Args:
-        site: Where.
-        run: In which forward pass.
-
-    Attributes:
-        fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
-    """
-
-    __slots__ = ("fresh", "run", "site")
-
-    def __init__(self, site: Site, run: Run) -> None:
-        self.site, self.run, self.fresh = site, run, True
-
-
 class Listener(Protocol):
     """Who asks for uses, and hears of their backward passes.
 
@@ -149,8 +134,8 @@ class Listener(Protocol):
     stacked: bool
     parts: dict[int, tuple[Tensor, Part]]
 
-    def begin(self, site: Site) -> Use | None:
-        """A layer is called: its use, if that is to be listened to."""
+    def begin(self, site: Site) -> Run | None:
+        """A layer is called: in which forward pass, if it is to be listened to."""
 
     def brings_gradient(self, layer: Layer) -> bool:
         """Whether heard() gives the gradient of such a layer's weight."""

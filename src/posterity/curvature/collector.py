@@ -220,8 +220,12 @@ class Collector(ABC):
         self._heard[task].update(site.names)
         if use.fresh:
             # Only now: a pass that nobody differentiates does no harm.
-            if run.place != site.place or not run.names.isdisjoint(site.names):
+            if run.place != site.place:
                 self._match(site, run)
+            if not run.names.isdisjoint(site.names):
+                twice = {part.name for part in site.parts if any(map(part.meets, run.used))}
+                if twice:
+                    self.refuse(sorted(twice), "is used twice before a backward pass")
             run.names.update(site.names)
             run.used += site.parts
         elif self._once:
@@ -233,7 +237,7 @@ class Collector(ABC):
         return self._take(use, x, grad, extras)
 
     def _match(self, site: Site, run: Run) -> None:
-        """Refuse what does not go together with the uses that have told before."""
+        """Refuse examples that are not those of the uses that have told before."""
         examples, counted = site.place.examples, site.place.counted
         if run.place is not None and run.place.examples != examples:
             self.refuse(site.names, f"sees {examples} examples where another layer saw {run.place.examples}")
@@ -246,9 +250,6 @@ class Collector(ABC):
                 )
             run.counted = counted
         run.place = site.place
-        twice = {part.name for part in site.parts if any(map(part.meets, run.used))}
-        if twice:
-            self.refuse(sorted(twice), "is used twice before a backward pass")
 
     @abstractmethod
     def brings_gradient(self, layer: Layer) -> bool:

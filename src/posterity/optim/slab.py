@@ -142,8 +142,11 @@ class Slab:
             weight: Of what is added.
             poison: A number, which is not finite any more if a sum is not.
         """
-        # A graph would read the addresses from a place that may be another's by then.
-        by_address = self._fused and not torch.cuda.is_current_stream_capturing()
+        # A graph would read the addresses from a place that may be another's by then; kernels have weights in
+        # single precision.
+        by_address = (
+            self._fused and flat.dtype == torch.float32 and not torch.cuda.is_current_stream_capturing()
+        )
         if by_address and alike(values.values(), flat.dtype):
             places = addresses(tuple(map(Tensor.data_ptr, values.values())), self.device)
             kernels.add(self.layout, tuple(values), places, flat, weight, poison)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 
 from posterity import VOGN
 from posterity.curvature import Squares, tap
+from posterity.optim.collecting import Collecting
 
 
 def net() -> nn.Sequential:
@@ -119,6 +122,39 @@ def test_inputs_of_many_shapes_take_no_more_memory(monkeypatch: pytest.MonkeyPat
         assert len(squares._taps._sites) <= 3
     for name, expected in sums(model).items():
         torch.testing.assert_close(squares.sums[name], expected)
+
+
+def test_what_is_known_of_a_layer_is_not_taken_for_rows_or_for_weights_as_inputs() -> None:
+    weight, other = (torch.randn(6, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    squares = Squares({"weight": weight, "other": other}, strict=False)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    found = []
+    for first in range(5):
+        squares.clear()
+        with squares:
+            F.linear(x, weight[first : first + 2]).square().sum().backward()
+        found.append(squares.sums["weight"])
+    assert not squares._taps._sites  # views come and go, and others may lie where they were
+    for first, squared in enumerate(found):
+        rows = slice(first, first + 2)
+        grads = [torch.autograd.grad(F.linear(one, weight[rows]).square().sum(), weight)[0] for one in x]
+        torch.testing.assert_close(squared, torch.stack(grads).square().sum(0))
+    for inputs, refused in ((x, set()), (other, {"weight", "other"})):
+        with squares:
+            F.linear(inputs, weight).sum().backward()
+        assert squares.refused.keys() == refused
+
+
+def test_drawn_weights_are_let_go_when_all_is_told() -> None:
+    collecting, p = Collecting(Squares, "VOGN"), nn.Parameter(torch.randn(2, 3))
+    drawn = torch.randn(2, 3, requires_grad=True)
+    with collecting.watch([("weight", p)], {p: drawn}, stacked=False, due=True):
+        F.linear(torch.randn(5, 3), drawn).sum().backward()
+    assert collecting.take(["weight"], 1).squares.keys() == {"weight"}
+    gone = weakref.ref(drawn)
+    del drawn
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_model_is_not_watched_twice_at_once() -> None:

@@ -1,10 +1,9 @@
-"""Parameters that are watched are what they were, to all others and afterwards."""
+"""What taps know of a layer from before is never taken for another; what is watched stays what it was."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 
@@ -14,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from posterity import VOGN
-from posterity.curvature import Squares, tap
+from posterity.curvature import Squares, Uncollected, tap
 from posterity.optim.collecting import Collecting
+
+X = torch.randn(5, 3, dtype=torch.float64)
 
 
 def net() -> nn.Sequential:
@@ -23,92 +24,82 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def plain(model: nn.Module) -> bool:
-    return {type(p) for p in model.parameters()} == {nn.Parameter}
-
-
-X = torch.randn(5, 3, dtype=torch.float64)
-
-
-def sums(model: nn.Module) -> dict[str, Tensor]:
+def sums(model: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
     """Of one example after another."""
     found = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for x in X:
-        grads = torch.autograd.grad(model(x[None]).square().sum(), list(model.parameters()))
+    for one in x:
+        grads = torch.autograd.grad(model(one[None]).square().sum(), list(model.parameters()))
         for total, grad in zip(found.values(), grads, strict=True):
             total += grad.square()
     return found
 
 
-def test_they_are_of_their_class_again_whatever_happens() -> None:
-    model = net()
-    with Squares(model):
-        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-        assert repr(model[0].bias).startswith("Parameter containing:")
-        model(X).sum().backward()
-    assert plain(model)
-    with pytest.raises(ZeroDivisionError), Squares(model):
-        model(X)
-        raise ZeroDivisionError
-    assert plain(model)
-    weight = torch.randn(6, 3, requires_grad=True)
-    with Squares({"weight": weight}):
-        rows = weight[:4]
-        F.linear(torch.randn(5, 3), rows).sum().backward()
-    assert type(rows) is type(weight) is Tensor
-
-
-def test_copies_that_are_made_inside_are_plain() -> None:
-    model, file = net(), io.BytesIO()
-    with Squares(model) as squares:
-        copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        torch.save(model.state_dict(), file)
-        copied(X).sum().backward()
-        assert not squares.sums
-        model(X).square().sum().backward()
-    file.seek(0)
-    state = torch.load(file)
-    for other in (copied, pickled):
-        assert plain(other)
-        for p, q, saved in zip(model.parameters(), other.parameters(), state.values(), strict=True):
-            assert torch.equal(p, q)
-            assert torch.equal(p, saved)
-            assert type(saved) is Tensor
-    for name, expected in sums(model).items():
-        torch.testing.assert_close(squares.sums[name], expected)
-
-
-class Own(nn.Parameter):
-    """A user's own kind of parameter."""
-
-
-def test_parameters_of_other_classes_are_seen_too() -> None:
-    model = net()
-    model[0].weight = Own(model[0].weight.detach())
-    expected = sums(model)
-    with Squares(model) as squares:
-        model(X).square().sum().backward()
-    assert type(model[0].weight) is Own
+def check(squares: Squares, expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(squares.sums[name], value)
 
 
-def test_two_models_are_watched_one_inside_the_other() -> None:
-    models = net(), nn.Sequential(*net()[:2], nn.Linear(4, 3, dtype=torch.float64))
-    expected = [sums(model) for model in models]
-    first, second = map(Squares, models)
-    with first, second:
-        (models[0](X).square().sum() + models[1](X).square().sum()).backward()
-    for squares, values in zip((first, second), expected, strict=True):
-        for name, value in values.items():
-            torch.testing.assert_close(squares.sums[name], value)
-    opts = [VOGN(model, num_data=5, lr=1e-3) for model in models]
-    with opts[0].sampled_params(), opts[1].sampled_params():
-        models[1](X).sum().backward()
-        models[0](X).sum().backward()
-    for opt in opts:
-        opt.step()
-    assert all(map(plain, models))
+def parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def test_rows_are_not_taken_for_other_rows() -> None:
+    (weight,) = parameters((6, 3))
+    squares = Squares({"weight": weight})
+    for first in (0, 1, 2, 0, 3):
+        squares.clear()
+        with squares:
+            F.linear(X, weight[first : first + 2]).square().sum().backward()
+        rows = slice(first, first + 2)
+        grads = [torch.autograd.grad(F.linear(one, weight[rows]).square().sum(), weight)[0] for one in X]
+        check(squares, {"weight": torch.stack(grads).square().sum(0)})
+
+
+def test_a_tensor_that_lies_where_another_was_is_not_taken_for_it() -> None:
+    weight, bias = parameters((4, 3), (2,))
+    squares = Squares({"weight": weight, "bias": bias})
+    out = F.linear(X, weight[:2], bias)
+    expected = ((2 * out).square().mT @ X.square()).detach()
+    for _ in range(50):
+        squares.clear()
+        with squares:
+            F.linear(X, weight.detach()[:2], bias)  # not differentiated, and gone
+            whole = F.linear(X, weight[:2], bias).square().sum() + F.linear(X, weight[2:]).square().sum()
+            whole.backward()
+        torch.testing.assert_close(squares.sums["weight"][:2], expected)
+
+
+def test_a_weight_as_inputs_is_refused_though_the_layer_is_known() -> None:
+    weight, other = parameters((6, 3), (6, 3))
+    squares = Squares({"weight": weight, "other": other}, strict=False)
+    for inputs, refused in ((torch.randn_like(other), set()), (other, {"weight", "other"})):
+        with squares:
+            F.linear(inputs, weight).sum().backward()
+        assert squares.refused.keys() == refused
+
+
+def test_names_may_change_places() -> None:
+    a, b = parameters((1, 3), (1, 3))
+    squares = Squares({"a": a, "b": b})
+    for watched in ({"a": a, "b": b}, {"b": a, "a": b}):
+        squares.watch(watched).clear()
+        with squares:
+            (F.linear(X, a) + 10 * F.linear(X, b)).sum().backward()
+        larger = next(name for name, p in watched.items() if p is b)
+        check(squares, {larger: 100 * X.square().sum(0, keepdim=True)})
+
+
+def test_filters_may_get_another_size() -> None:
+    (weight,) = parameters((2, 3, 3, 3))
+    x = torch.randn(5, 3, 6, 6, dtype=torch.float64)
+    squares = Squares({"weight": weight})
+    for size in ((3, 3), (1, 3), (3, 1), (1, 1)):
+        weight.data, weight.grad = torch.randn(2, 3, *size, dtype=torch.float64), None
+        squares.clear()
+        with squares:
+            F.conv2d(x, weight).square().sum().backward()
+        grads = [torch.autograd.grad(F.conv2d(one, weight).square().sum(), weight)[0] for one in x.split(1)]
+        check(squares, {"weight": torch.stack(grads).square().sum(0)})
 
 
 def test_inputs_of_many_shapes_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,29 +111,92 @@ def test_inputs_of_many_shapes_take_no_more_memory(monkeypatch: pytest.MonkeyPat
         with squares:
             model(X[:count]).square().sum().backward()
         assert len(squares._taps._sites) <= 3
-    for name, expected in sums(model).items():
-        torch.testing.assert_close(squares.sums[name], expected)
+    check(squares, sums(model))
 
 
-def test_what_is_known_of_a_layer_is_not_taken_for_rows_or_for_weights_as_inputs() -> None:
-    weight, other = (torch.randn(6, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    squares = Squares({"weight": weight, "other": other}, strict=False)
-    x = torch.randn(6, 3, dtype=torch.float64)
-    found = []
-    for first in range(5):
+def test_attention_counts_examples_though_some_of_its_weights_alone_are_watched() -> None:
+    model = nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True).double().requires_grad_(False)
+    weights = {name: getattr(model, name).requires_grad_() for name in ("q_proj_weight", "v_proj_weight")}
+    query, key = (torch.randn(4, 5, size, dtype=torch.float64) for size in (8, 6))
+    squares = Squares(model)
+    for _ in range(2):
         squares.clear()
         with squares:
-            F.linear(x, weight[first : first + 2]).square().sum().backward()
-        found.append(squares.sums["weight"])
-    assert not squares._taps._sites  # views come and go, and others may lie where they were
-    for first, squared in enumerate(found):
-        rows = slice(first, first + 2)
-        grads = [torch.autograd.grad(F.linear(one, weight[rows]).square().sum(), weight)[0] for one in x]
-        torch.testing.assert_close(squared, torch.stack(grads).square().sum(0))
-    for inputs, refused in ((x, set()), (other, {"weight", "other"})):
-        with squares:
-            F.linear(inputs, weight).sum().backward()
-        assert squares.refused.keys() == refused
+            model(query, key, key)[0].square().sum().backward()
+        assert squares.examples == 4
+    grads = [
+        torch.autograd.grad(model(q, k, k)[0].square().sum(), list(weights.values()))
+        for q, k in zip(query.split(1), key.split(1), strict=True)
+    ]
+    found = (torch.stack(each).square().sum(0) for each in zip(*grads, strict=True))
+    check(squares, dict(zip(weights, found, strict=True)))
+
+
+class Pixels(torch.Tensor):
+    """A user's own kind of inputs."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_inputs_of_other_classes_hide_no_use() -> None:
+    layer = nn.Linear(3, 3, bias=False).double()
+    x = X.as_subclass(Pixels)
+    with pytest.raises(Uncollected, match="'weight' is used twice"), Squares(layer):
+        layer(torch.tanh(layer(x))).square().sum().backward()
+    with Squares(layer) as squares:
+        layer(x).square().sum().backward()
+    check(squares, sums(layer))
+
+
+def test_what_is_watched_is_what_it_was() -> None:
+    model = net()
+    with Squares(model) as squares:
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
+        copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        nn.Parameter(model[0].weight)
+        copied(X).sum().backward()
+        assert not squares.sums
+        model(X).square().sum().backward()
+    check(squares, sums(model))
+    for other in (copied, pickled):
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_collector_is_copied_with_its_model() -> None:
+    model, squares = copy.deepcopy((net(), Squares(net())))
+    squares.watch(model)
+    with pickle.loads(pickle.dumps(squares)).watch(model) as other, squares:
+        model(X).square().sum().backward()
+    check(squares, sums(model))
+    assert not other.sums.keys() & other.refused.keys()
+
+
+def test_two_models_are_watched_one_inside_the_other() -> None:
+    models = net(), nn.Sequential(*net()[:2], nn.Linear(4, 3, dtype=torch.float64))
+    first, second = map(Squares, models)
+    with first, second:
+        (models[0](X).square().sum() + models[1](X).square().sum()).backward()
+    check(first, sums(models[0]))
+    check(second, sums(models[1]))
+    opts = [VOGN(model, num_data=5, lr=1e-3) for model in models]
+    with opts[0].sampled_params(), opts[1].sampled_params():
+        models[1](X).sum().backward()
+        models[0](X).sum().backward()
+    for opt in opts:
+        opt.step()
+
+
+def test_two_collectors_share_a_layer() -> None:
+    layer = nn.Linear(3, 2).double()
+    weight, bias = Squares({"weight": layer.weight}), Squares({"bias": layer.bias})
+    with weight, bias:
+        layer(X).square().sum().backward()
+    expected = sums(layer)
+    check(weight, {"weight": expected["weight"]})
+    check(bias, {"bias": expected["bias"]})
 
 
 def test_drawn_weights_are_let_go_when_all_is_told() -> None:
@@ -155,14 +209,3 @@ def test_drawn_weights_are_let_go_when_all_is_told() -> None:
     del drawn
     gc.collect()
     assert gone() is None
-
-
-def test_a_model_is_not_watched_twice_at_once() -> None:
-    model = net()
-    expected = sums(model)
-    with Squares(model, strict=False) as outer, Squares(model) as inner:
-        model(X).square().sum().backward()
-    assert plain(model)
-    for name, value in expected.items():
-        torch.testing.assert_close(inner.sums[name], value)
-        assert name in outer.refused or torch.allclose(outer.sums[name], value)

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import is_
 from types import TracebackType
 from typing import NamedTuple, Self, final
 
@@ -110,8 +109,6 @@ class Collector(ABC):
         if batch_dim < 0:
             raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
         self._taps, self._strict, self._once = Taps(self, batch_dim), strict, once
-        self.stacked = False
-        self._named: dict[str, Tensor] = {}
         self._wanted: dict[int, tuple[Tensor, Part]] = {}
         self.parts: dict[int, tuple[Tensor, Part]] = {}
         self._entered = False
@@ -129,15 +126,8 @@ class Collector(ABC):
         if self._entered:
             raise RuntimeError("a collector is inside its context: watch other parameters after it")
         named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
-        wanted = {name: p for name, p in named.items() if p.requires_grad}
-        if (
-            stacked != self.stacked
-            or wanted.keys() != self._named.keys()
-            or not all(map(is_, wanted.values(), self._named.values()))
-        ):
-            self.stacked, self._named = stacked, wanted
-            self._wanted = {id(p): (p, Part(name)) for name, p in wanted.items()}
-            self._taps.forget()
+        self.stacked = stacked
+        self._wanted = {id(p): (p, Part(name)) for name, p in named.items() if p.requires_grad}
         return self
 
     def clear(self) -> None:
@@ -163,14 +153,14 @@ class Collector(ABC):
         self._heard: defaultdict[int, set[str]] = defaultdict(set)
         self._entered = True
         # Whose gradient is made, without a word from any layer, was used where nobody could see it.
-        self._notes = Notes(self._named.items())
-        self._taps.__enter__()
+        self._notes = Notes((part.name, tensor) for tensor, part in self._wanted.values())
+        self._taps.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._taps.__exit__(kind, error, trace)
+        self._taps.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._entered = False
         self.parts = {}
         self._notes.remove()

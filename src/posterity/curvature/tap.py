@@ -1,11 +1,11 @@
 """Where the backward pass of a layer is listened to.
 
-:class:`Taps` sees every call of torch that gets a wanted parameter while it is entered. Behind each layer
-that uses one it puts a node that does nothing, forward, and backward hands the layer's inputs and its
-outputs' gradient to whoever listens; where torch's own node of the layer keeps these anyway, that one is
-listened to. It sees operations, not modules, so the model may be called as it is, by ``functional_call`` with
-drawn weights, or by ``vmap`` with stacks of them. Entered after :class:`~posterity.routes.StackedRoutes`, it
-leaves the layer's own work to those.
+:class:`Taps` sees every call of torch while it is entered. Behind each layer that uses a wanted parameter it
+puts a node that does nothing, forward, and backward hands the layer's inputs and its outputs' gradient to
+whoever listens; where torch's own node of the layer keeps these anyway, that one is listened to. It sees
+operations, not modules, so the model may be called as it is, by ``functional_call`` with drawn weights, or by
+``vmap`` with stacks of them. Entered after :class:`~posterity.routes.StackedRoutes`, it leaves the layer's
+own work to those.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # vmap's own: which tensors are stacked, and where
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -36,11 +35,8 @@ from posterity.curvature.uses import Listener, Part, Place, Run, Site
 
 
 @final
-class Taps:
+class Taps(TorchFunctionMode):
     """Inside, layers with wanted parameters tell a listener of their backward passes.
-
-    Calls with a tensor of a class of our own come to us, and for so long wanted tensors have one. Those
-    inside vmap lose it: there, all calls come.
 
     Args:
         listener: Who is told.
@@ -48,51 +44,24 @@ class Taps:
     """
 
     def __init__(self, listener: Listener, batch_dim: int = 0) -> None:
+        super().__init__()
         self._listener, self._batch_dim = listener, batch_dim
-        self._all, self._kinds = _AllCalls(self), {kind: _telling(kind, self) for kind in (Tensor, Parameter)}
-        self._sees_all = False
-        self._marked: list[tuple[Tensor, type[Tensor]]] = []
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
-        # By what a call was given, inputs aside: its site, and which argument is the weight.
+        # Of calls that were seen before: the site, and which argument is the weight.
         self._sites: dict[tuple[Any, ...], tuple[Site, int | str]] = {}
 
-    def forget(self) -> None:
-        """The listener wants other parameters from here on."""
-        self._sites.clear()
-
-    def __enter__(self) -> None:
-        wanted = [tensor for tensor, _ in self._listener.parts.values()]
-        self._sees_all = self._listener.stacked or not self._kinds.keys() >= set(map(type, wanted))
-        if self._sees_all:
-            self._all.__enter__()  # type: ignore[no-untyped-call]
-        else:
-            for tensor in wanted:
-                self._mark(tensor)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._sees_all:
-            self._all.__exit__(*error)  # type: ignore[no-untyped-call]
-        for tensor, kind in self._marked:
-            tensor.__class__ = kind
-        self._marked.clear()
-
-    def _mark(self, tensor: Tensor) -> None:
-        kind = type(tensor)
-        tensor.__class__ = self._kinds[kind]
-        self._marked.append((tensor, kind))
-
-    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a call of torch; a layer's is listened to."""
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # Most calls are none of ours, and what is done before they run is all that they wait for.
+        kwargs = kwargs or {}
         parts, read = self._listener.parts, CALLS.get(func)
-        plain = functorch.peek_interpreter_stack() is None
-        key = _key(func, args, kwargs) if plain and read is not None else None
-        known = self._sites.get(key) if key is not None else None
-        if known is not None and torch.is_grad_enabled() and self._attending is None:
-            site, at = known
-            if id(args[0]) not in parts:
-                weight = kwargs[at] if isinstance(at, str) else args[at]
-                return self._listened(func, args, kwargs, site, args[0], weight)
+        plain, key = functorch.peek_interpreter_stack() is None, None
         if plain:
             values = (*args, *kwargs.values()) if kwargs else args
             if parts.keys().isdisjoint(map(id, values)) and (
@@ -100,12 +69,19 @@ class Taps:
                 or _NESTED.isdisjoint(map(type, values))  # what layers have in lists are sizes
             ):
                 return func(*args, **kwargs)
+            if read is not None and self._attending is None and torch.is_grad_enabled():
+                key = _key(func, args, kwargs, parts)
+                known = self._sites.get(key) if key is not None else None
+                if known is not None:
+                    site, at = known
+                    weight = kwargs[at] if isinstance(at, str) else args[at]
+                    return self._listened(func, args, kwargs, site, args[0], weight)
         call = read(*args, **kwargs) if read is not None and torch.is_grad_enabled() else None
         if call is not None:
             x, weight_in, bias_in = call[1:4] if plain else map(inside, call[1:4])
-            weight, bias = parts.get(id(weight_in), _NONE)[1], parts.get(id(bias_in), _NONE)[1]
-            if weight != bias and id(x) not in parts:
-                return self._tapped(func, args, kwargs, call, weight, bias, key)
+            own = parts.get(id(weight_in), _NONE)[1], parts.get(id(bias_in), _NONE)[1]
+            if own[0] != own[1] and id(x) not in parts:
+                return self._tapped(func, args, kwargs, call, *own, key)
         return self._untapped(func, args, kwargs)
 
     def _untapped(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -145,8 +121,6 @@ class Taps:
             else:
                 continue
             self._listener.parts[id(inside(result))] = inside(result), some
-            if not self._sees_all and type(result) in self._kinds:
-                self._mark(result)
             return True
         return False
 
@@ -160,7 +134,7 @@ class Taps:
                 counted = int(query.stride(0) > query.stride(1))
         before, self._attending = self._attending, (examples, counted)
         try:
-            with self._all:  # torch has left it, or the class, to look at this call
+            with self:  # torch has left it to look at this call
                 return _attention_forward(*args, **kwargs)
         finally:
             self._attending = before
@@ -199,18 +173,12 @@ class Taps:
             reason = f"is used on inputs {list(call.x.shape)} without an axis of examples"
         else:
             site = Site(call.layer, weight, bias, place)
-            if (
-                key is not None
-                and self._attending is None
-                and not call.extras
-                and all(part.rows is None and part.sample is None for part in own)
-            ):
-                at: list[int | str] = [i for i, each in enumerate(args) if each is call.weight]
-                at += [name for name, each in kwargs.items() if each is call.weight]
-                if call.weight is not None and at:
-                    if len(self._sites) >= _MOST_SITES:  # inputs of ever other shapes
-                        self._sites.clear()
-                    self._sites[key] = site, at[0]
+            if key is not None and call.weight is not None and not call.extras:
+                if len(self._sites) >= _MOST_SITES:  # inputs of ever other shapes
+                    self._sites.clear()
+                places: list[int | str] = [i for i, each in enumerate(args) if each is call.weight]
+                places += [name for name, each in kwargs.items() if each is call.weight]
+                self._sites[key] = site, places[0]
             return self._listened(func, args, kwargs, site, call.x, call.weight, call.extras, level)
         self._listener.refuse([part.name for part in own], reason)
         return func(*args, **kwargs)
@@ -279,54 +247,24 @@ class Taps:
         return stacked
 
 
-class _AllCalls(TorchFunctionMode):
-    """Inside, all calls of torch come to some taps."""
-
-    def __init__(self, taps: Taps) -> None:
-        super().__init__()
-        self._taps = taps
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return self._taps.call(func, args, kwargs or {})
-
-
-def _telling(kind: type[Tensor], taps: Taps) -> type[Tensor]:
-    """A class like a given one, with whose tensors all calls of torch come to some taps."""
-
-    class Telling(kind):  # type: ignore[misc, valid-type]
-        @classmethod
-        def __torch_function__(
-            cls,
-            func: Callable[..., Any],
-            types: Any,
-            args: Sequence[Any] = (),
-            kwargs: dict[str, Any] | None = None,
-        ) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return taps.call(func, args, kwargs or {})
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-            with torch._C.DisableTorchFunctionSubclass():
-                copy: Tensor = super().__deepcopy__(memo)
-            copy.__class__ = kind
-            return copy
-
-    Telling.__name__ = Telling.__qualname__ = kind.__name__
-    return Telling
-
-
-def _key(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What a site depends on, if the parameters that are wanted are the same; None if there is no telling."""
-    if not args or not isinstance(args[0], Tensor):
+def _key(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    parts: Mapping[int, tuple[Tensor, Part]],
+) -> tuple[Any, ...] | None:
+    """All that a site depends on; None if there is no telling."""
+    if not args or not isinstance(args[0], Tensor) or id(args[0]) in parts:
         return None
     given = (*args[1:], *kwargs, *kwargs.values()) if kwargs else args[1:]
-    key = (func, args[0].shape, *[id(each) if isinstance(each, Tensor) else each for each in given])
+    key = (
+        func,
+        args[0].shape,
+        *[
+            (parts.get(id(each), _NONE)[1], each.shape) if isinstance(each, Tensor) else each
+            for each in given
+        ],
+    )
     try:
         hash(key)
     except TypeError:  # lists have no hash

@@ -38,7 +38,7 @@ class Collecting:
     def __init__(self, kind: type[Collector] | None, rule: str) -> None:
         # What it cannot see is refused in taking: only there is it known which gradients are used.
         self._collector = None if kind is None else kind(strict=False, once=True)
-        self._rule, self._told, self._drawn = rule, False, False
+        self._rule, self._told = rule, False
 
     def watch(
         self,
@@ -56,7 +56,7 @@ class Collecting:
             stacked: Whether these are ``[samples, ...]``.
             due: Whether they are to tell of anything.
         """
-        self._told, self._drawn = due, bool(drawn)
+        self._told = due
         if self._collector is None or not due:
             return nullcontext()
         self._collector.clear()
@@ -96,8 +96,7 @@ class Collecting:
                     "freeze it, or use a method without curvature"
                 )
         told = Told(collector.sums, layers, collector.examples // samples)
-        # It would hold on to sums, and to drawn weights, until the next pass.
-        (collector.watch({}) if self._drawn else collector).clear()
+        collector.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
         return told
 
 

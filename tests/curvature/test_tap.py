@@ -132,6 +132,21 @@ def test_attention_counts_examples_though_some_of_its_weights_alone_are_watched(
     check(squares, dict(zip(weights, found, strict=True)))
 
 
+def test_what_is_known_of_a_layer_inside_attention_is_not_taken_for_it_outside() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    squares, out = Squares({"weight": model.out_proj.weight, "bias": model.out_proj.bias}), model.out_proj
+    x = torch.randn(4, 5, 8)
+    for run, examples in (
+        (lambda: model(x, x, x)[0], 4),
+        (lambda: F.linear(x.flatten(0, 1), *out.parameters()), 20),
+    ):
+        for _ in range(2):
+            squares.clear()
+            with squares:
+                run().square().sum().backward()
+            assert squares.examples == examples
+
+
 class Pixels(torch.Tensor):
     """A user's own kind of inputs."""
 

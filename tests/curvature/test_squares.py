@@ -39,7 +39,7 @@ def test_squares_are_those_of_a_loop_over_examples(problem: Problem) -> None:
     plain = torch.autograd.grad(problem.loss(model, x, target), list(model.parameters()))
     squares = Squares(model, batch_dim=problem.batch_dim)
     expected = problem.naive(model, x, target)
-    for _ in range(2):  # the second time, layers are known
+    for _ in range(2):  # a collector is used again
         model.zero_grad()
         squares.clear()
         with squares:
@@ -50,7 +50,7 @@ def test_squares_are_those_of_a_loop_over_examples(problem: Problem) -> None:
             torch.testing.assert_close(p.grad, grad, **EXACT)
 
 
-def test_a_layer_that_is_known_may_be_called_in_another_way() -> None:
+def test_a_layer_may_be_called_in_other_ways() -> None:
     weight, bias = (
         torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 3, 3), (3,))
     )

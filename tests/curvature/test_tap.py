@@ -1,4 +1,4 @@
-"""What taps know of a layer from before is never taken for another; what is watched stays what it was."""
+"""No use is taken for another, whatever was seen before; what is watched stays what it was."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from posterity import VOGN
-from posterity.curvature import Squares, Uncollected, tap
+from posterity.curvature import Squares, Uncollected
 from posterity.optim.collecting import Collecting
 
 X = torch.randn(5, 3, dtype=torch.float64)
@@ -69,7 +69,7 @@ def test_a_tensor_that_lies_where_another_was_is_not_taken_for_it() -> None:
         torch.testing.assert_close(squares.sums["weight"][:2], expected)
 
 
-def test_a_weight_as_inputs_is_refused_though_the_layer_is_known() -> None:
+def test_a_weight_as_inputs_is_refused_though_the_layer_was_seen_before() -> None:
     weight, other = parameters((6, 3), (6, 3))
     squares = Squares({"weight": weight, "other": other}, strict=False)
     for inputs, refused in ((torch.randn_like(other), set()), (other, {"weight", "other"})):
@@ -102,18 +102,6 @@ def test_filters_may_get_another_size() -> None:
         check(squares, {"weight": torch.stack(grads).square().sum(0)})
 
 
-def test_inputs_of_many_shapes_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tap, "_MOST_SITES", 3)
-    model = net()
-    squares = Squares(model)
-    for count in (5, 4, 3, 5):
-        squares.clear()
-        with squares:
-            model(X[:count]).square().sum().backward()
-        assert len(squares._taps._sites) <= 3
-    check(squares, sums(model))
-
-
 def test_attention_counts_examples_though_some_of_its_weights_alone_are_watched() -> None:
     model = nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True).double().requires_grad_(False)
     weights = {name: getattr(model, name).requires_grad_() for name in ("q_proj_weight", "v_proj_weight")}
@@ -132,7 +120,7 @@ def test_attention_counts_examples_though_some_of_its_weights_alone_are_watched(
     check(squares, dict(zip(weights, found, strict=True)))
 
 
-def test_what_is_known_of_a_layer_inside_attention_is_not_taken_for_it_outside() -> None:
+def test_a_layer_inside_attention_may_be_called_outside() -> None:
     model = nn.MultiheadAttention(8, 2, batch_first=True)
     squares, out = Squares({"weight": model.out_proj.weight, "bias": model.out_proj.bias}), model.out_proj
     x = torch.randn(4, 5, 8)

@@ -48,8 +48,6 @@ class Taps(TorchFunctionMode):
         self._listener, self._batch_dim = listener, batch_dim
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
-        # Of calls that were seen before: the site, and which argument is the weight.
-        self._sites: dict[tuple[Any, ...], tuple[Site, int | str]] = {}
 
     def __torch_function__(
         self,
@@ -61,7 +59,7 @@ class Taps(TorchFunctionMode):
         # Most calls are none of ours, and what is done before they run is all that they wait for.
         kwargs = kwargs or {}
         parts, read = self._listener.parts, CALLS.get(func)
-        plain, key = functorch.peek_interpreter_stack() is None, None
+        plain = functorch.peek_interpreter_stack() is None
         if plain:
             values = (*args, *kwargs.values()) if kwargs else args
             if parts.keys().isdisjoint(map(id, values)) and (
@@ -69,19 +67,12 @@ class Taps(TorchFunctionMode):
                 or _NESTED.isdisjoint(map(type, values))  # what layers have in lists are sizes
             ):
                 return func(*args, **kwargs)
-            if read is not None and self._attending is None and torch.is_grad_enabled():
-                key = _key(func, args, kwargs, parts)
-                known = self._sites.get(key) if key is not None else None
-                if known is not None:
-                    site, at = known
-                    weight = kwargs[at] if isinstance(at, str) else args[at]
-                    return self._listened(func, args, kwargs, site, args[0], weight)
         call = read(*args, **kwargs) if read is not None and torch.is_grad_enabled() else None
         if call is not None:
             x, weight_in, bias_in = call[1:4] if plain else map(inside, call[1:4])
-            own = parts.get(id(weight_in), _NONE)[1], parts.get(id(bias_in), _NONE)[1]
-            if own[0] != own[1] and id(x) not in parts:
-                return self._tapped(func, args, kwargs, call, *own, key)
+            weight, bias = parts.get(id(weight_in), _NONE)[1], parts.get(id(bias_in), _NONE)[1]
+            if weight != bias and id(x) not in parts:
+                return self._tapped(func, args, kwargs, call, weight, bias)
         return self._untapped(func, args, kwargs)
 
     def _untapped(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -158,7 +149,6 @@ class Taps(TorchFunctionMode):
         call: Call,
         weight: Part | None,
         bias: Part | None,
-        key: tuple[Any, ...] | None,
     ) -> Any:
         level, samples = stacking()
         place = self._place(call, samples)
@@ -173,13 +163,7 @@ class Taps(TorchFunctionMode):
             reason = f"is used on inputs {list(call.x.shape)} without an axis of examples"
         else:
             site = Site(call.layer, weight, bias, place)
-            if key is not None and call.weight is not None and not call.extras:
-                if len(self._sites) >= _MOST_SITES:  # inputs of ever other shapes
-                    self._sites.clear()
-                places: list[int | str] = [i for i, each in enumerate(args) if each is call.weight]
-                places += [name for name, each in kwargs.items() if each is call.weight]
-                self._sites[key] = site, places[0]
-            return self._listened(func, args, kwargs, site, call.x, call.weight, call.extras, level)
+            return self._listened(func, args, kwargs, call, site, level)
         self._listener.refuse([part.name for part in own], reason)
         return func(*args, **kwargs)
 
@@ -188,18 +172,16 @@ class Taps(TorchFunctionMode):
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
+        call: Call,
         site: Site,
-        x: Tensor,
-        weight: Tensor | None,
-        extras: Sequence[Tensor] = (),
-        level: int | None = None,
+        level: int | None,
     ) -> Any:
         run = self._listener.begin(site)
         if run is None:
             return func(*args, **kwargs)
         # A bias has no need of inputs.
-        seen = None if site.weight is None else x
-        brought = weight if seen is not None and self._listener.brings_gradient(site.layer) else None
+        seen, extras = None if site.weight is None else call.x, call.extras
+        brought = call.weight if seen is not None and self._listener.brings_gradient(site.layer) else None
         if brought is not None:  # then autograd has no need to make the gradient
             held = brought.detach()
             args = [held if each is brought else each for each in args]
@@ -207,7 +189,7 @@ class Taps(TorchFunctionMode):
                 kwargs = {key: held if each is brought else each for key, each in kwargs.items()}
         out = func(*args, **kwargs)
         if level is not None:
-            return self._stack_listened(out, site, run, x, extras, level, brought)
+            return self._stack_listened(out, call, site, run, level, brought)
         if brought is not None:
             return tap(out, brought, Use(self._listener, site, run, brought.dtype), seen, extras)
         node = out.grad_fn
@@ -224,10 +206,9 @@ class Taps(TorchFunctionMode):
     def _stack_listened(
         self,
         out: Tensor,
+        call: Call,
         site: Site,
         run: Run,
-        x: Tensor,
-        extras: Sequence[Tensor],
         level: int,
         brought: Tensor | None,
     ) -> Tensor:
@@ -237,39 +218,14 @@ class Taps(TorchFunctionMode):
             return out
         if axis is None:  # the same for all samples, whose gradients are not
             axis, y = 0, out.expand(site.place.samples, *out.shape).clone()
-        site = Site(site.layer, site.weight, site.bias, site.place, samples_axis(x), axis)
+        site = Site(site.layer, site.weight, site.bias, site.place, samples_axis(call.x), axis)
         dtype = None if brought is None else brought.dtype
         use = Use(self._listener, site, run, dtype, samples_axis(brought))
-        seen = None if site.weight is None else inside(x)
+        seen = None if site.weight is None else inside(call.x)
         with temporarily_pop_interpreter_stack():
-            result = tap(y, inside(brought), use, seen, [samples_first(each) for each in extras])
+            result = tap(y, inside(brought), use, seen, [samples_first(each) for each in call.extras])
         stacked: Tensor = functorch._add_batch_dim(result, axis, level)
         return stacked
-
-
-def _key(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    parts: Mapping[int, tuple[Tensor, Part]],
-) -> tuple[Any, ...] | None:
-    """All that a site depends on; None if there is no telling."""
-    if not args or not isinstance(args[0], Tensor) or id(args[0]) in parts:
-        return None
-    given = (*args[1:], *kwargs, *kwargs.values()) if kwargs else args[1:]
-    key = (
-        func,
-        args[0].shape,
-        *[
-            (parts.get(id(each), _NONE)[1], each.shape) if isinstance(each, Tensor) else each
-            for each in given
-        ],
-    )
-    try:
-        hash(key)
-    except TypeError:  # lists have no hash
-        return None
-    return key
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,7 +240,6 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 _attention_forward = _unseen(F.multi_head_attention_forward)
 
 
-_MOST_SITES = 4096
 _NONE = None, None
 _NESTED = frozenset((list, tuple))
 

@@ -83,7 +83,7 @@ class Run:
 
 @final
 class Site:
-    """Where a layer uses wanted parameters: the same in all passes that run alike.
+    """Where a layer uses wanted parameters.
 
     Args:
         layer: What it is.

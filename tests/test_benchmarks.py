@@ -372,6 +372,26 @@ def test_the_readme_has_the_table_that_the_records_give() -> None:
     assert headline.written(readme, headline.table()) == readme, "run: posterity bench headline --write"
 
 
+@pytest.mark.parametrize("method", ["bgd", "ivon", "vogn", "bbb"])
+def test_the_readmes_five_epochs_of_mnist_are_those_of_the_records(method: str) -> None:
+    root = bench.FOLDER.parent
+    folder, readme = root / "results" / "mnist-5-epochs" / method, (root / "README.md").read_text()
+    found = json.loads((folder / "evaluation.json").read_text())
+    epochs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    average, odd = found["modes"]["average"], found["ood"]["mutual_information"]
+    values = [
+        f"{100 * (1 - average['accuracy']):.2f} %",
+        *(
+            f"{value:.{digits}f}"[1:]
+            for value, digits in ((average["nll"], 4), (average["ece"], 4), (odd["auroc"], 3))
+        ),
+        f"{sum(epoch['seconds'] for epoch in epochs) / len(epochs):.0f}",
+    ]
+    (row,) = [line for line in readme.splitlines() if line.startswith(f"| `{method}` (K")]
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == values
+    assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.usefixtures("scripts")
 def test_the_headline_takes_the_fastest_setting_and_complete_records_alone(tmp_path: Path) -> None:
     import headline

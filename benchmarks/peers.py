@@ -143,30 +143,35 @@ def bgd_ours(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, samples: int
     return lambda: train_step(x, y)
 
 
-def vogn_eager(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """VOGN in a plain loop, with one weight sample."""
-    opt = _vogn(model)
+def vogn_eager(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, samples: int = 1) -> Callable[[], None]:
+    """VOGN in a plain loop, one weight sample after another."""
+    opt = _vogn(model, samples)
 
     def step() -> None:
         opt.zero_grad()
-        with opt.sampled_params():
-            loss_fn(model, x, y).backward()
+        for _ in range(samples):
+            with opt.sampled_params():
+                loss_fn(model, x, y).backward()
         opt.step()
 
     return step
 
 
-def vogn_ours(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+def vogn_ours(
+    model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, samples: int = 1
+) -> Callable[[], Tensor]:
     """``posterity.compile_step`` with VOGN."""
-    train_step = posterity.compile_step(model, loss_fn, _vogn(model))
+    train_step = posterity.compile_step(model, loss_fn, _vogn(model, samples))
     return lambda: train_step(x, y)
 
 
-def _vogn(model: nn.Module) -> Any:
+def _vogn(model: nn.Module, samples: int) -> Any:
     # At a small learning rate, and with a std of at most 0.005: thousands of steps on one batch then leave
     # the net about where it is, and every step does the same work.
     plain = posterity.names_of(model, nn.BatchNorm2d)
-    return posterity.VOGN(model, num_data=50_000, lr=1e-6, damping=1.0, deterministic=plain)
+    return posterity.VOGN(
+        model, num_data=50_000, lr=1e-6, damping=1.0, mc_samples=samples, deterministic=plain
+    )
 
 
 def backpack_adam(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor) -> Callable[[], None]:

@@ -1,19 +1,23 @@
-"""How long is one VOGN step (K = 1), beside Adam and BackPACK's squares of single examples' gradients?
+"""How long is one VOGN step, beside Adam and BackPACK's squares of single examples' gradients?
 
     posterity bench vogn_step --device cuda
     posterity bench vogn_step --nets lenet5
+    posterity bench vogn_step --nets resnet18 --batches 32 128 512 2048
+    posterity bench vogn_step --nets resnet18 --samples 1 2 4 8
 
-CIFAR's shapes, [128, 3, 32, 32]. Ours is measured twice: in a plain loop (`with opt.sampled_params():` around
-forward and backward, then `opt.step()`) and by `compile_step`; BatchNorm's weights have no posterior.
-BackPACK, a package of its own, only makes the squares: Adam's step does not use them. It knows no BatchNorm,
-and has no column for ResNet-18. It is in both rows, always in a plain loop, as its users run it; five times
-its speed is the target of `compile_step`. In plain loops there is none: on LeNet-5 Adam alone takes a third
-of BackPACK's time there, so no rule that costs as much as Adam can be five times as fast.
+CIFAR's shapes, [128, 3, 32, 32], and one weight sample, K = 1, unless others are asked for. Ours is measured
+twice: in a plain loop (`with opt.sampled_params():` around forward and backward, then `opt.step()`) and by
+`compile_step`; BatchNorm's weights have no posterior. BackPACK, a package of its own, only makes the squares:
+Adam's step does not use them. It knows no BatchNorm, and has no column for ResNet-18. It is in both rows,
+always in a plain loop, as its users run it; five times its speed is the target of `compile_step`. In plain
+loops there is none: on LeNet-5 Adam alone takes a third of BackPACK's time there, so no rule that costs as
+much as Adam can be five times as fast.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from itertools import product
 
 from peers import (
     ADAM,
@@ -56,7 +60,8 @@ def main() -> None:
     options.add_argument(
         "--settings", type=setting, nargs="+", help="such as 'tf32 nchw' (the default on a GPU)"
     )
-    options.add_argument("--batch", type=positive, default=128)
+    options.add_argument("--batches", type=positive, nargs="+", default=[128])
+    options.add_argument("--samples", type=positive, nargs="+", default=[1])
     given = options.parse_args()
     given.settings = for_device(options, given.device, given.settings, ["tf32 nchw"])
     record = Record("vogn_step", given, "ms per step", OURS)
@@ -65,40 +70,39 @@ def main() -> None:
         record.note(
             f"the column {BACKPACK} is left out: pip install --no-deps backpack-for-pytorch einops unfoldNd"
         )
-    for name in given.nets:
-        for where in given.settings:
+    for name, where, size, samples in product(given.nets, given.settings, given.batches, given.samples):
+        fresh_row(given.device)
+        precision, layout = where.split()
+        data = batch([size, *SHAPE], given.device, layout)
+        loss_fn = Loss(precision, given.device)
+        make = maker(name, SHAPE, given.device, layout)
+        model = make()
+        known = not any(isinstance(each, nn.BatchNorm2d) for each in model.modules())
+        more = {"parameters": count(model)}
+        del model
+        aimed = given.device == "cuda" and (size, samples) == (128, 1) and precision == "tf32"
+        most, least = (1.6, 5.0) if aimed else (None, None)
+        case = f"VOGN K = {samples}, {name}" + (f", batch {size}" if size != 128 else "")
+        with arithmetic(precision):
+            # A row for each way of running: what is compared runs in turn, and holds memory together.
+            plain = {
+                EAGER: Column(vogn_eager(make(), loss_fn, *data, samples), where),
+                ADAM: Column(adam_eager(make(), loss_fn, *data), where),
+            }
+            if installed and known:
+                plain[BACKPACK] = Column(backpack_adam(make(), loss_fn, *data), where)
+            ratios = [Ratio(EAGER, ADAM, at_most=most), Ratio(BACKPACK, EAGER)]
+            record.add(f"{case}, eager", where, measure(plain, **timing(given)), ratios, **more)
+            del plain
             fresh_row(given.device)
-            precision, layout = where.split()
-            data = batch([given.batch, *SHAPE], given.device, layout)
-            loss_fn = Loss(precision, given.device)
-            make = maker(name, SHAPE, given.device, layout)
-            model = make()
-            known = not any(isinstance(each, nn.BatchNorm2d) for each in model.modules())
-            more = {"parameters": count(model)}
-            del model
-            aimed = given.device == "cuda" and given.batch == 128 and precision == "tf32"
-            most, least = (1.6, 5.0) if aimed else (None, None)
-            case = f"VOGN K = 1, {name}"
-            with arithmetic(precision):
-                # A row for each way of running: what is compared runs in turn, and holds memory together.
-                plain = {
-                    EAGER: Column(vogn_eager(make(), loss_fn, *data), where),
-                    ADAM: Column(adam_eager(make(), loss_fn, *data), where),
-                }
-                if installed and known:
-                    plain[BACKPACK] = Column(backpack_adam(make(), loss_fn, *data), where)
-                ratios = [Ratio(EAGER, ADAM, at_most=most), Ratio(BACKPACK, EAGER)]
-                record.add(f"{case}, eager", where, measure(plain, **timing(given)), ratios, **more)
-                del plain
-                fresh_row(given.device)
-                captured = {OURS: Column(vogn_ours(make(), loss_fn, *data), where)}
-                if given.device == "cuda":
-                    captured[ADAM_GRAPH] = Column(adam_graph(make(), loss_fn, *data), where)
-                if installed and known:
-                    captured[BACKPACK] = Column(backpack_adam(make(), loss_fn, *data), where)
-                ratios = [Ratio(OURS, ADAM_GRAPH, at_most=most), Ratio(BACKPACK, OURS, at_least=least)]
-                record.add(f"{case}, one graph", where, measure(captured, **timing(given)), ratios, **more)
-                del captured
+            captured = {OURS: Column(vogn_ours(make(), loss_fn, *data, samples), where)}
+            if given.device == "cuda":
+                captured[ADAM_GRAPH] = Column(adam_graph(make(), loss_fn, *data), where)
+            if installed and known:
+                captured[BACKPACK] = Column(backpack_adam(make(), loss_fn, *data), where)
+            ratios = [Ratio(OURS, ADAM_GRAPH, at_most=most), Ratio(BACKPACK, OURS, at_least=least)]
+            record.add(f"{case}, one graph", where, measure(captured, **timing(given)), ratios, **more)
+            del captured
     record.close()
 
 

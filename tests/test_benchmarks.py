@@ -27,7 +27,10 @@ SMOKE = {
     "train_step": (["--widths", "8", "--samples", "2"], {LOOP, "compile_step", ADAM, NOISE}),
     "conv_step": (["--nets", "lenet5", "--samples", "2", "--batch", "4"], {LOOP, "compile_step", ADAM}),
     "ivon_step": (["--net", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, "ivon-opt"}),
-    "vogn_step": (["--nets", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, *BACKPACK}),
+    "vogn_step": (
+        ["--nets", "lenet5", "--batches", "4", "--samples", "1", "2"],
+        {"eager step", "compile_step", ADAM, *BACKPACK},
+    ),
     "kfac_step": (["--nets", "lenet5", "--batch", "4", "--every", "2"], {"eager step", "compile_step", ADAM}),
     "vogn_table": (
         ["--settings", "lenet5", "--batch", "4"],

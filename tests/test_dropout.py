@@ -206,6 +206,13 @@ def test_in_a_sequential_the_layers_behind_dropout_are_found() -> None:
     torch.testing.assert_close(dropout_kl(again), dropout_kl({again[1]: 0.25, again[3]: 0.25}))
 
 
+class Residual(nn.Sequential):
+    """Not what it is made of, one after another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 def test_what_dropout_scales_is_never_guessed() -> None:
     linear = nn.Linear(2, 2)
     for net, name in (
@@ -214,6 +221,7 @@ def test_what_dropout_scales_is_never_guessed() -> None:
         (nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), linear), "'1', a Dropout"),
         (nn.Sequential(nn.Sequential(nn.AlphaDropout(0.5)), linear), "'0.0', a AlphaDropout"),
         (nn.Sequential(Unused(), linear), "'0', a Unused"),
+        (nn.Sequential(nn.Dropout(0.5), Residual(linear), nn.Linear(2, 2)), "'1', a Residual"),
         (nn.Sequential(nn.Dropout(0.5), linear, nn.Dropout(0.2), linear), "'3', a Linear"),
     ):
         with pytest.raises(ValueError, match=f"dropout before or in {name}, scales is not plain: pass"):
@@ -234,3 +242,5 @@ def test_what_dropout_scales_is_never_guessed() -> None:
 def test_a_module_that_is_no_sequential_is_refused_by_its_name() -> None:
     with pytest.raises(TypeError, match=r"not plain in a Unused, .*: pass \{layer: drop rate\}"):
         dropout_kl(Unused())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not plain in a Residual, which is no plain "):
+        dropout_kl(Residual(nn.Dropout(0.5), nn.Linear(2, 2)))

@@ -327,7 +327,7 @@ def test_what_is_no_pair_of_tensors_is_refused() -> None:
 def test_a_model_without_gradients_is_refused() -> None:
     with pytest.raises(ValueError, match=r"wants gradients: call model.requires_grad_\(\) first"):
         laplace.fit(nn.Linear(4, 3).requires_grad_(False), (X, Y))
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"fit outside torch.inference_mode\(\)"):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside torch.inference_mode\(\)"):
         laplace.fit(nn.Linear(4, 3), (X, Y))
     with torch.inference_mode():
         made_there = nn.Linear(4, 3)
@@ -444,3 +444,42 @@ def test_on_a_gpu() -> None:
     chosen = laplace.fit(net, loader, prior_precision="validation", validation=loader, samples=2)
     assert predict(net, chosen.posterior(), x.cuda()).probs.is_cuda
     assert laplace.linearised(net, chosen.posterior(), x.cuda()).probs.is_cuda
+
+
+def test_factors_of_some_batches_only_are_refused() -> None:
+    class Places(nn.Module):
+        """Its inner layer sees one example, whatever the batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((x + self.inner(torch.ones(1, 2))).tanh())
+
+    model, x, y = Places(), torch.randn(7, 4), torch.randint(0, 3, (7,))
+    assert "inner.weight" in laplace.fit(model, (x, y), fallback="vmap", batch_size=4).spectra
+    with pytest.raises(ValueError, match=r"'inner\.\w+' has Kronecker factors in some batches only: leave"):
+        laplace.fit(model, (x, y), fallback="vmap", batch_size=3)  # the last has one example
+    laplace.fit(model, (x, y), fallback="vmap", batch_size=3, structure="diagonal")
+
+
+def test_a_bias_keeps_its_curvature_where_its_weight_has_another_use() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(12, 4), nn.Linear(4, 12)
+            self.out.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.words(x).mean(1))
+
+    model, x, y = Tied(), torch.randint(0, 12, (30, 3)), torch.randint(0, 12, (30,))
+    stds = [
+        laplace.fit(model, (x, y), kind="mc", structure=structure, fallback="vmap", prior_precision=0.1)
+        .posterior()
+        .std()["out.bias"]
+        for structure in ("kronecker", "diagonal")
+    ]
+    torch.testing.assert_close(*stds)
+    assert stds[0].max() < 0.1**-0.5

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import TypeGuard, final
 
 import torch
 from torch import Tensor, nn
@@ -100,12 +100,12 @@ def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_preci
     """
     if not 0.0 < prior_precision < float("inf"):
         raise ValueError(f"prior_precision must be finite and greater than 0, not {prior_precision}")
-    if not isinstance(layers, nn.Sequential | Mapping):
+    if not (isinstance(layers, Mapping) or _in_order(layers)):
         raise TypeError(
-            f"which weights dropout scales is not plain in a {type(layers).__name__}, which is no "
+            f"which weights dropout scales is not plain in a {type(layers).__name__}, which is no plain "
             "nn.Sequential: pass {layer: drop rate}"
         )
-    rates = _found(layers) if isinstance(layers, nn.Sequential) else dict(layers)
+    rates = dict(layers) if isinstance(layers, Mapping) else _found(layers)
     if not rates:
         raise ValueError("no layer is behind a dropout layer: pass {layer: drop rate}")
     terms = []
@@ -143,10 +143,15 @@ def _found(model: nn.Sequential) -> dict[nn.Module, float]:
 def _flat(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     # named_children() would give a module that is used twice only once.
     for name, module in model._modules.items():
-        if isinstance(module, nn.Sequential):
+        if _in_order(module):
             yield from _flat(module, f"{prefix}{name}.")
         elif module is not None:
             yield prefix + name, module
+
+
+def _in_order(module: nn.Module | None) -> TypeGuard[nn.Sequential]:
+    """Whether it does nothing but run its modules one after another."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _dropping(model: nn.Module) -> list[nn.Module]:

@@ -200,3 +200,45 @@ def test_deep_linear_nets_are_exact_with_a_gaussian_likelihood() -> None:
         ("2.weight", ["2.weight", "2.bias"]),
     ):
         torch.testing.assert_close(kron(blocks[name]), dense_fisher(model, x, names), **EXACT)
+
+
+class Heads(nn.Module):
+    """One for each task; the first column says which a batch is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 2, bias=bias) for bias in (True, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[int(x[0, 0])](x[:, 1:])
+
+
+def test_a_layer_that_some_examples_use_has_their_inputs_only() -> None:
+    """The mean Fisher matrix over all examples is theirs, times the share that they are."""
+    model = Heads().double()
+    x = [torch.cat([torch.full((n, 1), float(task)), torch.randn(n, 3)], 1) for task, n in ((0, 6), (1, 2))]
+    x = [each.double() for each in x]
+    with Factors(model) as factors:
+        for each in x:
+            # Of a Gaussian likelihood, any of whose columns has the same factor of the outputs' gradients.
+            (model(each) * torch.tensor([1.0, 2.0])).sum(1).sum().div(8).backward()
+    found = factors.mean(8).kronecker
+    for task, share in ((0, 6 / 8), (1, 2 / 8)):
+        inputs = F.pad(x[task][:, 1:], (0, 1), value=1.0) if task == 0 else x[task][:, 1:]
+        column = torch.tensor([1.0, 2.0]).double()
+        expected = torch.kron(column.outer(column), inputs.T @ inputs / len(inputs)) * share
+        torch.testing.assert_close(kron(found[f"heads.{task}.weight"]), expected, **EXACT)
+        assert found[f"heads.{task}.weight"].examples == len(inputs)
+
+
+def test_a_whole_weight_that_was_cast_to_what_it_is_is_whole() -> None:
+    class Cast(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.to(x.dtype).contiguous()[:], self.bias)
+
+    model = Cast(3, 2)
+    with Factors(model) as factors:
+        model(torch.randn(4, 3)).square().mean().backward()
+    assert [(key, block.rows, block.bias) for key, block in factors.blocks.items()] == [
+        ("weight", None, "bias")
+    ]

@@ -198,7 +198,7 @@ def test_the_fallback_with_words_first() -> None:
         ),
         (
             {"kind": "empirical", "y": torch.zeros(5), "likelihood": "regression"},
-            r"y has shape \[5\], outputs \[5, 3\]: give labels \[B\], or targets \[B, C\]",
+            r"y has shape \[5\], outputs \[5, 3\]: give labels \[B\] for classification, or targets \[B, C\]",
         ),
     ],
 )
@@ -245,3 +245,40 @@ def test_positions_folded_into_the_batch_are_refused() -> None:
 
     with pytest.raises((RuntimeError, ValueError), match="60"):
         fisher(Folded(), torch.randn(10, 6, 4))
+
+
+def test_what_has_no_gradients_is_said_so() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside torch.inference_mode\(\)"):
+        fisher(model, x)
+    with pytest.raises(ValueError, match="names= picks no parameter"):
+        fisher(model, x, names=[])
+    with pytest.raises(ValueError, match="no parameter of the model wants gradients"):
+        fisher(model.requires_grad_(False), x)
+
+
+def test_outputs_and_labels_are_looked_at() -> None:
+    class Dict(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": super().forward(x)}
+
+    x = torch.randn(5, 4)
+    with pytest.raises(ValueError, match=r"must give outputs \[B, C\], for two classes or more, not dict"):
+        fisher(Dict(4, 3), x)
+    for y in (torch.full((5,), 3), torch.full((5,), -1), torch.zeros(5)):
+        with pytest.raises(ValueError, match="labels must be whole numbers from 0 to 2"):
+            fisher(nn.Linear(4, 3), x, y, kind="empirical")
+
+
+def test_the_fallback_holds_no_graph() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner(self.inner(x).tanh()))
+
+    found = fisher(Twice(), torch.randn(5, 4), fallback="vmap").diagonal
+    assert {name: value.requires_grad for name, value in found.items()} == dict.fromkeys(found, False)
+    assert sorted(found) == ["head.bias", "head.weight", "inner.bias", "inner.weight"]

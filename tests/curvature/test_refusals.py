@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -146,6 +147,16 @@ def test_a_vmap_inside_a_stack_is_refused(looks: bool) -> None:
         stacked_pass(Model(use), drawn, {}, (torch.randn(5, 3),), {}, stacked=True)
 
 
+def test_a_refused_weight_takes_its_block_along_when_it_was_there_before() -> None:
+    """The layer is heard first, and only then another use of its weight."""
+    model, x = Model(lambda x, w, b: F.linear(F.linear(x, w).tanh(), w, b)), torch.randn(5, 3)
+    with Factors(model, strict=False) as factors:
+        model(x).square().mean().backward()
+    assert not factors.blocks
+    assert not factors.sums
+    assert factors.refused["inner.bias"] == "is in one block with a parameter that is refused"
+
+
 def test_a_refused_bias_takes_its_block_along() -> None:
     model = Model(lambda x, w, b: F.linear(x, w, b) * b)
     for kind, left in ((Squares, ["inner.weight"]), (Factors, [])):
@@ -156,14 +167,137 @@ def test_a_refused_bias_takes_its_block_along() -> None:
         assert sorted({*collector.refused, *left}) == ["inner.bias", "inner.weight"]
 
 
-def test_a_refusal_is_of_one_context() -> None:
+class Both(torch.autograd.Function):
+    """A product with a gradient of both, out of sight."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.T, x.T @ grad
+
+
+SCRIPTED = torch.jit.CompilationUnit("def product(x: Tensor, w: Tensor) -> Tensor:\n    return x @ w\n")
+HIDDEN = {
+    "a function of autograd": (Both.apply, "BothBackward"),
+    "a scripted function": (SCRIPTED.product, "MmBackward0"),
+    "a checkpoint": (lambda x, w: checkpoint(F.linear, x, w, use_reentrant=True), ""),
+}
+
+
+@pytest.mark.parametrize("away", ["backward", "autograd.backward", "autograd.grad"])
+@pytest.mark.parametrize("case", HIDDEN)
+def test_a_use_that_is_seen_is_no_excuse_for_one_that_is_not(case: str, away: str) -> None:
+    hidden, node = HIDDEN[case]
+    model, x = Model(lambda x, w, b: hidden(F.linear(x, w, b).tanh(), w)), torch.randn(5, 3)
+    message = f"'inner.weight' is used by an operation that cannot be seen.*{node}"
+    if case == "a checkpoint" and away == "autograd.grad":
+        message = "not compatible|cannot be seen"  # torch itself refuses it
+    with pytest.raises(RuntimeError, match=message), Squares(model):
+        loss = model(x).square().mean()
+        if away == "backward":
+            loss.backward()
+        elif away == "autograd.backward":
+            torch.autograd.backward([loss])
+        else:
+            torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_drawn_weights_that_were_made_of_others_are_looked_for_too() -> None:
+    mean = torch.randn(3, 3, requires_grad=True)
+    drawn = mean * 1.0
+    for hidden in (False, True):
+        refused = pytest.raises(RuntimeError, match="'w' is used by an operation that cannot be seen, Both")
+        with refused if hidden else nullcontext(), Squares({"w": drawn}):
+            out = F.linear(torch.randn(5, 3), drawn)
+            (Both.apply(out, drawn) if hidden else out).square().mean().backward(retain_graph=True)
+
+
+def test_a_weight_that_autocast_has_cast_before_is_seen() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        with Squares(model) as squares:
+            model(x).float().square().mean().backward()
+    assert sorted(squares.sums) == ["bias", "weight"]
+    wide = nn.Linear(3, 3)
+    seen = pytest.raises(RuntimeError, match="'weight' is used by an operation that cannot be seen, Mm")
+    with torch.autocast("cpu", torch.bfloat16), seen, Squares(wide):
+        SCRIPTED.product(wide(x), wide.weight).float().square().mean().backward()
+
+
+def test_two_collectors_of_one_convolution() -> None:
+    model, x = nn.Conv1d(2, 3, 2).double(), torch.randn(4, 2, 5).double()
+    with Squares(model) as expected:
+        model(x).square().mean().backward()
+    grad = model.weight.grad.clone()
+    model.zero_grad()
+    with Squares(model) as outer, Squares(model) as inner:
+        model(x).square().mean().backward()
+    torch.testing.assert_close(model.weight.grad, grad)
+    for squares in (outer, inner):
+        torch.testing.assert_close(squares.sums, expected.sums)
+
+
+def test_the_first_reason_is_the_one_that_is_given() -> None:
+    model = Model(lambda x, w, b: F.linear(x[0], w) + b)
+    with Squares(model, strict=False) as squares:
+        model(torch.randn(5, 3)).sum().backward()
+    assert squares.refused["inner.weight"] == "is used on inputs [3] without an axis of examples"
+
+
+def test_layers_are_measured_by_those_that_were_right() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(7, 4), nn.Embedding(3, 4)
+            self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = self.inner(self.places(torch.arange(3)[None]))
+            return self.head((self.words(x) + places).tanh().mean(1))
+
+    model = Positions()
+    with Squares(model, strict=False) as squares:
+        model(torch.randint(0, 7, (6, 3))).square().mean().backward()
+    assert sorted(squares.refused) == ["inner.bias", "inner.weight", "places.weight"]
+    assert set(squares.refused.values()) == {"sees 1 examples where another layer saw 6"}
+
+
+def test_an_empty_batch() -> None:
+    model = nn.Linear(3, 2)
+    for kind in (Squares, Factors):
+        with pytest.raises(ValueError, match="a batch has no examples: leave it out"), kind(model):
+            model(torch.empty(0, 3)).sum().backward()
+    with pytest.raises(ValueError, match="a batch has no examples: leave it out"):
+        vmap_squares(model, lambda call, x: call(x).sum(), (torch.empty(0, 3),))
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False).eval()])
+def test_batch_statistics_are_none_of_a_single_example(module: nn.Module) -> None:
+    with pytest.raises(ValueError, match="single examples have no batch statistics"):
+        vmap_squares(module, lambda call, x: call(x).sum(), (torch.randn(4, 3),))
+
+
+def test_a_refusal_lasts_as_long_as_the_sums() -> None:
     model, x = Model(lambda x, w, b: F.linear(x, w) * b), torch.randn(5, 3)
     squares = Squares(model, strict=False)
-    for use, refused in ((model.use, ["inner.bias"]), (F.linear, [])):
+    for use in (model.use, F.linear):
         model.use = use
         with squares:
             model(x).square().mean().backward()
-        assert list(squares.refused) == refused
+            squares.sums.pop("inner.weight")
+            model(x).square().mean().backward()
+        assert list(squares.refused) == ["inner.bias"]
+        assert list(squares.sums) == ["inner.weight"]  # of the bias some examples' only would be there
+    squares.clear()
+    with squares:
+        model(x).square().mean().backward()
+    assert not squares.refused
     assert sorted(squares.sums) == ["inner.bias", "inner.weight"]
     assert not any(p._backward_hooks for p in model.parameters())
 

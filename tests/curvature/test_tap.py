@@ -207,7 +207,7 @@ def test_drawn_weights_are_let_go_when_all_is_told() -> None:
     drawn = torch.randn(2, 3, requires_grad=True)
     with collecting.watch([("weight", p)], {p: drawn}, stacked=False, due=True):
         F.linear(torch.randn(5, 3), drawn).sum().backward()
-    assert collecting.take(["weight"], 1).squares.keys() == {"weight"}
+    assert collecting.take({"weight": p}, 1).squares.keys() == {"weight"}
     gone = weakref.ref(drawn)
     del drawn
     gc.collect()

@@ -660,3 +660,45 @@ def test_a_model_made_wider_goes_on() -> None:
     model.double()
     opt.zero_grad()
     assert opt.step(lambda: nn.functional.cross_entropy(model(x.double()), y)).dtype == torch.float64
+
+
+def test_a_layer_in_some_micro_batches_has_their_inputs_only() -> None:
+    heads, x = nn.ModuleList(nn.Linear(3, 2, bias=False) for _ in range(2)).double(), data(3)[0]
+    opt = KFAC(heads, **HYPER | {"betas": (0.0, 0.0)})
+    column = torch.tensor([1.0, 2.0]).double()
+    parts = [x[:4], x[4:]]
+    with opt.sampled_params():
+        for head, part in zip(heads, parts, strict=True):
+            ((head(part) @ column).sum() / B).backward()
+    opt.step()
+    for head, part in zip(heads, parts, strict=True):
+        state = opt.state[head.weight]
+        torch.testing.assert_close(state["inputs"], part.T @ part / len(part))
+        torch.testing.assert_close(state["outputs"], column.outer(column) * len(part) / B)
+
+
+def test_gradients_are_dropped_by_the_optimiser_alone() -> None:
+    """Else the curvature of what is gone would stay."""
+    model, x, y = mlp()
+    opt = KFAC(model, **HYPER)
+    with (
+        pytest.raises(
+            RuntimeError, match=r"was dropped between backward passes .*: call the optimiser's own"
+        ),
+        opt.sampled_params(),
+    ):
+        loss_fn(model, x, y).backward()
+        model.zero_grad()
+        loss_fn(model, x, y).backward()
+    results = []
+    for again in (False, True):
+        model, x, y = mlp()
+        opt = KFAC(model, **HYPER)
+        with opt.sampled_params():
+            loss_fn(model, x, y).backward()
+            if again:
+                opt.zero_grad()
+                loss_fn(model, x, y).backward()
+        opt.step()
+        results.append(model[0].weight.detach())
+    assert torch.equal(*results)

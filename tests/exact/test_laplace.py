@@ -282,3 +282,41 @@ def test_linearised_prediction() -> None:
         expected += torch.einsum("bcoi,soi->sbc", jacobian[name], draws[name] - mean)
     got = laplace.linearised(model, q, X[:6], samples=4, seed=2)
     torch.testing.assert_close(got.samples, expected, **EXACT)
+
+
+def test_a_head_that_some_batches_use_has_the_posterior_of_these() -> None:
+    class Heads(nn.Module):
+        """The first column says which a batch is for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(D, C, dtype=F64) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.heads[int(x[0, 0])](x[:, 1:])
+
+    model = Heads()
+    rows = torch.tensor_split(torch.arange(N), [N // 3])
+    batches = [
+        (torch.cat([torch.full((len(each), 1), float(task), dtype=F64), X[each]], 1), Y[each])
+        for task, each in enumerate(rows)
+    ]
+    for structure in ("kronecker", "diagonal"):
+        std = (
+            laplace.fit(
+                model,
+                batches,
+                likelihood="regression",
+                structure=structure,
+                prior_precision=PRIOR,
+                noise_variance=NOISE,
+            )
+            .posterior()
+            .std()
+        )
+        for task, each in enumerate(rows):
+            own = ONES[each].T @ ONES[each] / NOISE + PRIOR * torch.eye(D + 1, dtype=F64)
+            own = torch.linalg.inv(own) if structure == "kronecker" else own.diagonal().reciprocal().diag()
+            expected = own.diagonal().sqrt()
+            for row, shift in zip(std[f"heads.{task}.weight"], std[f"heads.{task}.bias"], strict=True):
+                torch.testing.assert_close(torch.cat([row, shift[None]]), expected, **EXACT)

@@ -54,6 +54,8 @@ class Kronecker:
         rows: Which rows of both, if not all.
         A: Of inputs, ``[I, I]``, or ``[I + 1, I + 1]`` with a bias.
         S: Of gradients of the outputs, ``[O, O]``.
+        examples: Behind A. A layer may see some of the examples only; the others have no part in A, and none
+            but zeros in S.
     """
 
     weight: str
@@ -61,6 +63,7 @@ class Kronecker:
     rows: tuple[int, int] | None
     A: Tensor
     S: Tensor
+    examples: float = 1.0
 
 
 class Curvature(NamedTuple):
@@ -113,6 +116,9 @@ class Collector(ABC):
         self.parts: dict[int, tuple[Tensor, Part]] = {}
         self._entered = False
         self.refused: dict[str, str] = {}
+        # In the last context, names of which a backward pass told, and passes whose sums were cleared.
+        self._heard: defaultdict[int, set[str]] = defaultdict(set)
+        self._dropped: set[int] = set()
         self.watch({} if params is None else params)
         self.clear()
 
@@ -131,10 +137,14 @@ class Collector(ABC):
         return self
 
     def clear(self) -> None:
-        """Forget the sums."""
+        """Forget the sums, and outside the context what was refused."""
         self.sums: dict[str, Tensor] = {}
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
+        if self._entered:  # what a forward pass has shown is not forgotten
+            self._dropped.update(self._heard)
+        else:
+            self.refused.clear()
         # Squares of a backward pass that are not yet summed over examples.
         self._terms: list[tuple[Site, Tensor]] = []
         self._task = -1
@@ -146,15 +156,15 @@ class Collector(ABC):
             raise RuntimeError(
                 "a collector has nothing to watch: no parameter that needs a gradient was given"
             )
-        self.refused.clear()
         self.parts = dict(self._wanted)
         self._run = Run()
-        # Names of which a backward pass told.
-        self._heard: defaultdict[int, set[str]] = defaultdict(set)
+        self._heard.clear()
+        self._dropped.clear()
         self._entered = True
         # Whose gradient is made, without a word from any layer, was used where nobody could see it.
         self._notes = Notes((part.name, tensor) for tensor, part in self._wanted.values())
-        self._taps.__enter__()  # type: ignore[no-untyped-call]
+        self._taps.forget()
+        self._taps.__enter__()
         return self
 
     def __exit__(
@@ -167,18 +177,25 @@ class Collector(ABC):
         self._add_terms()
         if kind is not None:
             return
-        heard, reached = (set[str]().union(*each.values()) for each in (self._heard, self._notes.reached))
-        if not (heard or reached or self.refused):
+        reached = self._notes.reached
+        if not (self._heard or reached or self.refused):
             raise RuntimeError(
                 "nothing was collected: run forward and backward inside, with the tensors that are watched"
             )
-        missed = sorted(reached - heard - self.refused.keys())
+        # By the backward pass: one use that is heard is no excuse for another one.
+        missed = {name for task, made in reached.items() for name in made - self._heard[task]}
+        missed -= self.refused.keys()
         if missed:
-            self.refuse(missed, "is used by an operation that cannot be seen")
-        passed = {name for task, told in self._heard.items() for name in told - self._notes.reached[task]}
+            self.refuse(sorted(missed), "is used by an operation that cannot be seen")
+        passed = {name for task, told in self._heard.items() for name in told - reached[task]}
         passed -= self.refused.keys()
         if passed:
-            self.refuse(sorted(passed), "lies behind a backward pass that makes no gradient of it")
+            self.refuse(sorted(passed), "lies behind a backward pass that makes no gradient of it (take those of inputs outside)")
+
+    def several(self) -> set[str]:
+        """Names of which several backward passes have told since :meth:`clear`, in the last context."""
+        told = [names for task, names in self._heard.items() if task not in self._dropped]
+        return {name for names in told[1:] for name in names if sum(name in each for each in told) > 1}
 
     # What its taps ask and tell.
 
@@ -195,15 +212,25 @@ class Collector(ABC):
         """Parameters are used in a way that nothing can be collected from."""
         if self._strict:
             raise Uncollected(f"{', '.join(map(repr, names))} {reason}")
-        self.refused.update(dict.fromkeys(names, reason))
-        self.sums = {name: each for name, each in self.sums.items() if name not in names}
-        self.blocks = {
-            key: each for key, each in self.blocks.items() if not {each.weight, each.bias} & set(names)
-        }
+        for name in names:
+            self.refused.setdefault(name, reason)
+        for key, block in list(self.blocks.items()):
+            if not self.refused.keys().isdisjoint((block.weight, block.bias)):
+                self.refuse_block(block.weight, block.bias)
+                del self.blocks[key]
+        self.sums = {name: each for name, each in self.sums.items() if name not in self.refused}
+
+    def refuse_block(self, *names: str | None) -> None:
+        """Of one that is refused in part nothing is left."""
+        for name in names:
+            if name is not None:
+                self.refused.setdefault(name, "is in one block with a parameter that is refused")
 
     def heard(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
         """A use's inputs and gradient; the weight's gradient, if it brings it."""
         site, run, task = use.site, use.run, torch._C._current_graph_task_id()
+        if not site.place.examples:
+            raise ValueError("a batch has no examples: leave it out")
         if task != self._task:
             self._add_terms()  # those of many passes would fill the memory
             self._task = task
@@ -231,6 +258,7 @@ class Collector(ABC):
         examples, counted = site.place.examples, site.place.counted
         if run.place is not None and run.place.examples != examples:
             self.refuse(site.names, f"sees {examples} examples where another layer saw {run.place.examples}")
+            return  # the next one is to be like those before
         if counted is not None:
             if run.counted not in (None, counted):
                 self.refuse(
@@ -316,7 +344,7 @@ class Collector(ABC):
             )
         scale = seen / samples
         blocks = {
-            key: replace(block, A=block.A / self.examples, S=block.S * scale)
+            key: replace(block, A=block.A / block.examples, S=block.S * scale)
             for key, block in self.blocks.items()
         }
         return Curvature(blocks, {name: total * scale for name, total in self.sums.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from torch import Tensor
@@ -57,9 +58,8 @@ class Factors(Collector):
         site = use.site
         if site.weight is None or not isinstance(site.layer, Multiplying):
             return self._add_squares(use, x, grad, extras)
-        if self.refused.keys() & set(site.names):
-            for name in site.names:
-                self.refused.setdefault(name, "is in one block with a parameter that is refused")
+        if not self.refused.keys().isdisjoint(site.names):
+            self.refuse_block(*site.names)
         else:
             self._add_factors(use, site.layer, site.weight, *site.stacks(x, grad))
         return None
@@ -73,11 +73,12 @@ class Factors(Collector):
         g = grads.flatten(1).to(wide)
         samples, x = (len(x), x[:1]) if x.stride(0) == 0 else (1, x)  # the same inputs for all samples
         # They are the same in every backward pass of a graph, too.
-        for inputs in layer.inputs(x, grad) if use.fresh or key not in self.blocks else ():
+        counted = use.fresh or key not in self.blocks
+        for inputs in layer.inputs(x, grad) if counted else ():
             a, size = inputs.to(wide), len(inputs)
             if key not in self.blocks:
                 zeros = a.new_zeros(size + extended, size + extended), g.new_zeros(len(g), len(g))
-                self.blocks[key] = Kronecker(weight.name, bias and bias.name, rows, *zeros)
+                self.blocks[key] = Kronecker(weight.name, bias and bias.name, rows, *zeros, examples=0)
             A = self.blocks[key].A
             A[:size, :size].addmm_(a, a.mT, alpha=samples)
             if extended:
@@ -85,4 +86,7 @@ class Factors(Collector):
                 A[-1, :-1].add_(ones, alpha=samples)
                 A[:-1, -1].add_(ones, alpha=samples)
                 A[-1, -1].add_(samples * a.shape[1])
-        self.blocks[key].S.addmm_(g, g.mT, alpha=1 / grads.shape[2])
+        block = self.blocks[key]
+        block.S.addmm_(g, g.mT, alpha=1 / grads.shape[2])
+        if counted:
+            self.blocks[key] = replace(block, examples=block.examples + grads.shape[1])

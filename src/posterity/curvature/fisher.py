@@ -81,18 +81,12 @@ def fisher(
     _check(kind, structure, likelihood, fallback, draws, chunk)
     if (kind == "empirical") != (y is not None):
         raise ValueError("give y for the empirical Fisher, and for no other: they do not look at it")
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    picked = select(named, names)
-    params = {name: p for name, p in named.items() if name in picked}
+    params = chosen(model, names)
     collector = (Squares if structure == "diagonal" else Factors)(
         params, batch_dim=batch_dim, strict=fallback is None
     )
     with torch.enable_grad(), collector:
-        out = model(x)
-        if out.dim() != 2 or len(out) == 0 or out.shape[1] <= (likelihood == "classification"):
-            raise ValueError(
-                f"the model must give outputs [B, C], for two classes or more, not {list(out.shape)}"
-            )
+        out = checked(model(x), y, likelihood)
         if seed is None:
             seed, step = noise.fresh()
         columns = list(_columns(out.detach(), y, kind, likelihood, draws, seed, step))
@@ -145,9 +139,13 @@ def vmap_squares(
         >>> vmap_squares(model, loss_fn, (torch.randn(4, 3),))["weight"].shape
         torch.Size([3, 3])
     """
-    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+    if any(
+        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        for module in model.modules()
+    ):
         raise ValueError(
-            "single examples have no batch statistics: call model.eval(), or do without the fallback"
+            "single examples have no batch statistics: call model.eval(), with running statistics in every "
+            "BatchNorm, or do without the fallback"
         )
     if params is None:
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -158,16 +156,53 @@ def vmap_squares(
 
         return loss_fn(call, *(each[None] for each in example))
 
+    if not len(batch[0]):
+        raise ValueError("a batch has no examples: leave it out")
     each = vmap(grad(loss), in_dims=(None, *[0] * len(batch)), randomness="different")
     weights = {name: p.detach() for name, p in params.items()}
     sums = {name: torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for name, p in weights.items()}
-    with warnings.catch_warnings():
+    # No graph of other parameters, which are not detached, is to be held.
+    with torch.no_grad(), warnings.catch_warnings():
         # Operations without a batching rule still run, one example after another.
         warnings.filterwarnings("ignore", message="There is a performance drop")
         for part in zip(*(torch.split(tensor, chunk) for tensor in batch), strict=True):
             for name, terms in each(weights, *part).items():
                 sums[name] += terms.to(sums[name].dtype).square().sum(0)
     return {name: total / len(batch[0]) for name, total in sums.items()}
+
+
+def chosen(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
+    """The parameters that a filter picks, if gradients can be had of them."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError("no parameter of the model wants gradients: call model.requires_grad_() first")
+    picked = select(params, names)
+    if not picked:
+        raise ValueError("names= picks no parameter: let it match one that wants gradients")
+    if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
+        raise RuntimeError(
+            "curvature needs gradients: take it outside torch.inference_mode(), of a model that was not made "
+            "there"
+        )
+    return {name: p for name, p in params.items() if name in picked}
+
+
+def checked(out: Tensor, y: Tensor | None, likelihood: Likelihood) -> Tensor:
+    """The outputs, if they, and targets if there are any, are what the likelihood takes."""
+    classes = likelihood == "classification"
+    if not isinstance(out, Tensor) or out.dim() != 2 or not len(out) or out.shape[1] <= classes:
+        shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"the model must give outputs [B, C], for two classes or more, not {shape}")
+    if y is None:
+        return out
+    if y.shape != (out.shape[:1] if classes else out.shape):
+        raise ValueError(
+            f"y has shape {list(y.shape)}, outputs {list(out.shape)}: give labels [B] for classification, or "
+            "targets [B, C] for regression"
+        )
+    if classes and (y.is_floating_point() or not bool(((y >= 0) & (y < out.shape[1])).all())):
+        raise ValueError(f"labels must be whole numbers from 0 to {out.shape[1] - 1}, one for each output")
+    return out
 
 
 @torch.no_grad()
@@ -178,11 +213,6 @@ def _columns(
     out = out if out.dtype == torch.float64 else out.float()
     probs, classes = out.softmax(-1), out.shape[-1]
     if y is not None:
-        wanted = y.shape == out.shape[:1] if likelihood == "classification" else y.shape == out.shape
-        if not wanted:
-            raise ValueError(
-                f"y has shape {list(y.shape)}, outputs {list(out.shape)}: give labels [B], or targets [B, C]"
-            )
         yield probs - F.one_hot(y, classes) if likelihood == "classification" else out - y
     elif kind == "exact":
         for j, one in enumerate(torch.eye(classes, dtype=out.dtype, device=out.device)):

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # vmap's own: which tensors are stacked, and where
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from posterity.curvature.backwards import BACKWARDS, Seen
 from posterity.curvature.calls import CALLS, Call
 from posterity.curvature.ends import Use, tap
 from posterity.curvature.stacks import (
@@ -46,8 +47,19 @@ class Taps(TorchFunctionMode):
     def __init__(self, listener: Listener, batch_dim: int = 0) -> None:
         super().__init__()
         self._listener, self._batch_dim = listener, batch_dim
+        self._seen = Seen()
+        self._within = False  # another collector's taps, which must see the weights too
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
+
+    def __enter__(self) -> Self:
+        self._within = any(isinstance(each, Taps) for each in _stack())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def forget(self) -> None:
+        """Before a context: which calls were seen in others."""
+        self._seen = Seen()
 
     def __torch_function__(
         self,
@@ -58,6 +70,8 @@ class Taps(TorchFunctionMode):
     ) -> Any:
         # Most calls are none of ours, and what is done before they run is all that they wait for.
         kwargs = kwargs or {}
+        if func in BACKWARDS:
+            return self._backward(func, args, kwargs)
         parts, read = self._listener.parts, CALLS.get(func)
         plain = functorch.peek_interpreter_stack() is None
         if plain:
@@ -75,6 +89,14 @@ class Taps(TorchFunctionMode):
                 return self._tapped(func, args, kwargs, call, weight, bias)
         return self._untapped(func, args, kwargs)
 
+    def _backward(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A backward pass, before which its graph is looked at: what no call was seen to use may be there."""
+        if functorch.peek_interpreter_stack() is None:
+            outputs = args[0] if args else next(iter(kwargs.values()))
+            for name, reason in self._seen.unseen(outputs, self._listener.parts).items():
+                self._listener.refuse([name], reason)
+        return func(*args, **kwargs)
+
     def _untapped(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A call that is no layer's, or not of a layer with a wanted parameter as its weight or bias."""
         found = {
@@ -87,7 +109,8 @@ class Taps(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             return self._attention(args, kwargs)
         versions = [each._version for each in found.values()]
-        out = func(*args, **kwargs)
+        with self._seen:
+            out = func(*args, **kwargs)
         changed = versions != [each._version for each in found.values()]
         for result in _tensors((out,)):
             if inside(result).requires_grad and (changed or not self._rows(result, found)):
@@ -106,6 +129,8 @@ class Taps(TorchFunctionMode):
             sample = sample_of(result, whole) if self._listener.stacked and part.sample is None else None
             if sample is not None:
                 some = Part(part.name, None, sample)
+            elif rows == (0, *whole.shape[:1]):
+                some = part
             elif rows is not None:
                 first, _, count = part.rows or (0, 0, len(whole))
                 some = Part(part.name, (first + rows[0], first + rows[1], count), part.sample)
@@ -163,7 +188,8 @@ class Taps(TorchFunctionMode):
             reason = f"is used on inputs {list(call.x.shape)} without an axis of examples"
         else:
             site = Site(call.layer, weight, bias, place)
-            return self._listened(func, args, kwargs, call, site, level)
+            with self._seen:
+                return self._listened(func, args, kwargs, call, site, level)
         self._listener.refuse([part.name for part in own], reason)
         return func(*args, **kwargs)
 
@@ -181,7 +207,9 @@ class Taps(TorchFunctionMode):
             return func(*args, **kwargs)
         # A bias has no need of inputs.
         seen, extras = None if site.weight is None else call.x, call.extras
-        brought = call.weight if seen is not None and self._listener.brings_gradient(site.layer) else None
+        brought = None
+        if seen is not None and not self._within and self._listener.brings_gradient(site.layer):
+            brought = call.weight
         if brought is not None:  # then autograd has no need to make the gradient
             held = brought.detach()
             args = [held if each is brought else each for each in args]
@@ -241,6 +269,7 @@ _attention_forward = _unseen(F.multi_head_attention_forward)
 
 
 _NONE = None, None
+_stack: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
 _NESTED = frozenset((list, tuple))
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from posterity.curvature import Uncollected, fisher
-from posterity.curvature.fisher import Kind, Likelihood, Structure
+from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
 from posterity.laplace.evidence import Laplace, Prior, check_prior, positive
-from posterity.laplace.inputs import Batches, batches, checked, log_probs, pair, undisturbed
+from posterity.laplace.inputs import Batches, batches, log_probs, pair, undisturbed
 from posterity.laplace.sums import Sums
-from posterity.names import NameFilter, select
+from posterity.names import NameFilter
 from posterity.predict import Prediction, predict
 from posterity.progress import shown
 from posterity.variational import Variational
@@ -94,7 +94,7 @@ def fit(
         check_prior(each)
     if isinstance(model, Variational):
         model = model.module
-    params = _chosen(model, names)
+    params = chosen(model, names)
     device = next(iter(params.values())).device
     sums = Sums(likelihood)
     with torch.no_grad(), undisturbed(model):
@@ -164,21 +164,6 @@ def _check(
     for name, value in (("num_data", num_data), ("batch_size", batch_size), ("samples", samples)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-
-
-def _chosen(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
-    """The parameters that a filter picks, if gradients can be had of them."""
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not params:
-        raise ValueError("no parameter of the model wants gradients: call model.requires_grad_() first")
-    picked = select(params, names)
-    if not picked:
-        raise ValueError("names= picks no parameter: let it match one that wants gradients")
-    if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
-        raise RuntimeError(
-            "curvature needs gradients: fit outside torch.inference_mode(), a model that was not made there"
-        )
-    return {name: p for name, p in params.items() if name in picked}
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from posterity import buffers
-from posterity.curvature.fisher import Likelihood
 
 Batches: TypeAlias = Iterable[Sequence[Tensor]] | tuple[Tensor, Tensor]
 
@@ -47,22 +46,6 @@ def log_probs(out: Tensor, y: Tensor, noise_variance: float | None) -> Tensor:
         return out.double().log_softmax(-1)[..., torch.arange(len(y), device=y.device), y.long()]
     terms = (out.double() - y).square() / noise_variance + math.log(2.0 * math.pi * noise_variance)
     return -0.5 * terms.sum(-1)
-
-
-def checked(out: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
-    """The outputs, if they and the targets are what the likelihood takes."""
-    classes = likelihood == "classification"
-    if not isinstance(out, Tensor) or out.dim() != 2 or out.shape[1] <= classes:
-        shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"the model must give outputs [B, C], for two classes or more, not {shape}")
-    if y.shape != (out.shape[:1] if classes else out.shape):
-        raise ValueError(
-            f"y has shape {list(y.shape)}, outputs {list(out.shape)}: give labels [B] for classification, or "
-            "targets [B, C] for regression"
-        )
-    if classes and (y.is_floating_point() or not bool(((y >= 0) & (y < out.shape[1])).all())):
-        raise ValueError(f"labels must be whole numbers from 0 to {out.shape[1] - 1}, one for each output")
-    return out
 
 
 @contextmanager

@@ -42,11 +42,10 @@ class Sums:
                     f"{block.weight!r} is used in parts, which are no whole block: leave it out by names=, "
                     "or pass structure='diagonal'"
                 )
-            before = self.blocks.get(key)
-            a, s = (count * each.double() for each in (block.A, block.S))
-            self.blocks[key] = (
-                replace(block, A=a, S=s) if before is None else replace(block, A=before.A + a, S=before.S + s)
-            )
+            a, s, seen = block.examples * block.A.double(), count * block.S.double(), block.examples
+            if before := self.blocks.get(key):
+                a, s, seen = a + before.A, s + before.S, seen + before.examples
+            self.blocks[key] = replace(block, A=a, S=s, examples=seen)
         for name, squares in found.diagonal.items():
             self.diagonal[name] = self.diagonal.get(name, 0.0) + count * squares.double()
 
@@ -86,9 +85,13 @@ class Sums:
                 block = blocks[name]
                 names = (name,) if block.bias is None else (name, block.bias)
                 _refuse_nan(name, p, block.A, block.S)
-                (s, rows), (a, columns) = (
-                    torch.linalg.eigh(each / self.examples) for each in (block.S, block.A)
-                )
+                if some := self.diagonal.keys() & {*names}:
+                    raise ValueError(
+                        f"{min(some)!r} has Kronecker factors in some batches only: leave it out by names=, "
+                        "or pass structure='diagonal'"
+                    )
+                s, rows = torch.linalg.eigh(block.S / self.examples)
+                a, columns = torch.linalg.eigh(block.A / block.examples)
                 # Rounding can put the smallest below zero.
                 values = scale * torch.outer(s.clamp_min(0.0), a.clamp_min(0.0))
                 yield Spectrum(names, tuple(_wide(params[each]) for each in names), values, (rows, columns))

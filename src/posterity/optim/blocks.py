@@ -213,7 +213,9 @@ def told(layers: Iterable[Kronecker], parts: Mapping[str, Member], weight: float
     """
     found: dict[Names, Kronecker] = {}
     for layer in layers:
-        mean = layer if weight == 1 else replace(layer, A=layer.A / weight, S=layer.S / weight)
+        mean = layer
+        if not layer.examples == weight == 1:
+            mean = replace(layer, A=layer.A / layer.examples, S=layer.S / weight)
         if layer.bias is None:
             found[layer.weight,] = mean
         elif parts[layer.weight].kind == parts[layer.bias].kind:

@@ -70,11 +70,11 @@ class Collecting:
         if self._collector is not None:
             self._collector.clear()
 
-    def take(self, names: Iterable[str], samples: int) -> Told:
+    def take(self, grads: Mapping[str, Tensor], samples: int) -> Told:
         """What passes have told of the loss as backward saw it.
 
         Args:
-            names: Of the parameters that have a gradient; one without its curvature is refused.
+            grads: Gradients by name; one without its curvature is refused.
             samples: How many were run.
         """
         collector = self._collector
@@ -82,7 +82,13 @@ class Collecting:
             return Told({}, {}, 0)
         layers = collector.blocks
         inside = {name for each in layers.values() for name in (each.weight, each.bias)}
-        for name in names:
+        for name in collector.several() & grads.keys():
+            if grads[name]._version == 0:  # else the passes' gradients were added in it
+                raise RuntimeError(
+                    f"the gradient of {name!r} was dropped between backward passes that {self._rule} has "
+                    "curvature of: call the optimiser's own zero_grad()"
+                )
+        for name in grads:
             if not (name in collector.sums or name in inside) or name in collector.refused:
                 reason = collector.refused.get(name, "has a gradient that no layer has told of")
                 raise RuntimeError(

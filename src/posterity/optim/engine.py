@@ -161,7 +161,7 @@ class Engine(Optimizer, Rule):
             for slab in self._slabs
         ]
         squares, layers, examples = self._collecting.take(
-            (slab.layout.names[i] for slab, found in grads for i in found), samples
+            {slab.layout.names[i]: grad for slab, found in grads for i, grad in found.items()}, samples
         )
         for slab, found in grads:
             noise = noises.get(slab)

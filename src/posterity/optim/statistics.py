@@ -164,10 +164,10 @@ class Accumulator:
         for key, layer in layers.items():
             # S is of gradients that are the examples' own over their number, and A is a sum.
             A, S = layer.A * (weight / examples), layer.S * (weight * examples)
-            before = self.layers.get(key)
-            if before is not None:
-                A, S = before.A + A, before.S + S
-            self.layers[key] = replace(layer, A=A, S=S)
+            seen = layer.examples * (weight / examples)
+            if before := self.layers.get(key):
+                A, S, seen = before.A + A, before.S + S, before.examples + seen
+            self.layers[key] = replace(layer, A=A, S=S, examples=seen)
 
     @torch.no_grad()
     def publish(self, last: bool = False) -> None:

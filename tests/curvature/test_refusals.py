@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -207,6 +208,22 @@ def test_a_use_that_is_seen_is_no_excuse_for_one_that_is_not(case: str, away: st
             torch.autograd.grad(loss, list(model.parameters()))
 
 
+def test_a_pass_that_is_seen_is_no_excuse_for_one_in_another_thread() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+
+    def backward() -> None:
+        model(x).square().mean().backward()
+
+    refused = pytest.raises(
+        RuntimeError, match="'bias', 'weight' is used by an operation that cannot be seen"
+    )
+    with refused, Squares(model):
+        backward()
+        away = Thread(target=backward)
+        away.start()
+        away.join()
+
+
 def test_drawn_weights_that_were_made_of_others_are_looked_for_too() -> None:
     mean = torch.randn(3, 3, requires_grad=True)
     drawn = mean * 1.0
@@ -281,6 +298,15 @@ def test_an_empty_batch() -> None:
 def test_batch_statistics_are_none_of_a_single_example(module: nn.Module) -> None:
     with pytest.raises(ValueError, match="single examples have no batch statistics"):
         vmap_squares(module, lambda call, x: call(x).sum(), (torch.randn(4, 3),))
+
+
+def test_sums_that_are_cleared_take_no_refusal_of_a_pass_along() -> None:
+    model = Model(lambda x, w, b: F.linear(x, w, b) * w.sum())
+    with Squares(model, strict=False) as squares:
+        loss = model(torch.randn(5, 3)).square().mean()
+        squares.clear()
+        loss.backward()
+    assert list(squares.refused) == ["inner.weight"]
 
 
 def test_a_refusal_lasts_as_long_as_the_sums() -> None:

@@ -190,7 +190,10 @@ class Collector(ABC):
         passed = {name for task, told in self._heard.items() for name in told - reached[task]}
         passed -= self.refused.keys()
         if passed:
-            self.refuse(sorted(passed), "lies behind a backward pass that makes no gradient of it (take those of inputs outside)")
+            self.refuse(
+                sorted(passed),
+                "lies behind a backward pass that makes no gradient of it (take those of inputs outside)",
+            )
 
     def several(self) -> set[str]:
         """Names of which several backward passes have told since :meth:`clear`, in the last context."""

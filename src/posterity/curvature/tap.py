@@ -91,10 +91,9 @@ class Taps(TorchFunctionMode):
 
     def _backward(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A backward pass, before which its graph is looked at: what no call was seen to use may be there."""
-        if functorch.peek_interpreter_stack() is None:
-            outputs = args[0] if args else next(iter(kwargs.values()))
-            for name, reason in self._seen.unseen(outputs, self._listener.parts).items():
-                self._listener.refuse([name], reason)
+        outputs = args[0] if args else next(iter(kwargs.values()))
+        for name, reason in self._seen.unseen(outputs, self._listener.parts).items():
+            self._listener.refuse([name], reason)
         return func(*args, **kwargs)
 
     def _untapped(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -212,3 +212,12 @@ def test_drawn_weights_are_let_go_when_all_is_told() -> None:
     del drawn
     gc.collect()
     assert gone() is None
+
+
+def test_calls_are_remembered_for_a_context_alone() -> None:
+    layer = nn.Linear(3, 2).double()
+    squares = Squares(layer)
+    for _ in range(3):
+        with squares:
+            layer(X).square().sum().backward()
+        assert len(squares._taps._seen._begins) == 1

@@ -14,11 +14,12 @@ MAY_IMPORT = {
     "names": set(),
     "buffers": {"layout", "noise"},
     "layout": set(),
+    "precision": set(),
     "noise": {"kernels", "layout"},
     "kernels": {"layout", "noise"},
-    "posterior": {"names", "noise"},
+    "posterior": {"names", "noise", "precision"},
     "curvature": {"names", "noise"},
-    "optim": {"buffers", "curvature", "layout", "names", "noise", "posterior"},
+    "optim": {"buffers", "curvature", "layout", "names", "noise", "posterior", "precision"},
     "objective": {"posterior"},
     "metrics": set(),
     "continual": set(),
@@ -76,7 +77,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(ImportError, match=r"pip install 'posterity\[metrics\]'"):
-        posterity.metrics.ece(torch.ones(1, 2) / 2, torch.zeros(1, dtype=torch.long))
+        posterity.metrics.auroc(torch.zeros(1), torch.ones(1))
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ImportError, match=r"pip install 'posterity\[lab\]'"):
         posterity.predict(model, posterity.BGD(model).posterior(), torch.ones(1, 2), progress=True)

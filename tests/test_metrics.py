@@ -100,3 +100,12 @@ def test_what_is_not_probabilities_is_refused() -> None:
         metrics.nll(torch.ones(0, 2), torch.zeros(0, dtype=torch.long))
     with pytest.raises(ValueError, match="scores must be finite"):
         metrics.auroc(torch.tensor([torch.nan]), torch.ones(1))
+
+
+def test_who_is_sure_is_in_the_last_bin() -> None:
+    probs, target = torch.tensor([[1.0, 0], [1, 0], [0.95, 0.05], [0.95, 0.05]]), torch.tensor([0, 1, 0, 0])
+    assert metrics.ece(probs, target) == pytest.approx(naive_ece(probs, target, 15))
+    assert metrics.ece(probs, target) == pytest.approx(0.225)
+    for metric in (metrics.ece, metrics.reliability):
+        with pytest.raises(ValueError, match="bins must be at least 1, not 0"):
+            metric(probs, target, bins=0)

@@ -42,6 +42,12 @@ def test_warm_up_and_constant_factors() -> None:
     assert float(elbo(NLL, KL, num_data=100, factor=0.1)) == pytest.approx(0.35)
 
 
+def test_a_function_of_the_step_is_told_which() -> None:
+    for factor in (blundell(10), warmup(10)):
+        with pytest.raises(ValueError, match="factor is a function of the step: pass step="):
+            elbo(NLL, KL, num_data=100, factor=factor)
+
+
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="num_data must be at least 1, not 0"):
         elbo(NLL, KL, num_data=0)

@@ -165,3 +165,46 @@ def test_a_posterior_of_other_names_says_which_module_to_pass() -> None:
             posterity.predict(other, q, x)
     with pytest.raises(ValueError, match=r"'0\.weight', which the model has not: pass"):
         posterity.predict(nn.ReLU(), q, x)
+
+
+def test_networks_that_are_no_numbers_have_no_vote() -> None:
+    logits = torch.randn(3, 2, 4)
+    logits[1, 0] = math.nan
+    p = Prediction(logits, "vote")
+    assert p.probs[0].isnan().all()
+    assert p.probs[1].sum() == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="probs"):
+        posterity.metrics.accuracy(p.probs, torch.tensor([0, 0]))
+
+
+def test_what_a_model_remembers_can_be_trained_with() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scales = nn.Linear(4, 3), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.scales is None:
+                self.scales = torch.linspace(0.5, 1, 3)
+            return self.layer(x) * self.scales
+
+    model, x = Remembers(), torch.randn(5, 4)
+    opt = posterity.IVON(model, num_data=5)
+    posterity.predict(model, opt.posterior(), x)
+    opt.step(lambda: model(x).square().mean())
+
+
+@pytest.mark.parametrize("how", ["stack", "loop"])
+def test_no_more_networks_are_drawn_at_once_than_asked_for(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, q, x = make()
+    whole = posterity.predict(model, q, x, samples=5, seed=1)
+    drawn: list[range] = []
+    sample = posterity.Factorised._sample
+    monkeypatch.setattr(
+        posterity.Factorised,
+        "_sample",
+        lambda self, rows, *where: drawn.append(rows) or sample(self, rows, *where),
+    )
+    found = posterity.predict(model, q, x, samples=5, seed=1, chunk=2, how=how, batch_size=3)
+    assert drawn == [range(2), range(2, 4), range(4, 5)]
+    torch.testing.assert_close(found.samples, whole.samples)

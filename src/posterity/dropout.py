@@ -54,7 +54,7 @@ class MCDropout:
                 "nn.Dropout modules (F.dropout is not seen), or pass a posterior"
             )
 
-    def outputs(self, model: nn.Module, x: Tensor, *, samples: int, seed: int, step: int) -> Tensor:
+    def outputs(self, model: nn.Module, x: Tensor, *, samples: range, seed: int, step: int) -> Tensor:
         """Outputs ``[samples, B, ...]`` of a model in evaluation mode, its dropout layers apart.
 
         Masks are a pure function of (seed, step, sample) and the batch's shape, on one device; torch's
@@ -62,7 +62,7 @@ class MCDropout:
         """
         drawn: list[Tensor] = []
         with _masks_of(model) as ran, _borrowed(model, x) as generators:
-            for sample in range(samples):
+            for sample in samples:
                 key = noise.address(seed, step, sample, "dropout")
                 for generator in generators:
                     generator.manual_seed(key)

@@ -72,10 +72,9 @@ def ece(probs: Tensor, target: Tensor, bins: int = 15) -> float:
         >>> round(ece(torch.tensor([[0.8, 0.2]]), torch.tensor([0])), 4)
         0.2
     """
-    probs = _checked(probs, target)
-    classes = probs.shape[-1]
     return _mean(
-        _functional().multiclass_calibration_error(p, target, num_classes=classes, n_bins=bins) for p in probs
+        (table.count / len(target) * (table.confidence - table.accuracy).abs()).nansum()
+        for table in (reliability(p, target, bins) for p in _checked(probs, target))
     )
 
 
@@ -86,6 +85,8 @@ def reliability(probs: Tensor, target: Tensor, bins: int = 15) -> Reliability:
         >>> reliability(torch.tensor([[0.8, 0.2]]), torch.tensor([0]), bins=2).count
         tensor([0, 1])
     """
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, not {bins}")
     probs = _checked(probs, target)
     confidence, label = probs.flatten(0, 1).max(-1)
     right = (label == target.repeat(len(probs))).to(confidence.dtype)

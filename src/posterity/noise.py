@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from itertools import count
+from operator import index
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def address(seed: int, step: int, sample: int, block: str) -> int:
     """The generator seed that belongs to one draw of one block."""
     key = zlib.crc32(block.encode())
     for part in (sample, step, seed):
-        key = _mix(key ^ _mix(part & _MASK))
+        key = _mix(key ^ _mix(index(part) & _MASK))
     # CPU generators keep 32 bits of a seed, so the well mixed low ones must carry the address.
     return key & 0x7FFFFFFFFFFFFFFF
 
@@ -88,7 +89,7 @@ class Noise:
         room: Room | None = None,
     ) -> None:
         self._room = Room() if room is None else room
-        self.samples, self.layout, self.seed, self.step = samples, layout, seed, step
+        self.samples, self.layout, self.seed, self.step = samples, layout, index(seed), step
         self.weight = weight
         self.device, self.dtype = torch.device(device), dtype
         on_gpu = self.device.type == "cuda" and kernels is not None

@@ -19,7 +19,9 @@ from torch import Tensor
 Factor: TypeAlias = float | Callable[[int], float]
 
 
-def elbo(nll: Tensor, divergence: Tensor, *, num_data: int, factor: Factor = 1.0, step: int = 0) -> Tensor:
+def elbo(
+    nll: Tensor, divergence: Tensor, *, num_data: int, factor: Factor = 1.0, step: int | None = None
+) -> Tensor:
     """The negative ELBO per example: the loss to minimise.
 
     Args:
@@ -27,7 +29,7 @@ def elbo(nll: Tensor, divergence: Tensor, *, num_data: int, factor: Factor = 1.0
         divergence: KL(q ‖ p), summed over weights.
         num_data: Training examples.
         factor: Scale of the KL against 1 / num_data, or a function of the step that gives it.
-        step: Number of the batch since the start, from 0; only functions look at it.
+        step: Number of the batch since the start, from 0, for a function.
 
     Example:
         >>> import torch
@@ -36,8 +38,11 @@ def elbo(nll: Tensor, divergence: Tensor, *, num_data: int, factor: Factor = 1.0
     """
     if num_data < 1:
         raise ValueError(f"num_data must be at least 1, not {num_data}")
-    scale = factor(step) if callable(factor) else factor
-    return nll + (scale / num_data) * divergence
+    if callable(factor):
+        if step is None:
+            raise ValueError("factor is a function of the step: pass step=, the number of the batch")
+        factor = factor(step)
+    return nll + (factor / num_data) * divergence
 
 
 def blundell(num_batches: int) -> Callable[[int], float]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from posterity.dropout import MCDropout
-from posterity.mc import How, one_pass, run
+from posterity.mc import How, chunks, one_pass, run
 from posterity.posterior import Posterior
 from posterity.progress import shown
 from posterity.variational import Variational
@@ -64,7 +65,9 @@ class Prediction:
     def vote(self) -> Tensor:
         """Share of the sampled networks that choose each class, ``[B, C]``; ``label`` is the majority's."""
         logits = self._logits
-        return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype).mean(0)
+        votes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+        # A network whose logits are no numbers has none to give.
+        return torch.where(logits.isnan().any(-1, keepdim=True), torch.nan, votes).mean(0)
 
     @property
     def entropy(self) -> Tensor:
@@ -134,7 +137,7 @@ def predict(
         seed: Chooses the networks; the same seed gives the same prediction.
         how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another. Dropout is
             always run one after another.
-        chunk: At most this many networks at once, to cap memory.
+        chunk: At most this many networks drawn and run at once, to cap memory.
         progress: Show a progress bar (needs the extra ``lab``).
 
     Example:
@@ -150,11 +153,16 @@ def predict(
     if isinstance(model, Variational):
         model = model.module
     posterior.check(model)
-    with torch.inference_mode(), _evaluating(model):
-        network = _networks(model, posterior, samples=samples, mode=mode, seed=seed, how=how, chunk=chunk)
-        batches = shown(torch.split(x, batch_size), "predicting", progress)
-        outputs = torch.cat([network(step, batch) for step, batch in enumerate(batches)], dim=1)
-    return Prediction(outputs.clone(), mode)  # an ordinary tensor again: users may train on it
+    network = _networks(model, posterior, mode=mode, seed=seed, how=how)
+    batches = torch.split(x, batch_size)
+    some = [range(1)] if mode == "mean" else list(chunks(samples, chunk))
+    parts = [(rows, step) for rows in some for step in range(len(batches))]
+    # No inference_mode(): what a model remembers of it could never be trained with.
+    with torch.no_grad(), _evaluating(model):
+        outputs = [network(rows, step, batches[step]) for rows, step in shown(parts, "predicting", progress)]
+    each = len(batches)
+    whole = [torch.cat(outputs[i : i + each], dim=1) for i in range(0, len(outputs), each)]
+    return Prediction(torch.cat(whole), mode)
 
 
 def check_call(x: Tensor, samples: int, batch_size: int) -> None:
@@ -174,22 +182,23 @@ def _networks(
     model: nn.Module,
     posterior: Posterior | MCDropout,
     *,
-    samples: int,
     mode: Mode,
     seed: int,
     how: How,
-    chunk: int | None,
-) -> Callable[[int, Tensor], Tensor]:
-    """From a batch and its number to the outputs ``[S, B, ...]`` of the networks."""
+) -> Callable[[range, int, Tensor], Tensor]:
+    """From numbers of networks, and a batch with its own, to their outputs ``[S, B, ...]``."""
     if isinstance(posterior, MCDropout):
         if mode == "mean":
-            return lambda step, x: one_pass(model, {}, {}, (x,), {})[None]
-        return lambda step, x: posterior.outputs(model, x, samples=samples, seed=seed, step=step)
-    if mode == "mean":
-        weights = {name: value[None] for name, value in posterior.mean().items()}
-    else:
-        weights = posterior.sample(samples, seed=seed)
-    return lambda step, x: run(model, weights, x, how=how, chunk=chunk)
+            return lambda rows, step, x: one_pass(model, {}, {}, (x,), {})[None]
+        return lambda rows, step, x: posterior.outputs(model, x, samples=rows, seed=seed, step=step)
+
+    @lru_cache(maxsize=1)
+    def weights(rows: range) -> dict[str, Tensor]:
+        if mode == "mean":
+            return {name: value[None] for name, value in posterior.mean().items()}
+        return posterior._sample(rows, seed, 0)
+
+    return lambda rows, step, x: run(model, weights(rows), x, how=how)
 
 
 def _entropy(probs: Tensor) -> Tensor:

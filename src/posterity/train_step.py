@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
 from posterity import buffers
-from posterity.mc import chunks, one_pass, stacked_pass
+from posterity.mc import chunks, stacked_pass
 from posterity.optim.gradients import refuse_process_group
 from posterity.optim.statistics import Sink
 from posterity.optim.variational import VariationalOptimizer
@@ -120,6 +122,7 @@ class TrainStep:
             wanted = [p for p in params if p.requires_grad]
             if not wanted:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
+            leaves = [theta.get(p, p) for p in wanted]
             with ExitStack() as modes:
                 if not one:
                     modes.enter_context(StackedRoutes(sinks))
@@ -127,23 +130,19 @@ class TrainStep:
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
-                    loss = one_pass(self.target, named, state, mine, {})[None]
+                    # Layers that are run again in the backward pass must find the drawn weights, too.
+                    then = {"then": partial(self._backward, leaves, samples=1)}
+                    loss, grads = functional_call(self.target, {**named, **state}, mine, then)
                 else:
                     loss, moved = stacked_pass(
                         self.target, named, before, seen, {}, stacked=True, own=parts > 1
                     )
                     if rows.start == 0:
                         buffers.restore(self.target, moved)
-                if loss.dim() != 1:
-                    shape = list(loss.shape[1:])
-                    raise ValueError(
-                        f"loss_fn must return the mean loss of a batch, one number, not shape {shape}"
-                    )
+                    if opt.collects is None:
+                        modes.close()  # the backward pass has nobody to tell
+                    loss, grads = self._backward(leaves, loss, len(rows))
                 losses.append(loss.detach())
-                if opt.collects is None:
-                    modes.close()  # the backward pass has nobody to tell
-                leaves = [theta.get(p, p) for p in wanted]
-                grads = torch.autograd.grad(loss, leaves, self._ones_like(loss), allow_unused=True)
             found = {
                 p: grad if p in theta and not one else grad[None]
                 for p, grad in zip(wanted, grads, strict=True)
@@ -154,6 +153,17 @@ class TrainStep:
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)
         return torch.cat(losses) if len(losses) > 1 else losses[0]
+
+    def _backward(
+        self, leaves: list[Tensor], loss: Tensor, samples: int
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The samples' losses, and the gradients of their sum in the weights."""
+        losses = loss[None] if samples == 1 else loss
+        if losses.dim() != 1:
+            shape = list(losses.shape[1:])
+            raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
+        grads = torch.autograd.grad(losses, leaves, self._ones_like(losses), allow_unused=True)
+        return losses, grads
 
     def _dealt_to(self, batch: tuple[Any, ...]) -> int:
         """Into how many parts a batch is cut."""
@@ -190,7 +200,7 @@ def _dealt(x: Tensor, parts: int, rows: range) -> Tensor:
 
 @final
 class _Loss(nn.Module):
-    """A loss function as a module, so that weights can be swapped underneath it."""
+    """A loss function as a module, so that weights can be swapped underneath it, and what is done with it."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
         super().__init__()
@@ -198,8 +208,8 @@ class _Loss(nn.Module):
         self.loss_fn = loss_fn
         self.title = type(model).__name__
 
-    def forward(self, *batch: Any) -> Tensor:
+    def forward(self, *batch: Any, then: Callable[[Tensor], Any] | None = None) -> Any:
         loss = self.loss_fn(self.model, *batch)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return the loss as a tensor, not {type(loss).__name__}")
-        return loss
+        return loss if then is None else then(loss)

@@ -9,7 +9,7 @@ so a method is this wrapper, a prior, :func:`~posterity.elbo` and any torch opti
 | θ = (μ, ρ) | ``model.posterior``; μ are the wrapped module's own parameters |
 | P(w) | any prior that ``kl`` takes, :class:`~posterity.ScaleMixture` for the paper's |
 | F(D, θ) | ``num_data · elbo(nll, kl, num_data=...)`` |
-| π_i | ``factor=posterity.blundell(num_batches)`` |
+| π_i | ``factor=posterity.blundell(num_batches), step=...`` |
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class Variational(nn.Module):
         self.seed = seed
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
+        self._versions: list[int] = []
+        for owner in {name.rpartition(".")[0] for name in self.posterior.mean()}:
+            module.get_submodule(owner).register_forward_pre_hook(_refuse_again)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
@@ -67,8 +70,13 @@ class Variational(nn.Module):
         return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
 
     def kl(self, prior: Posterior | Density | ByName) -> Tensor:
-        """KL(posterior ‖ prior); estimated at the weights drawn last where there is no closed form."""
-        return kl(self.posterior, prior, weights=self._weights)
+        """KL(posterior ‖ prior); estimated where there is no closed form.
+
+        The weights are those that were drawn last, if the posterior is as it was then; else others.
+        """
+        # Weights of what the posterior was before it changed would give no KL.
+        drawn = self._weights if self._versions == self._now() else None
+        return kl(self.posterior, prior, weights=drawn)
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
@@ -86,7 +94,12 @@ class Variational(nn.Module):
         self.draws += 1
         # For kl(): weights drawn without a graph would give it no gradient.
         self._weights = weights if torch.is_grad_enabled() else None
+        self._versions = self._now()
         return weights
+
+    def _now(self) -> list[int]:
+        """Numbers that change whenever the posterior does."""
+        return [p._version for p in self.posterior.parameters()]
 
 
 def variational(
@@ -117,6 +130,15 @@ def variational(
         raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
     leaves = {name: DiagonalGaussian(params[name], std_init, trainable=True) for name in drawn}
     return Variational(module, Factorised(leaves), seed)
+
+
+def _refuse_again(module: nn.Module, args: object) -> None:
+    """Raise for a layer that is run again in a backward pass: it has its means by then."""
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"activation checkpointing would run a {type(module).__name__} again at its means, not at the "
+            "weights that were drawn: do without it, or train by an optimiser's step(closure)"
+        )
 
 
 @torch.no_grad()

@@ -109,7 +109,13 @@ def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
     """
     path = folder / METRICS
     # What is not UTF-8 may lie in the half line after a kill, which nobody reads.
-    lines = path.read_text(errors="replace").splitlines()[:done] if done and path.exists() else []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    if not done and len(lines) > 1:
+        raise ValueError(
+            f"{path} has {len(lines)} epochs, and there is no {CHECKPOINT} to go on from: put it back, or "
+            f"{_ELSE}"
+        )
+    lines = lines[:done]
     if len(lines) < done:
         raise ValueError(
             f"{path} has {len(lines)} of the {done} epochs that {CHECKPOINT} has: put it back, or {_ELSE}"

@@ -6,10 +6,12 @@ import copy
 import io
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import posterity
 from conformance.rules import (
@@ -620,3 +622,113 @@ def test_bgd_needs_a_batch_size_and_says_so_before_running() -> None:
     with pytest.raises(ValueError, match=r"pass step\(..., batch_size=len\(x\)\)"):
         opt.step(lambda: called.append(1) or loss_fn(model))
     assert not called
+
+
+@drawing_rules
+@pytest.mark.parametrize("way", [by_closure, by_context])
+def test_samples_have_weights_of_their_own_under_one_autocast(rule: Rule, way: Callable[..., None]) -> None:
+    """It remembers what it has cast until it ends."""
+    results = []
+    for outside in (False, True):
+        model = net()
+        opt = rule.make(model, deterministic="norm.*")
+        with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            for _ in range(2):
+                if outside:
+                    way(model, opt)
+                else:
+                    for _ in range(opt.param_groups[0]["mc_samples"]):
+                        with opt.sampled_params():
+                            with torch.autocast("cpu", torch.bfloat16):
+                                loss = loss_fn(model)
+                            loss.backward()
+                    opt.step(batch_size=16)
+        results.append(everything(model, opt))
+    assert same(*results)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layers again in the backward pass."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.again = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False) if self.again else self.layers(x)
+
+
+@tensor_rules
+@pytest.mark.parametrize(("samples", "chunk"), [(1, None), (3, 1)])
+def test_layers_that_run_again_have_the_weights_of_the_sample(
+    rule: Rule, samples: int, chunk: int | None
+) -> None:
+    results = []
+    for again in (False, True):
+        model = Checkpointed(again)
+        opt = rule.make(model, mc_samples=samples)
+        step = posterity.compile_step(model, loss_fn, opt, chunk=chunk)
+        for _ in range(2):
+            step(X, Y)
+        results.append(everything(model, opt))
+    assert same(*results)
+
+
+@rules
+def test_what_is_pruned_does_not_move(rule: Rule) -> None:
+    """Its std is nobody's, and would go wherever it likes."""
+    model = net()
+    opt = rule.make(model)
+    by_closure(model, opt)
+    opt.load_posterior(posterity.prune(opt.posterior(), 0.5))
+    kept = opt.state[model.first.weight]["keep"]
+    assert 0 < kept.sum() < kept.numel()
+
+    def values() -> dict[str, Tensor]:
+        state = opt.state[model.first.weight]
+        return {key: value.clone() for key, value in state.items() if value.shape == kept.shape}
+
+    before = values()
+    for _ in range(3):
+        by_closure(model, opt)
+    for key, value in values().items():
+        if rule.captures:  # a matrix moves as a whole
+            assert torch.equal(value[~kept], before[key][~kept]), key
+        if key not in ("keep", "known", "prior_mean"):
+            assert not torch.equal(value[kept], before[key][kept]), key
+    assert not model.first.weight[~kept].any()
+
+
+@drawing_rules
+def test_seeds_may_be_numpys(rule: Rule) -> None:
+    results = []
+    for seed in (3, np.int64(3)):
+        model = net()
+        opt = rule.make(model, seed=seed)
+        by_closure(model, opt)
+        results.append(everything(model, opt))
+    assert same(*results)
+
+
+@tensor_rules
+def test_weights_put_into_a_model_that_was_in_half_precision_count(rule: Rule) -> None:
+    model = net().bfloat16()
+    opt = rule.make(model)
+    by_closure(model, opt, X.bfloat16())
+    model.float()
+    with torch.no_grad():
+        model.last.weight.fill_(5.0)
+    assert (opt.posterior().mean()["last.weight"] == 5.0).all()
+    by_closure(model, opt)
+    assert (model.last.weight > 4.0).all()
+
+
+def test_one_batch_has_one_size() -> None:
+    layers = [dict(layer.named_parameters()) for layer in (nn.Linear(2, 2), nn.Linear(2, 2))]
+    groups = [
+        {"params": [(f"{i}.{name}", p) for name, p in each.items()], "batch_size": 8 * (i + 1)}
+        for i, each in enumerate(layers)
+    ]
+    with pytest.raises(ValueError, match="batch_size must be one number for the whole optimiser"):
+        posterity.BGD(groups)

@@ -146,6 +146,16 @@ def test_sampling_is_a_pure_function_of_its_seed(family: Family) -> None:
 
 
 @families
+def test_autocast_is_for_layers_and_not_for_posteriors(family: Family) -> None:
+    q = build(family).float()
+    drawn, std, density = q.sample(3, seed=1), q.std(), q.log_prob(q.sample(3, seed=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(q.sample(3, seed=1), drawn, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(q.std(), std, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(q.log_prob(q.sample(3, seed=2)), density, rtol=0.0, atol=0.0)
+
+
+@families
 def test_kl_to_itself_is_zero_and_to_others_positive(family: Family) -> None:
     q = build(family)
     assert abs(kl(q, q.frozen()).item()) < 1e-12

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from posterity import (
     BGD,
@@ -213,3 +214,30 @@ def test_draws_of_many_samples_and_a_shared_estimate_of_the_divergence() -> None
         variational(nn.Linear(2, 3), deterministic="*")
     with pytest.raises(ValueError, match="std must be finite and greater than 0"):
         variational(nn.Linear(2, 3), std_init=0.0)
+
+
+def test_an_estimate_is_at_weights_of_the_posterior_as_it_is() -> None:
+    model = variational(nn.Linear(30, 20), std_init=0.01)
+    prior = ScaleMixture()
+    model(torch.randn(4, 30))
+    before = model.kl(prior)
+    assert torch.equal(model.kl(prior), before)  # at the same weights
+    with torch.no_grad():
+        model.module.weight += 1.0
+    expected = kl(model.posterior, prior, samples=200)
+    torch.testing.assert_close(model.kl(prior), expected, rtol=0.05, atol=0.0)
+
+
+def test_layers_that_would_run_again_at_their_means_are_refused() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    model = variational(Again())
+    loss = model(torch.randn(4, 5, requires_grad=True)).square().mean()
+    with pytest.raises(RuntimeError, match="activation checkpointing would run a Linear again at its means"):
+        loss.backward()

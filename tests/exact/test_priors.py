@@ -129,3 +129,14 @@ def test_bad_priors_and_pairs_are_refused() -> None:
 
     with pytest.raises(TypeError, match="a NoDensity has neither a closed form nor a log-density"):
         kl(Factorised({"w": DiagonalGaussian(torch.zeros(2), 1.0)}), NoDensity())
+
+
+def test_numbers_that_would_give_none_are_refused() -> None:
+    q = DiagonalGaussian(torch.zeros(3), 1.0)
+    for samples in (0, -1):
+        with pytest.raises(ValueError, match=f"samples must be at least 1, not {samples}"):
+            kl(q, ScaleMixture(), samples=samples)
+    with pytest.raises(ValueError, match="mean must be finite, not nan"):
+        IsotropicGaussian(1.0, math.nan)
+    with pytest.raises(TypeError, match=r"means must be floating-point numbers, not torch.int64: pass"):
+        DiagonalGaussian(torch.tensor([1, 2]), 0.5)

@@ -34,13 +34,13 @@ def test_modes_are_those_of_predict() -> None:
 
 def test_weights_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, q, x, y = make()
-    drawn: list[int] = []
-    sample = Factorised.sample
+    drawn: list[range] = []
+    sample = Factorised._sample
     monkeypatch.setattr(
-        Factorised, "sample", lambda self, n, **how: drawn.append(n) or sample(self, n, **how)
+        Factorised, "_sample", lambda self, rows, *where: drawn.append(rows) or sample(self, rows, *where)
     )
     mode_errors(model, q, x, y, samples=7)
-    assert drawn == [7]
+    assert drawn == [range(7)]
 
 
 def test_a_curve_is_the_error_of_each_pruned_net() -> None:

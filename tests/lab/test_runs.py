@@ -401,3 +401,12 @@ def test_predictions_that_are_not_finite_are_a_divergence(tmp_path):
 @pytest.mark.parametrize("method", [*LEARNERS, "adam"])
 def test_the_largest_seed_can_be_used(tmp_path, method):
     assert runs.train(tiny(method=method, epochs=1, seed=2**63 - 1), tmp_path / "run")
+
+
+def test_a_run_without_its_checkpoint_is_left_as_it_is(tmp_path):
+    runs.train(tiny(method="adam", epochs=2), tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match=r"has 2 epochs, and there is no checkpoint.pt to go on from"):
+        runs.train(tiny(method="adam", epochs=2), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before

@@ -101,7 +101,7 @@ class Block:
         Parameters without a gradient stay, and so does what the rule has left out or given back.
         """
         keep = self.keep()
-        pairs, single = [], {"mean": mean if keep is None else mean * keep}
+        pairs, single = [], {"mean": mean if keep is None else torch.where(keep, mean, 0.0)}
         for key, value in state.items():
             old = self.state.get(key)
             if key not in matrices:

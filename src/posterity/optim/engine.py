@@ -227,6 +227,7 @@ class Engine(Optimizer, Rule):
                     ok,
                 )
             slab.write(moved)
+        torch.clear_autocast_cache()  # of weights that were
 
     def _move(
         self,
@@ -249,8 +250,9 @@ class Engine(Optimizer, Rule):
             noise, squares = (second, none) if self.collects is None else (none, second)
             stats = Statistics(grad, noise, batch_size, step, squares)
             new_mean, new_state = self.update(mean, state, stats, group)
-        if keep is not None:
-            new_mean = new_mean * keep
+        if keep is not None:  # what is pruned does not move: its std, which no gradient knows, might overflow
+            new_mean = torch.where(keep, new_mean, 0.0)
+            new_state = {key: torch.where(keep, value, state[key]) for key, value in new_state.items()}
         accept([(mean, new_mean), *((state[key], value) for key, value in new_state.items())], ok)
 
     @cached_property
@@ -301,6 +303,8 @@ class Engine(Optimizer, Rule):
         for group in self.param_groups:
             for p in group["params"]:
                 state: State = self.state[p]
+                if state_dtype(p) == p.dtype:
+                    state.pop("mean", None)  # of when it was in half precision
                 if not state or needs_mean(p, state):
                     self._begin(p, state, group)
         with torch.inference_mode(False), torch.no_grad():

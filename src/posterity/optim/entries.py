@@ -13,7 +13,7 @@ from torch import Tensor
 from posterity.optim.groups import Group
 
 # One number for the whole optimiser: a step has all groups at once.
-_SHARED = ("mc_samples", "factors_every")
+_SHARED = ("mc_samples", "factors_every", "batch_size")
 
 
 def refuse_misspelt(group: Group, known: Collection[str]) -> None:

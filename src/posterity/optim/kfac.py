@@ -63,6 +63,7 @@ from posterity.optim.slab import State
 from posterity.optim.statistics import Statistics
 from posterity.optim.vogn import GaussNewton, scales
 from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
+from posterity.precision import full_precision
 
 
 class KroneckerNewton(GaussNewton):
@@ -91,6 +92,7 @@ class KroneckerNewton(GaussNewton):
         hess = torch.outer(state["outputs"].diagonal(), state["inputs"].diagonal())
         return {"momentum": torch.zeros_like(mean), "hess": hess, **state}
 
+    @full_precision
     def perturb(self, state: State, noise: Tensor, group: Group) -> Tensor:
         """sqrt(τ/N) · R E Cᵀ."""
         rows, columns = (_spread(group) * state["rows"]).to(noise), state["columns"].to(noise)
@@ -121,6 +123,7 @@ class KroneckerNewton(GaussNewton):
             moved += self._steps(*zip(*alike, strict=True))
         return list(zip(moved, news, strict=True))
 
+    @full_precision
     def _steps(self, blocks: Sequence[Moving], news: Sequence[State]) -> Sequence[Tensor]:
         """m ← β1 m + (G + δ̃ M), M ← M − α S_γ⁻¹ m A_γ⁻¹ for blocks of one group: the new M."""
         group = blocks[0][3]

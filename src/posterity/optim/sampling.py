@@ -90,6 +90,7 @@ class Sampling:
             with torch.no_grad():
                 for each in drawn:
                     each.slab.put(each.flat)
+            torch.clear_autocast_cache()  # it casts a weight once, and would use it in all samples
             if number > 0:
                 self.restore()
             for p, grad in zip(params, before, strict=True):
@@ -119,6 +120,7 @@ class Sampling:
                 for each in drawn:
                     each.slab.locate()
                     each.slab.put(each.slab.weights)
+            torch.clear_autocast_cache()
             if not (used and number == 0):
                 entry.restore()
 

@@ -43,6 +43,8 @@ class DiagonalGaussian(Leaf):
     def __init__(
         self, mean: Tensor, std: Tensor | float, *, trainable: bool = False, keep: Tensor | None = None
     ) -> None:
+        if not mean.is_floating_point():
+            raise TypeError(f"means must be floating-point numbers, not {mean.dtype}: pass mean.float()")
         super().__init__(mean.shape, keep)
         self.trainable = trainable
         spread = torch.as_tensor(std, dtype=mean.dtype, device=mean.device).detach().expand(mean.shape)

@@ -68,6 +68,8 @@ def kl(
         >>> kl(DiagonalGaussian(torch.zeros(3), 1.0), IsotropicGaussian(1.0))
         tensor(0.)
     """
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, not {samples}")
     if isinstance(q, Leaf):
         return _leaf_kl(q, cast("Leaf | Density", p), None, samples)
     if not isinstance(q, Factorised):

@@ -29,6 +29,7 @@ from torch import Tensor
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.matrix import MatrixGaussian, solved
+from posterity.precision import full_precision
 
 # Kept weights of a pruned block whose covariance is written out: 4096² numbers are 128 MiB in float64.
 _DENSE = 4096
@@ -95,6 +96,7 @@ class EigenGaussian(Leaf):
         if not bool(torch.isfinite(self.scale).all() & (self.scale > 0).all()):
             raise ValueError("scale must be finite and greater than 0: it is the std along each eigenvector")
 
+    @full_precision
     def std(self) -> Tensor:
         """Standard deviation of each weight, whatever the others are."""
         variance = self.rows.square() @ self.scale.square() @ self.columns.square().mT
@@ -106,6 +108,7 @@ class EigenGaussian(Leaf):
         square = white.square().sum(-1) + white.shape[-1] * math.log(2.0 * math.pi)
         return -0.5 * square - self.log_volume()
 
+    @full_precision
     def whitened(self, shift: Tensor) -> Tensor:
         """The standard normals ``[..., n]`` behind n kept weights that far from the mean."""
         if self.thinned:
@@ -182,6 +185,7 @@ class EigenGaussian(Leaf):
         """Whether weights are missing, and with them the eigenbasis."""
         return self.keep is not None and not bool(self.keep.all())
 
+    @full_precision
     def _draw(self, noise: Tensor) -> Tensor:
         return self.loc + self.rows @ (self.scale * noise) @ self.columns.mT
 

@@ -174,7 +174,7 @@ class Factorised(Posterior):
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")
         try:
             return cls._restored(json.loads(metadata[_FORMAT]), tensors, path, model)
-        except (json.JSONDecodeError, KeyError, RuntimeError) as error:
+        except (json.JSONDecodeError, AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
 
     @classmethod

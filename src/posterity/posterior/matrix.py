@@ -25,6 +25,7 @@ from torch import Tensor
 
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.precision import full_precision
 
 # Matrices up to this size are decomposed together with others of theirs, a GPU having too little to do with
 # one; of larger ones, so many columns are solved for at once.
@@ -257,6 +258,7 @@ class MatrixGaussian(Leaf):
         """Whether weights are missing, and with them the Kronecker structure."""
         return self.keep is not None and not bool(self.keep.all())
 
+    @full_precision
     def _draw(self, noise: Tensor) -> Tensor:
         return self.loc + self.rows @ noise @ self.columns.mT
 

@@ -47,6 +47,8 @@ class IsotropicGaussian(Density):
     def __init__(self, std: float = 1.0, mean: float = 0.0) -> None:
         if not (math.isfinite(std) and std > 0):
             raise ValueError(f"std must be finite and greater than 0, not {std}")
+        if not math.isfinite(mean):
+            raise ValueError(f"mean must be finite, not {mean}")
         self.std, self.mean = float(std), float(mean)
 
     def log_density(self, value: Tensor) -> Tensor:

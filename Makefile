@@ -7,8 +7,9 @@ BIN := .venv/bin
 demo: .venv/.ready
 	$(BIN)/posterity demo
 
+# Two processes of one thread each: small tensors leave a second thread idle, and one of two waits for files.
 test: check
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 check: .venv/.ready
 	$(BIN)/ruff format --check .

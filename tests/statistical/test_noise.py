@@ -2,7 +2,8 @@
 
 import torch
 
-from posterity.noise import address, normal
+from posterity.layout import Layout
+from posterity.noise import Noise, address, normal
 
 
 def test_it_is_standard_normal() -> None:
@@ -44,3 +45,15 @@ def test_a_part_of_a_stack_equals_the_part_alone() -> None:
         whole = normal(range(6), shape, seed=3, step=9, block="x")
         assert torch.equal(whole[2:5], normal(range(2, 5), shape, seed=3, step=9, block="x"))
         assert torch.equal(whole, normal(range(6), shape, seed=3, step=9, block="x"))
+
+
+def test_threads_draw_what_one_would() -> None:
+    layout = Layout(["a", "b", "c"], [(300, 200), (1000,), (200, 100)])  # more than is worth threads
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(Noise(range(4), layout, seed=1, step=2).values.clone())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)

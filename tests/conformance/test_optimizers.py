@@ -647,6 +647,26 @@ def test_samples_have_weights_of_their_own_under_one_autocast(rule: Rule, way: C
     assert same(*results)
 
 
+@drawing_rules
+def test_what_autocast_has_cast_before_is_not_used_after_a_change(rule: Rule) -> None:
+    def output() -> Tensor:
+        return model(X).detach()
+
+    model = net().eval()
+    opt = rule.make(model, mc_samples=1, deterministic="norm.*")  # which autocast does not cast
+    with torch.autocast("cpu", torch.bfloat16):
+        mean = output()
+        with opt.sampled_params():
+            assert not torch.equal(output(), mean)
+            loss_fn(model).backward()
+        assert torch.equal(output(), mean)
+        opt.step(batch_size=16)
+        moved = output()
+    assert not torch.equal(moved, mean)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(output(), moved)
+
+
 class Checkpointed(nn.Module):
     """Runs its layers again in the backward pass."""
 

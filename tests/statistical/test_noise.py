@@ -1,5 +1,7 @@
 """Addressed noise: normal, independent across addresses, the same however it is asked for."""
 
+import numpy as np
+import pytest
 import torch
 
 from posterity.layout import Layout
@@ -58,3 +60,9 @@ def test_threads_draw_what_one_would() -> None:
         torch.set_num_threads(threads)
     for one, several in zip(*found, strict=True):
         assert torch.equal(one, several)
+
+
+def test_addresses_take_numpys_numbers() -> None:
+    assert address(*np.arange(3), "w") == address(0, 1, 2, "w")
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        address(0.5, 0, 0, "w")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ BIN := .venv/bin
 demo: .venv/.ready
 	$(BIN)/posterity demo
 
-# Two processes of one thread each: small tensors leave a second thread idle, and one of two waits for files.
+# Two processes of one thread each take half as long as one of two threads: tensors are small.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 

@@ -191,6 +191,7 @@ def test_what_a_model_remembers_can_be_trained_with() -> None:
     model, x = Remembers(), torch.randn(5, 4)
     opt = posterity.IVON(model, num_data=5)
     posterity.predict(model, opt.posterior(), x)
+    assert not model.scales.is_inference()
     opt.step(lambda: model(x).square().mean())
 
 

@@ -55,8 +55,10 @@ class Variational(nn.Module):
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
         self._versions: list[int] = []
-        for owner in {name.rpartition(".")[0] for name in self.posterior.mean()}:
-            module.get_submodule(owner).register_forward_pre_hook(_refuse_again)
+        for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
+            owner = module.get_submodule(path)
+            if _refuse_again not in owner._forward_pre_hooks.values():  # of another Variational around it
+                owner.register_forward_pre_hook(_refuse_again)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
@@ -108,7 +110,8 @@ def variational(
     """Give a module's weights a trainable diagonal-Gaussian posterior.
 
     Args:
-        module: Any module; it is neither copied nor changed, and its parameters become the means.
+        module: Any module; it is not copied, and its parameters become the means. A hook on its layers
+            refuses to run them inside a backward pass.
         std_init: Std of every weight at the start.
         deterministic: Filter of names that stay plain parameters.
         seed: Seed of the weight noise.

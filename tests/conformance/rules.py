@@ -161,12 +161,12 @@ def by_context(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> No
     opt.step(batch_size=16)
 
 
-def by_stack(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
-    posterity.compile_step(model, loss_fn, opt)(x, Y)
+def by_stack(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X, chunk: int | None = None) -> None:
+    posterity.compile_step(model, loss_fn, opt, chunk=chunk)(x, Y)
 
 
 def by_chunks(model: nn.Module, opt: VariationalOptimizer, x: Tensor = X) -> None:
-    posterity.compile_step(model, loss_fn, opt, chunk=2)(x, Y)
+    by_stack(model, opt, x, chunk=2)
 
 
 def everything(model: nn.Module, opt: VariationalOptimizer) -> dict[str, Tensor]:

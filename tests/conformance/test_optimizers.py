@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import posterity
 from conformance.rules import (
@@ -680,19 +681,27 @@ class Checkpointed(nn.Module):
 
 
 @tensor_rules
-@pytest.mark.parametrize(("samples", "chunk"), [(1, None), (3, 1)])
+@pytest.mark.parametrize(
+    ("samples", "way"), [(1, by_stack), (3, partial(by_stack, chunk=1)), (3, by_closure), (3, by_context)]
+)
 def test_layers_that_run_again_have_the_weights_of_the_sample(
-    rule: Rule, samples: int, chunk: int | None
+    rule: Rule, samples: int, way: Callable[..., None]
 ) -> None:
     results = []
     for again in (False, True):
         model = Checkpointed(again)
         opt = rule.make(model, mc_samples=samples)
-        step = posterity.compile_step(model, loss_fn, opt, chunk=chunk)
         for _ in range(2):
-            step(X, Y)
+            way(model, opt)
         results.append(everything(model, opt))
     assert same(*results)
+
+
+def test_a_stack_of_samples_does_not_run_again_in_silence() -> None:
+    model = Checkpointed(True)
+    opt = posterity.BGD(model, mc_samples=3)
+    with pytest.raises(CheckpointError):
+        by_stack(model, opt)
 
 
 @rules

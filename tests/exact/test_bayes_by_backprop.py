@@ -241,3 +241,9 @@ def test_layers_that_would_run_again_at_their_means_are_refused() -> None:
     loss = model(torch.randn(4, 5, requires_grad=True)).square().mean()
     with pytest.raises(RuntimeError, match="activation checkpointing would run a Linear again at its means"):
         loss.backward()
+
+
+def test_a_module_in_two_wrappers_has_one_hook() -> None:
+    net = nn.Linear(3, 2)
+    variational(net), variational(net)
+    assert len(net._forward_pre_hooks) == 1

@@ -30,7 +30,7 @@ from conformance.rules import (
     same,
 )
 from conformance.stand_in import captured, install, near
-from posterity import compiled
+from posterity.train import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_the_norm_of_the_mean_gradient_is_clipped(rule: Rule) -> None:
             if graphs:
                 step(X, Y)
                 continue
-            for _ in range(3):
+            for _ in range(opt.param_groups[0]["mc_samples"]):
                 with opt.sampled_params():
                     loss_fn(model).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -201,7 +201,7 @@ def test_what_cannot_be_captured_says_so_once_and_runs_without(monkeypatch: pyte
     def fails(*_: Any) -> None:
         raise RuntimeError("the device says no\nand more")
 
-    monkeypatch.setattr(compiled, "_Graph", fails)
+    monkeypatch.setattr(compiled, "Graph", fails)
     model = net()
     step = captured(model, posterity.BGD(model, batch_size=16))
     step(X, Y)
@@ -363,6 +363,9 @@ def test_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     opt = posterity.BGD(model, batch_size=16)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    by_closure(model, opt)  # one process is as good as none
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(RuntimeError, match="distributed training is not supported yet"):
         posterity.compile_step(model, loss_fn, opt)
     with pytest.raises(RuntimeError, match="distributed training is not supported yet"):

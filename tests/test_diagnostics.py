@@ -147,7 +147,7 @@ def test_the_rate_is_what_a_step_multiplies_the_gradient_by(rule: str) -> None:
                 p.fill_(0.1)
         # IVON's step uses the Hessian after its own update: with β2 next to 1 that is the one before.
         opt = (
-            BGD(model, lr=2.0, std_init=0.05)
+            BGD(model, lr=2.0, std_init=0.05, mc_samples=1)
             if rule == "bgd"
             else IVON(model, num_data=20, betas=(0.0, 1 - 1e-14))
         )

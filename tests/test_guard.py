@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 import posterity
 from conformance.rules import RULES, X, Y, by_closure, by_context, by_stack, everything, loss_fn, net, same
-from posterity.optim import engine, guard
+from posterity.optim import optimizer
+from posterity.optim.optimizer import runs_ahead_of
+from posterity.train.cuda_graph import verdict
 
 WAYS = (by_closure, by_context, by_stack)
 rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures], ids=repr)
@@ -25,7 +27,7 @@ rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures
 
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "ahead_of", lambda slabs: slabs[0].device)
+    monkeypatch.setattr(optimizer, "runs_ahead_of", lambda devices: next(iter(devices)))
 
 
 def complete(model: nn.Module, opt: posterity.VariationalOptimizer) -> dict[str, Tensor]:
@@ -109,7 +111,7 @@ def test_a_statistic_and_a_loss_are_named() -> None:
     opt = posterity.IVON(model, num_data=100)
     with opt.sampled_params():
         loss_fn(model).backward()
-    next(iter(opt._sums)).poison.fill_(torch.nan)
+    next(iter(opt.sums)).poison.fill_(torch.nan)
     opt.step()
     with pytest.raises(FloatingPointError, match=r"E\[gradient · noise\] of the last step is not finite"):
         opt.state_dict()
@@ -182,12 +184,8 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 
 
 def test_parameters_on_one_gpu_are_run_ahead_of() -> None:
-    class Slab:
-        def __init__(self, device: str) -> None:
-            self.device = torch.device(device)
-
     def ahead(*devices: str) -> torch.device | None:
-        return guard.ahead_of([Slab(device) for device in devices])  # type: ignore[misc]
+        return runs_ahead_of({torch.device(device) for device in devices})
 
     assert ahead("cuda:0", "cuda:0") == torch.device("cuda:0")
     assert ahead("cpu") is ahead("cuda:0", "cuda:1") is ahead("cpu", "cuda:0") is ahead() is None
@@ -205,12 +203,12 @@ def test_the_verdict_of_a_captured_step(bad: str | None) -> None:
     losses = torch.tensor([1.0, 2.0, torch.inf if bad == "loss" else 6.0])
     poisons = [torch.zeros(()), torch.tensor(torch.nan if bad == "poison" else 0.0)]
     stuck, host, clock = torch.zeros(()), torch.full((), 7.0), torch.tensor(4, dtype=torch.int32)
-    loss, ok = guard.verdict(losses, poisons, stuck, host, clock)
+    loss, ok = verdict(losses, poisons, stuck, host, clock)
     assert bool(ok) == (bad is None)
     assert int(clock) == 5
     assert float(loss) == (torch.inf if bad == "loss" else 3.0)
     assert float(host) == 3.0 if bad is None else torch.isnan(host)
-    loss, ok = guard.verdict(torch.ones(3), [torch.zeros(())], stuck, host, clock)
+    loss, ok = verdict(torch.ones(3), [torch.zeros(())], stuck, host, clock)
     assert bool(ok)
     assert float(host) == 1.0 if bad is None else torch.isnan(host)  # until somebody has looked
 
@@ -259,7 +257,9 @@ def test_a_parameter_without_numbers_is_finite() -> None:
     model.register_parameter("none", nn.Parameter(torch.empty(0)))
     groups = [{"params": [("none", model.none)]}, {"params": list(model.named_parameters())[:2]}]
     for name in ("BGD", "IVON"):
-        opt = getattr(posterity, name)(groups, **({"num_data": 8} if name == "IVON" else {"batch_size": 8}))
+        opt = getattr(posterity, name)(
+            groups, **({"num_data": 8} if name == "IVON" else {"batch_size": 8, "mc_samples": 1})
+        )
         with opt.sampled_params():
             (model(torch.randn(8, 4)).square().mean() + model.none.sum()).backward()
         opt.step()

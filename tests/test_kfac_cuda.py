@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import posterity
-from posterity import compiled
 from posterity.optim.inverses import inverse_roots
 from posterity.posterior.matrix import damped
+from posterity.train import compiled, cuda_graph
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -24,13 +24,13 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the steps that are replayed."""
     found: list[int] = []
-    replay = compiled._Graph.__call__
+    replay = cuda_graph.Graph.__call__
 
-    def noted(self: compiled._Graph, batch: tuple[Tensor, ...]) -> Tensor:
+    def noted(self: cuda_graph.Graph, batch: tuple[Tensor, ...]) -> Tensor:
         found.append(self.step.optimizer.param_groups[0]["steps"])
         return replay(self, batch)
 
-    monkeypatch.setattr(compiled._Graph, "__call__", noted)
+    monkeypatch.setattr(cuda_graph.Graph, "__call__", noted)
     return found
 
 
@@ -92,7 +92,7 @@ def test_a_bad_batch_in_a_graph_moves_nothing_and_is_raised(
     step = posterity.compile_step(model, loss_fn, opt)
     for _ in range(4):
         step(x, y)
-    tensors = [*model.state_dict().values(), *(each for each in opt._state_tensors() if each.is_cuda)]
+    tensors = [*model.state_dict().values(), *(each for each in opt.state_tensors() if each.is_cuda)]
     before = [each.clone() for each in tensors]
     step(torch.full_like(x, torch.nan), y)
     torch.cuda.synchronize()

@@ -439,7 +439,7 @@ def test_parts_of_a_batch_have_samples_of_their_own(name: str, chunk: int | None
             for number in range(2 * parts):
                 part = slice(number % parts * (12 // parts), (number % parts + 1) * (12 // parts))
                 with opt.sampled_params():
-                    mean_loss(model, a[part], b[part]).backward()
+                    (mean_loss(model, a[part], b[part]) / parts).backward()
             opt.step(batch_size=len(a) if name == "BGD" else None)
         posterior = opt.posterior()
         found.append({**posterior.mean(), **{f"std of {k}": v for k, v in posterior.std().items()}})

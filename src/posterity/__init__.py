@@ -1,7 +1,6 @@
 """Posterity learns a posterior over a network's weights, and hands it on."""
 
 from posterity import continual, curvature, diagnostics, laplace, metrics
-from posterity.compiled import compile_step
 from posterity.compress import magnitude, point_mass, prune, snr, sparsity
 from posterity.dropout import MCDropout, dropout_kl
 from posterity.mc import run
@@ -23,6 +22,7 @@ from posterity.posterior import (
     register_kl,
 )
 from posterity.predict import Prediction, predict
+from posterity.train import compile_step
 from posterity.variational import Variational, variational
 
 __version__ = "0.1.0"

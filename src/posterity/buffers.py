@@ -118,6 +118,52 @@ class Keeper:
         )
 
 
+@final
+class StepBuffers:
+    """A module's buffers over the samples of a training step: each starts from those before the step.
+
+    Those that the first sample leaves are kept.
+
+    Args:
+        module: The model, if its buffers are to be looked after.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        model = nn.Module() if module is None else module
+        self._first, self._later = Keeper(model), Keeper(model)
+        self._under_way = False
+
+    def enter(self, number: int) -> None:
+        """Before a sample."""
+        if number == 0:
+            self._first.keep()
+            self._under_way = True
+        else:
+            self._later.keep()
+            self.undo()
+
+    def leave(self, number: int, used: bool) -> None:
+        """After a sample, and whether it was used."""
+        if number:
+            self._later.restore()
+        elif not used:
+            self._first.restore()
+
+    def undo(self) -> None:
+        """Give the model the buffers that it had before the step, if one is under way."""
+        if self._under_way:
+            self._first.restore()
+
+    def undo_unless(self, ok: Tensor | None) -> None:
+        """The same, if there is a flag on the device and it is not set."""
+        if self._under_way and ok is not None:
+            self._first.restore_unless(ok)
+
+    def finish(self) -> None:
+        """Let the next sample be the first of another step."""
+        self._under_way = False
+
+
 class _Words:
     """Buffers on one GPU as words of four bytes: one kernel copies all of them, whatever their types."""
 

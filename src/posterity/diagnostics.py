@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posterity.optim import VariationalOptimizer
-from posterity.optim.groups import Group, members
+from posterity.optim.state import Group, members
 from posterity.posterior import Factorised
 
 # Below this the noise in the weights is less than what rounding them to bfloat16 would change.

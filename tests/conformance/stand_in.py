@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import posterity
 from conformance.rules import loss_fn
-from posterity import compiled
-from posterity.train_step import TrainStep
+from posterity.train import compiled, cuda_graph
+from posterity.train.step import TrainStep
 
 
 class _Capture(TorchDispatchMode):
@@ -25,7 +25,7 @@ class _Capture(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Graph(compiled._Graph):
+class Graph(cuda_graph.Graph):  # type: ignore[misc]
     """Replays by running the captured body again, into the memory that the first run has left.
 
     Attributes:
@@ -42,13 +42,13 @@ class Graph(compiled._Graph):
         opt = self.step.optimizer
         self.replays.append(opt.param_groups[0]["steps"])
         held = {p: grad for p, grad, _ in self.grads}
-        counts = [slab.steps.clone() for slab in opt._slabs]
+        counts = [step.clone() for flat in opt.flat_groups() for step in flat.steps]
         shown = {p: p.grad for p in self.params}
-        entries = [{key: group[key] for key in (*opt.live, "steps")} for group in opt.param_groups]
-        opt._live = self.live
+        entries = [{key: group[key] for key in (*opt.scheduled, "steps")} for group in opt.param_groups]
+        eager, opt.numbers = opt.numbers, self.numbers
         try:
             for group in opt.param_groups:
-                group.update(dict.fromkeys(opt.live, torch.nan))  # a device cannot read them
+                group.update(dict.fromkeys(opt.scheduled, torch.nan))  # a device cannot read them
                 group["steps"] = self.captured_at
             loss = self._body()
             for p, grad in held.items():
@@ -56,11 +56,12 @@ class Graph(compiled._Graph):
                 grad.data.copy_(p.grad)  # past the version counter, as a device would
             self.loss.data.copy_(loss)
         finally:
-            opt._live = None
+            opt.numbers = eager
             for group, values in zip(opt.param_groups, entries, strict=True):
                 group.update(values)
-            for slab, before in zip(opt._slabs, counts, strict=True):
-                slab.steps.copy_(before)
+            steps = [step for flat in opt.flat_groups() for step in flat.steps]
+            for step, before in zip(steps, counts, strict=True):
+                step.copy_(before)
             for p, grad in shown.items():
                 p.grad = grad
             opt._ledger.remember(self.params)
@@ -87,7 +88,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         made.append(Graph(step, batch))
         return made[-1]
 
-    monkeypatch.setattr(compiled, "_Graph", make)
+    monkeypatch.setattr(compiled, "Graph", make)
     return made
 
 

@@ -9,12 +9,12 @@ import weakref
 
 import pytest
 import torch
+from posterity.optim.collecting import Collecting
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from posterity import VOGN
 from posterity.curvature import Squares, Uncollected
-from posterity.optim.collecting import Collecting
 
 X = torch.randn(5, 3, dtype=torch.float64)
 

@@ -1,6 +1,7 @@
 """IVON against a scalar transcription of its Algorithm 1."""
 
 import math
+from functools import partial
 from shutil import which
 
 import pytest
@@ -11,6 +12,7 @@ from posterity import IVON, VOGN
 from posterity.noise import normal
 from posterity.optim import fused
 from posterity.optim.ivon import ivon_hess
+from posterity.optim.step import move
 
 
 def test_a_run_equals_the_scalar_transcription() -> None:
@@ -77,12 +79,12 @@ def test_groups_have_their_own_settings_in_a_compiled_rule() -> None:
     opt = IVON(groups, num_data=100)
     for group in opt.param_groups:
         results = []
-        for move in (opt._move, opt._fused_move):
+        for run in (partial(move, opt), fused.fused(move, IVON)):
             values = torch.rand(5, 700, generator=torch.Generator().manual_seed(0)).to(device)
             mean, momentum, hess, grad, second = values
             state = {"momentum": momentum, "hess": hess}
             step, ok = torch.tensor(3, device=device), torch.tensor(True, device=device)
-            move(mean, state, grad, second, 1.0, 0, step, group, None, ok)
+            run(mean, state, grad, second, 0, step, group, None, ok)
             results.append(values)
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
@@ -101,8 +103,7 @@ def test_a_compiled_rule_serves_all_optimisers_and_sizes() -> None:
         mean, momentum, hess, grad, second = torch.rand(5, size, device=device)
         step, ok = torch.tensor(3, device=device), torch.tensor(True, device=device)
         state = {"momentum": momentum, "hess": hess}
-        opt._fused_std(state, opt.param_groups[0])
-        opt._fused_move(mean, state, grad, second, 1.0, 0, step, opt.param_groups[0], None, ok)
+        fused.fused(move, IVON)(mean, state, grad, second, 0, step, opt.param_groups[0], None, ok)
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(counts)) == 1, counts
 
@@ -121,7 +122,8 @@ def test_many_settings_of_one_rule_leave_another_compiled(monkeypatch: pytest.Mo
         mean, momentum, hess, grad, second = torch.rand(5, 300, device=device)
         state, number = {"momentum": momentum, "hess": hess}, torch.tensor(3, device=device)
         ok = torch.tensor(True, device=device)
-        opt._fused_move(mean, state, grad, second, 1.0, 0, number, opt.param_groups[0], None, ok)
+        given = (mean, state, grad, second, 0, number, opt.param_groups[0], None, ok)
+        fused.fused(move, type(opt))(*given)
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     p = nn.Parameter(torch.zeros(2))

@@ -216,7 +216,7 @@ def test_blocks_that_do_not_meet_are_refused() -> None:
     mixed = Factorised({"conv.weight": weight, "conv.bias": apart.block("conv.bias")})
     with pytest.raises(TypeError, match="MatrixGaussian and DiagonalGaussian of the tensors of one block"):
         kl(Factorised({BLOCK: leaf()}), mixed)
-    with pytest.raises(ValueError, match=r"a block 'conv.weight\+conv.bias' that this optimiser has not"):
+    with pytest.raises(ValueError, match=r"'conv.weight\+conv.bias' that this optimiser does not have"):
         posterity.BGD(nn.Conv2d(2, 3, (1, 2))).load_posterior(q)
 
 

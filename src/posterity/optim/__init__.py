@@ -1,12 +1,12 @@
 """How q moves by rule: the shell, and one file per method."""
 
 from posterity.optim.bgd import BGD
+from posterity.optim.checks import DivergenceWarning
 from posterity.optim.ivon import IVON
 from posterity.optim.kfac import KFAC, NoisyKFAC
+from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.statistics import Statistics
-from posterity.optim.variational import VariationalOptimizer
 from posterity.optim.vogn import OGN, VOGN
-from posterity.optim.watch import DivergenceWarning
 
 __all__ = [
     "BGD",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _EPS = 1e-8
+ADAM: dict[str, Any] = {"betas": (0.9, 0.999)}
 
 
 def adam_init(mean: Tensor) -> dict[str, Tensor]:

@@ -39,11 +39,10 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
-from posterity.optim.entries import above_zero, whole
-from posterity.optim.groups import Group, Params
-from posterity.optim.slab import State
+from posterity.optim.groups import Params, above_zero, whole
+from posterity.optim.optimizer import VariationalOptimizer
+from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
-from posterity.optim.variational import VariationalOptimizer
 
 
 def bgd_mean(mean: Tensor, std: Tensor, grad: Tensor, lr: float) -> Tensor:
@@ -90,7 +89,7 @@ class BGD(VariationalOptimizer):
     """
 
     needs_batch_size = True
-    live = ("lr", "temperature")
+    scheduled = ("lr", "temperature")
 
     def __init__(
         self,

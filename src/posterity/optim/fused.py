@@ -1,4 +1,4 @@
-"""A rule's methods, compiled once for all optimisers of its kind."""
+"""What a step does with a rule, compiled once for all optimisers of its kind."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _SETTINGS = 64
 
 
 @cache
-def fused(kind: type[Any], name: str) -> Callable[..., Any]:
-    """A rule's method as one kernel; a compilation serves all sizes and optimisers, each setting has its own.
+def fused(function: Any, kind: Any) -> Callable[..., Any]:
+    """A function of a rule and tensors as one kernel, for rules of one kind.
 
-    Bound to an optimiser it would be compiled anew for every other one. A rule is made of pure functions, so
-    one that was never begun serves all of its kind.
+    A compilation serves all sizes and optimisers; each setting has its own. Given an optimiser it would be
+    compiled anew for every other one. A rule is made of pure functions, so one that was never begun serves
+    all of its kind.
     """
-    function = getattr(kind, name)
     # A copy, since the compiler counts what it has compiled by a function's code, which kinds share.
     own = FunctionType(
         function.__code__.replace(),
         function.__globals__,
-        name,
+        function.__name__,
         function.__defaults__,
         function.__closure__,
     )

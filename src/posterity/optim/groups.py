@@ -1,27 +1,51 @@
-"""Parameter groups in torch.optim's form, in which every parameter has a name."""
+"""Parameter groups in torch.optim's form: every parameter has a name, every entry a meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-Group: TypeAlias = dict[str, Any]
+from posterity.optim.state import Group
+
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
+
+# One number for the whole optimiser: a step has all groups at once.
+_SHARED = ("mc_samples", "factors_every", "batch_size")
+# What DistributedDataParallel and torch.compile put before the names of the module that they wrap.
+_WRAPPERS = ("module.", "_orig_mod.")
+# Entries of torch's own optimisers, and which of ours does the job.
+_FOREIGN = {
+    "weight_decay": ("prior_precision", "weight_decay · num_data / temperature"),
+    "momentum": ("betas", "(momentum, …)"),
+    "eps": ("damping", "eps"),
+    "amsgrad": None,
+    "centered": None,
+    "dampening": None,
+    "nesterov": None,
+    "maximize": None,
+    "foreach": None,
+    "fused": None,
+    "capturable": None,
+    "differentiable": None,
+}
 
 
 def named_groups(params: Params, numbered: int = 0) -> list[Group]:
     """What a user passes, as groups whose ``params`` are (name, tensor) pairs.
 
-    A module gives its own names, as do named parameters; tensors without a name are numbered, from
-    ``numbered`` on.
+    A module gives its own names, as do named parameters, without the prefixes of wrappers; tensors without a
+    name are numbered, from ``numbered`` on.
     """
     if isinstance(params, nn.Module):
         owned = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
         if not owned:
             raise ValueError(f"{type(params).__name__} has no parameter that requires a gradient")
-        return [{"params": owned}]
+        return [{"params": unwrapped(owned)}]
     if isinstance(params, Tensor):
         raise TypeError("pass a module, model.named_parameters() or groups, not a single tensor")
     entries: list[Any] = list(params)
@@ -37,8 +61,23 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
             if isinstance(member, Tensor):
                 members[index] = (f"param.{unnamed}", member)
                 unnamed += 1
-        group["params"] = members
+        group["params"] = unwrapped(members)
     return groups
+
+
+def unwrapped(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The same without the prefix that a wrapper has put before every name.
+
+    Example:
+        >>> import torch
+        >>> unwrapped([("module._orig_mod.bias", torch.zeros(1))])[0][0]
+        'bias'
+    """
+    pairs = list(named)
+    for prefix in _WRAPPERS * 2:
+        if pairs and all(name.startswith(prefix) for name, _ in pairs):
+            pairs = [(name.removeprefix(prefix), p) for name, p in pairs]
+    return pairs
 
 
 def split_groups(groups: list[Group], deterministic: set[str], without_noise: Group | None) -> list[Group]:
@@ -60,11 +99,6 @@ def split_groups(groups: list[Group], deterministic: set[str], without_noise: Gr
     return split
 
 
-def members(group: Group) -> Iterator[tuple[str, Tensor]]:
-    """Names and parameters of a group."""
-    return zip(group["param_names"], group["params"], strict=True)
-
-
 def checked_group(group: Group, held: list[Group]) -> Group:
     """A group with named members that may join those an optimiser holds; otherwise an error says why not."""
     names = {name for other in held for name in other["param_names"]}
@@ -78,3 +112,81 @@ def checked_group(group: Group, held: list[Group]) -> Group:
     if held:
         group["steps"] = held[0]["steps"]
     return group
+
+
+def refuse_unknown(group: Group, known: Collection[str], rule: str) -> None:
+    """Raise for an entry of a user's group that nothing would read: one of torch's, or one of ours misspelt.
+
+    Args:
+        group: As it was given.
+        known: Names of entries that are read.
+        rule: Name of the optimiser.
+    """
+    for key in group.keys() - known:
+        if key in _FOREIGN:
+            ours = _FOREIGN[key]
+            use = f"set {ours[0]}, {ours[1]}" if ours is not None and ours[0] in known else "leave it out"
+            raise ValueError(f"a group has an entry {key!r}, which {rule} does not use: {use}")
+        for near in get_close_matches(key, known, n=1, cutoff=0.8):
+            raise ValueError(f"a group has an entry {key!r}, did you mean {near!r}?")
+
+
+def check_common(group: Group, first: Group) -> None:
+    """Refuse values of entries that all rules have in common.
+
+    Args:
+        group: The group.
+        first: Of all groups of the optimiser.
+    """
+    at_least_zero(group, "lr")
+    if "betas" in group:
+        _check_betas(group["betas"])
+    if not isinstance(group["seed"], Integral):
+        raise ValueError(f"seed must be a whole number, not {_shown(group['seed'])}")
+    whole(group, "mc_samples")
+    for key in _SHARED:
+        if group.get(key) != first.get(key):
+            raise ValueError(f"{key} must be one number for the whole optimiser: set it outside the groups")
+
+
+def above_zero(group: Group, *keys: str) -> None:
+    """Refuse what is no finite number greater than 0."""
+    for key in keys:
+        if not 0 < number(group, key) < math.inf:
+            raise ValueError(f"{key} must be finite and greater than 0, not {group[key]}")
+
+
+def at_least_zero(group: Group, *keys: str) -> None:
+    """Refuse what is no finite number of at least 0."""
+    for key in keys:
+        if not 0 <= number(group, key) < math.inf:
+            raise ValueError(f"{key} must be 0 or more, and finite, not {group[key]}")
+
+
+def whole(group: Group, *keys: str) -> None:
+    """Refuse what is no whole number of at least 1."""
+    for key in keys:
+        value = group[key]
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{key} must be a whole number of at least 1, not {_shown(value)}")
+
+
+def number(group: Group, key: str) -> Any:
+    """A value that is a number, or a tensor of one; else an error says so."""
+    value = group[key]
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value
+    raise ValueError(f"{key} must be a number, not {_shown(value)}")
+
+
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(isinstance(b, Real) for b in betas):
+        raise ValueError(f"betas must be two numbers, such as (0.9, 0.999), not {_shown(betas)}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must lie in [0, 1), not {betas}")
+
+
+def _shown(value: object) -> str:
+    """A value as users write it; of an object, its kind."""
+    plain = value is None or isinstance(value, str | Real | tuple | list)
+    return repr(value) if plain else f"a {type(value).__name__}"

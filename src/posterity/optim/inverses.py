@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from posterity.optim.blocks import Refused
+from posterity.optim.matrices import Refused
 from posterity.posterior.matrix import SINGULAR, inverse_cholesky, shares, solved
 
 # Inverses are made in double precision, which few GPUs are fast in, where damping is less than this part of a

@@ -34,11 +34,10 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
-from posterity.optim.entries import above_zero, number
-from posterity.optim.groups import Group, Params
-from posterity.optim.slab import State
+from posterity.optim.groups import Params, above_zero, number
+from posterity.optim.optimizer import VariationalOptimizer
+from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
-from posterity.optim.variational import VariationalOptimizer
 
 
 def ivon_std(precision: Tensor, ess: float) -> Tensor:

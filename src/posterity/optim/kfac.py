@@ -54,13 +54,12 @@ from torch import Tensor
 
 from posterity.curvature import Factors
 from posterity.names import NameFilter
-from posterity.optim.blocks import Moving
-from posterity.optim.collecting import due
-from posterity.optim.entries import whole
-from posterity.optim.groups import Group, Params
+from posterity.optim.groups import Params, whole
 from posterity.optim.inverses import inverse_roots, undamped
-from posterity.optim.slab import State
+from posterity.optim.matrices import Moving
+from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
+from posterity.optim.step import due
 from posterity.optim.vogn import GaussNewton, scales
 from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
 from posterity.precision import full_precision
@@ -71,6 +70,44 @@ class KroneckerNewton(GaussNewton):
 
     collects = Factors
     matrices = ("inputs", "outputs", "rows", "columns")
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        num_data: int,
+        lr: float = 1e-3,
+        prior_precision: float = 1.0,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        damping: float = 1e-3,
+        augmentation: float = 1.0,
+        factors_every: int = 1,
+        inverses_every: int | None = None,
+        hess_init: float = 1.0,
+        keep_velocity: bool = False,
+        mc_samples: int = 1,
+        deterministic: NameFilter = (),
+        deterministic_lr: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            num_data=num_data,
+            lr=lr,
+            prior_precision=prior_precision,
+            temperature=temperature,
+            betas=betas,
+            damping=damping,
+            augmentation=augmentation,
+            hess_init=hess_init,
+            keep_velocity=keep_velocity,
+            mc_samples=mc_samples,
+            deterministic=deterministic,
+            deterministic_lr=deterministic_lr,
+            seed=seed,
+            _more={"factors_every": factors_every, "inverses_every": inverses_every},
+        )
 
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
@@ -187,6 +224,7 @@ class NoisyKFAC(KroneckerNewton):
         keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
         mc_samples: Weight samples per step.
         deterministic: Filter of names that get no posterior and no prior; the same rule trains them.
+        deterministic_lr: Let Adam train those, with this learning rate, as in :class:`VOGN`.
         seed: Seed of the weight noise.
 
     Example:
@@ -200,45 +238,6 @@ class NoisyKFAC(KroneckerNewton):
         (['weight+bias'], torch.Size([5, 2, 4]))
     """
 
-    def __init__(
-        self,
-        params: Params,
-        *,
-        num_data: int,
-        lr: float = 1e-3,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        damping: float = 1e-3,
-        augmentation: float = 1.0,
-        factors_every: int = 1,
-        inverses_every: int | None = None,
-        hess_init: float = 1.0,
-        keep_velocity: bool = False,
-        mc_samples: int = 1,
-        deterministic: NameFilter = (),
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "num_data": num_data,
-                "lr": lr,
-                "prior_precision": prior_precision,
-                "temperature": temperature,
-                "betas": betas,
-                "damping": damping,
-                "augmentation": augmentation,
-                "factors_every": factors_every,
-                "inverses_every": inverses_every,
-                "hess_init": hess_init,
-                "keep_velocity": keep_velocity,
-            },
-            mc_samples=mc_samples,
-            seed=seed,
-            deterministic=deterministic,
-        )
-
 
 @final
 class KFAC(KroneckerNewton):
@@ -247,20 +246,7 @@ class KFAC(KroneckerNewton):
     The posterior that it ends in has the factors at the means for its precision, as a Kronecker-factored
     Laplace approximation has; nothing is drawn in training.
 
-    Args:
-        params: A module, or what torch.optim takes.
-        num_data: Training examples (N).
-        lr: Learning rate.
-        prior_precision: Precision of the prior N(0, ·).
-        temperature: As for :class:`NoisyKFAC`, as are all that follow.
-        betas: Momentum, and averaging of the factors.
-        damping: Added to the curvature.
-        augmentation: By how much data augmentation multiplies the number of examples.
-        factors_every: Steps from one collection of factors to the next.
-        inverses_every: Likewise for their inverses.
-        hess_init: Curvature of each weight, until its own is known.
-        keep_velocity: Whether a change of lr leaves the momentum at its pace.
-        deterministic: Filter of names that get no posterior and no prior.
+    It takes what :class:`NoisyKFAC` takes, and nothing else.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -274,43 +260,6 @@ class KFAC(KroneckerNewton):
     """
 
     draws = False
-
-    def __init__(
-        self,
-        params: Params,
-        *,
-        num_data: int,
-        lr: float = 1e-3,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        damping: float = 1e-3,
-        augmentation: float = 1.0,
-        factors_every: int = 1,
-        inverses_every: int | None = None,
-        hess_init: float = 1.0,
-        keep_velocity: bool = False,
-        deterministic: NameFilter = (),
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "num_data": num_data,
-                "lr": lr,
-                "prior_precision": prior_precision,
-                "temperature": temperature,
-                "betas": betas,
-                "damping": damping,
-                "augmentation": augmentation,
-                "factors_every": factors_every,
-                "inverses_every": inverses_every,
-                "hess_init": hess_init,
-                "keep_velocity": keep_velocity,
-            },
-            mc_samples=1,
-            seed=0,
-            deterministic=deterministic,
-        )
 
 
 def _spread(group: Group) -> Any:

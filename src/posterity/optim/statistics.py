@@ -6,16 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from posterity.curvature import Kronecker
 from posterity.noise import Noise
-
-if TYPE_CHECKING:
-    from posterity.optim.slab import Slab
+from posterity.optim.state import FlatGroup, state_dtype
 
 
 @dataclass(frozen=True)
@@ -43,19 +41,19 @@ class Statistics:
 @final
 @dataclass(eq=False)
 class Sums:
-    """Two sums of a slab over the samples of a step, in the precision of the posterior's state.
+    """Two weighted sums of a group over the samples of a step, in the precision of the posterior's state.
 
     Attributes:
-        slab: Whose gradients.
-        both: Σ g, and Σ g·eps or what is collected of curvature, flat; of blocks that had no gradient it may
-            hold anything.
-        numbers: Of E[g], as :meth:`judged` finds it, and of the sums: finite if these are.
+        group: Whose gradients.
+        both: Σ g, and Σ g·eps or the squares that were collected, flat; blocks without a gradient may hold
+            anything.
+        numbers: Finite if E[g], as :meth:`judged` finds it, and the sums are.
         poison: The second of them: on a GPU, NaN if a sum is not finite.
-        used: Blocks that had a gradient, by number.
-        published: E[g] as it was put into ``p.grad``, if it was: flat, and the views that were.
+        used: Numbers of the blocks that had a gradient.
+        published: E[g] as it was put into ``p.grad``, if it was: flat, and its views.
     """
 
-    slab: Slab
+    group: FlatGroup
     both: Tensor
     numbers: Tensor
     poison: Tensor
@@ -63,15 +61,15 @@ class Sums:
     published: tuple[Tensor, dict[int, Tensor]] | None = None
 
     @classmethod
-    def none(cls, slab: Slab, noise: Noise | None) -> Sums:
-        """Nothing yet, of gradients taken under some noise."""
-        size, dtype = slab.layout.size, state_dtype(slab.weights)
+    def empty(cls, group: FlatGroup, noise: Noise | None) -> Sums:
+        """Nothing yet, for gradients taken under some noise."""
+        size, dtype = group.layout.size, state_dtype(group.weights)
         if noise is not None and noise.overwrites:
-            both = torch.empty(2, size, dtype=dtype, device=slab.device)
-            numbers = torch.zeros(2, dtype=dtype, device=slab.device)
-            return cls(slab, both, numbers, numbers[1])
-        flat = torch.zeros(2 * size + 2, dtype=dtype, device=slab.device)
-        return cls(slab, flat[:-2].view(2, size), flat[-2:], flat[-1])
+            both = torch.empty(2, size, dtype=dtype, device=group.device)
+            numbers = torch.zeros(2, dtype=dtype, device=group.device)
+            return cls(group, both, numbers, numbers[1])
+        flat = torch.zeros(2 * size + 2, dtype=dtype, device=group.device)
+        return cls(group, flat[:-2].view(2, size), flat[-2:], flat[-1])
 
     @property
     def grad(self) -> Tensor:
@@ -80,7 +78,7 @@ class Sums:
 
     @property
     def second(self) -> Tensor:
-        """Σ g·eps, or Σ (1/B) Σ_i g_i²."""
+        """Σ g·eps, or Σ_i g_i²."""
         return self.both[1]
 
     def add(
@@ -88,8 +86,8 @@ class Sums:
     ) -> None:
         """Add gradients ``[k, ...]`` by block, taken under the given noise of some of its samples.
 
-        Those of one sample may lack the leading dimension. Where no noise matters, all have a weight; those
-        of deterministic parameters are one, a sum over samples.
+        Gradients of one sample may lack the leading dimension. Noise brings its own weight. Gradients of
+        deterministic parameters are one tensor, a sum over samples.
         """
         known = self.used.intersection(grads)
         self.used.update(grads)
@@ -100,133 +98,137 @@ class Sums:
                 if some:
                     noise.moments(some, self.both, self.poison, rows, fresh=fresh)
         elif grads:
-            shapes = self.slab.layout.shapes
+            shapes = self.group.layout.shapes
             whole = {i: grad if grad.dim() == len(shapes[i]) else grad.sum(0) for i, grad in grads.items()}
-            self.slab.add(whole, self.grad, weight, self.poison)
+            self.group.add(whole, self.grad, weight, self.poison)
 
-    def add_squares(self, squares: Mapping[int, Tensor], weight: float) -> None:
-        """Add squares of single examples' gradients, by block."""
-        self.slab.add(squares, self.second, weight, self.poison)
-
-    def publish(self, weight: float, last: bool) -> None:
+    def publish(self, last: bool) -> None:
         """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it.
 
         Args:
-            weight: Of all samples together.
             last: Whether no more samples come, so that the sum itself may be given away.
         """
-        flat = (self.grad if last and weight == 1.0 else self.grad / weight).to(self.slab.dtype)
-        views = self.slab.layout.views(flat)
+        flat = self.grad.to(self.group.dtype, copy=not last)
+        views = self.group.layout.views(flat)
         self.published = flat, {i: views[i] for i in self.used}
         for i, view in self.published[1].items():
-            self.slab.params[i].grad = view
+            self.group.params[i].grad = view
 
     @cached_property
     def mean_grad(self) -> Tensor:
         """E[g], flat, as ``p.grad`` has it when this is first asked for."""
         if self.published is None:
-            return self.slab.gather()
+            return self.group.gather()
         flat, views = self.published
         for i, view in views.items():
-            grad = self.slab.params[i].grad
+            grad = self.group.params[i].grad
             if grad is not None and grad is not view:  # replaced, not changed in place
                 view.copy_(grad)
         return flat.to(self.grad.dtype)
 
     def judged(self) -> Tensor:
-        """The numbers that are finite if E[g], as ``p.grad`` has it now, and the sums are."""
+        """The numbers, finite if E[g], as ``p.grad`` has it now, and the sums are."""
         if self.published is None:
-            self.mean_grad = self.slab.gather(self.numbers[0])
+            self.mean_grad = self.group.gather(self.numbers[0])
         else:
             torch.linalg.vector_norm(self.mean_grad, math.inf, out=self.numbers[0])
+        if not self.both.is_cuda:  # there, sums are judged as they are made
+            self.poison += 0.0 * torch.linalg.vector_norm(self.second, math.inf)
         return self.numbers
 
 
 @final
 class Accumulator:
-    """The sums of all slabs since the last step."""
+    """The sums of all groups since the last step.
+
+    Attributes:
+        samples: How many were absorbed: contexts, or the samples of a stack.
+        weight: Of each.
+        parts: Of the batch, of which every sample has seen one.
+        losses: Of the samples, where they are known.
+        examples: Seen by layers in all samples together, where a rule collects curvature.
+        layers: Weighted sums of Kronecker factors, by the layer's weight.
+    """
 
     def __init__(self) -> None:
-        self.samples = 0
-        self.weight = 0.0  # of all samples together
-        self.examples: set[int] = set()  # behind each sample, where they are counted
-        self.layers: dict[str, Kronecker] = {}  # sums of factors, by the layer's weight
-        self._sums: dict[Slab, Sums] = {}
+        self.clear()
 
-    def of(self, slab: Slab, noise: Noise | None) -> Sums:
-        """The sums of one slab, to add gradients to that were taken under some noise."""
-        if slab not in self._sums:
-            self._sums[slab] = Sums.none(slab, noise)
-        return self._sums[slab]
+    def clear(self) -> None:
+        """Start the next step."""
+        self.samples, self.weight, self.parts, self.examples = 0, 1.0, 1, 0
+        self.losses: list[Tensor] = []
+        self.layers: dict[str, Kronecker] = {}
+        self._sums: dict[FlatGroup, Sums] = {}
+        self._scaled = False
 
-    def add_layers(self, layers: Mapping[str, Kronecker], examples: int, weight: float) -> None:
-        """Add factors that passes with so many examples have told, of a mean loss over these."""
+    def of(self, group: FlatGroup, noise: Noise | None) -> Sums:
+        """The sums of one group, to add gradients to that were taken under some noise."""
+        if group not in self._sums:
+            self._sums[group] = Sums.empty(group, noise)
+        return self._sums[group]
+
+    def add_layers(self, layers: Mapping[str, Kronecker]) -> None:
+        """Add factors of the loss as the backward pass saw it."""
         for key, layer in layers.items():
-            # S is of gradients that are the examples' own over their number, and A is a sum.
-            A, S = layer.A * (weight / examples), layer.S * (weight * examples)
-            seen = layer.examples * (weight / examples)
+            A, S, seen = layer.A * self.weight, layer.S * self.weight, layer.examples * self.weight
             if before := self.layers.get(key):
                 A, S, seen = before.A + A, before.S + S, before.examples + seen
             self.layers[key] = replace(layer, A=A, S=S, examples=seen)
 
+    def finish(self) -> None:
+        """After the last sample: turn sums of curvature into means over examples.
+
+        Of a mean loss over B examples, of all micro-batches together, the examples' own gradients are B times
+        what each contributes: E[(1/B) Σ (B c_i)²] = B E[Σ c_i²], and likewise for S.
+        """
+        if self._scaled or not self.examples:
+            return
+        self._scaled = True
+        behind = self.examples * self.weight
+        for sums in self:
+            sums.second.mul_(behind)
+        self.layers = {
+            key: replace(each, A=each.A / each.examples, S=each.S * behind)
+            for key, each in self.layers.items()
+        }
+
     @torch.no_grad()
     def publish(self, last: bool = False) -> None:
         """Put E[g] into every ``p.grad``; see :meth:`Sums.publish`."""
-        if self.samples == 1 and not last:
+        if self.samples == self.weight == 1 and not last:
             return  # a single sample's gradients are their own mean
-        for sums in self._sums.values():
-            sums.publish(self.weight, last)
+        for sums in self:
+            sums.publish(last)
 
     def __iter__(self) -> Iterator[Sums]:
         return iter(self._sums.values())
-
-    def used(self) -> set[int]:
-        """Parameters that had a gradient, by ``id``."""
-        return {id(sums.slab.params[i]) for sums in self for i in sums.used}
 
     @property
     def curvature(self) -> str:
         """What the sums beside the gradients' are of, in words."""
         return "the mean of squared gradients" if self.examples else "E[gradient · noise]"
 
-    def clear(self) -> None:
-        """Start the next step."""
-        self.samples, self.weight = 0, 0.0
-        self.examples.clear()
-        self.layers.clear()
-        self._sums.clear()
-
 
 @final
 class Sink(NamedTuple):
-    """Where a layer's backward pass brings the gradient of a drawn weight, summed up as it is made.
+    """Takes the gradient of a drawn weight where a layer's backward pass makes it.
 
     Attributes:
-        sums: Of all slabs.
-        slab: The weight's.
+        sums: Of all groups.
+        group: The weight's.
         noise: Behind the drawn weights.
-        block: The weight's number in the slab.
+        block: The weight's number in the group.
     """
 
     sums: Accumulator
-    slab: Slab
+    group: FlatGroup
     noise: Noise
     block: int
 
     def parts(self) -> list[slice]:
-        """Which samples' gradients to make and bring at once; none if they may be left to autograd."""
+        """Which samples' gradients to make and take at once; none if they may be left to autograd."""
         return self.noise.parts(self.block)
 
     def take(self, grads: Tensor, rows: slice) -> None:
         """Add the gradients ``[k, *shape]`` of some of the samples."""
-        self.sums.of(self.slab, self.noise).add({self.block: grads}, self.noise, rows=rows)
-
-
-def state_dtype(p: Tensor) -> torch.dtype:
-    """The posterior's precision for a parameter: never half."""
-    return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
-
-
-def zero() -> Tensor:
-    """A count of updates; whole numbers, because single precision would stop counting at 2²⁴."""
-    return torch.zeros((), dtype=torch.int64)
+        self.sums.of(self.group, self.noise).add({self.block: grads}, self.noise, rows=rows)

@@ -56,11 +56,10 @@ from torch import Tensor
 
 from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
-from posterity.optim.entries import above_zero, at_least_zero
-from posterity.optim.groups import Group, Params
-from posterity.optim.slab import State
+from posterity.optim.groups import Params, above_zero, at_least_zero
+from posterity.optim.optimizer import VariationalOptimizer
+from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
-from posterity.optim.variational import VariationalOptimizer
 from posterity.posterior import Leaf
 
 
@@ -78,8 +77,47 @@ class GaussNewton(VariationalOptimizer):
     """The rule of VOGN and OGN, which differ in where they take gradients, and what K-FAC shares with it."""
 
     collects: ClassVar[type[Collector]] = Squares
-    live = ("lr", "temperature")
+    scheduled = ("lr", "temperature")
     without_noise: ClassVar[Group] = {"prior_precision": 0.0}
+
+    def __init__(
+        self,
+        params: Params,
+        *,
+        num_data: int,
+        lr: float = 1e-4,
+        prior_precision: float = 1.0,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.001),
+        damping: float = 1e-3,
+        augmentation: float = 1.0,
+        hess_init: float = 1.0,
+        keep_velocity: bool = False,
+        mc_samples: int = 1,
+        deterministic: NameFilter = (),
+        deterministic_lr: float | None = None,
+        seed: int = 0,
+        _more: Group | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "num_data": num_data,
+                "lr": lr,
+                "prior_precision": prior_precision,
+                "temperature": temperature,
+                "betas": betas,
+                "damping": damping,
+                "augmentation": augmentation,
+                "hess_init": hess_init,
+                "keep_velocity": keep_velocity,
+                **(_more or {}),
+            },
+            mc_samples=mc_samples,
+            seed=seed,
+            deterministic=deterministic,
+            deterministic_lr=deterministic_lr,
+        )
 
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
@@ -87,6 +125,8 @@ class GaussNewton(VariationalOptimizer):
         at_least_zero(group, "prior_precision", "damping")
         if not group["prior_precision"] + group["damping"] > 0:
             raise ValueError("damping must be greater than 0 where there is no prior_precision")
+        if not self.draws and group["mc_samples"] != 1:
+            raise ValueError(f"mc_samples must be 1: {type(self).__name__} draws no weights")
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """Momentum and curvature."""
@@ -126,10 +166,6 @@ class GaussNewton(VariationalOptimizer):
         """s ← β2 s + (1−β2) ĥ."""
         return {"hess": vogn_hess(state["hess"], stats.squares, group["betas"][1])}
 
-
-class Diagonal(GaussNewton):
-    """The same with a precision for every weight, which can be handed on."""
-
     def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
         """State of a posterior, whose curvature is knowledge from the start."""
         prior = {key: torch.zeros_like(mean) for key in ("prior_mean", "known")}
@@ -159,13 +195,15 @@ class Diagonal(GaussNewton):
         """
         if not 0 <= strength < math.inf:
             raise ValueError(f"strength must be 0 or more, and finite, not {strength:g}")
-        self._refuse_inside("hand_over()")
+        if self.matrices:
+            raise TypeError(f"{type(self).__name__} has no precision for every weight to hand on: use VOGN")
+        self.refuse_inside("hand_over()")
         self.check_changed()
-        self.guard.settle()
-        self._ready()
-        for p in self._params():
+        self.settle()
+        self.flat_groups()
+        for p in self.parameters():
             self.state[p]["momentum"].zero_()
-        for _, p, group in self._blocks():
+        for _, p, group in self._stochastic():
             state, (num_data, *_) = self.state[p], scales(group)
             guessed, updates = 0.0, int(state["step"])
             if "known" not in state:
@@ -178,11 +216,11 @@ class Diagonal(GaussNewton):
             gained = (state["hess"] - guessed).clamp_(min=0.0)
             state["known"].add_(gained, alpha=strength * num_data / group["temperature"])
             state["hess"].zero_()
-        self._reset()
+        self.reset()
 
 
 @final
-class VOGN(Diagonal):
+class VOGN(GaussNewton):
     """Variational Online Gauss-Newton: Adam's form, with a scale learned from single examples' gradients.
 
     For every mini-batch: draw ``mc_samples`` weight vectors, average the gradient and the examples' squared
@@ -208,6 +246,8 @@ class VOGN(Diagonal):
         mc_samples: Weight samples per step.
         deterministic: Filter of names that get no posterior and no prior (see ``posterity.names_of`` for
             BatchNorm); the same rule trains them, without noise.
+        deterministic_lr: Let Adam train those, with this learning rate: for parameters that are used in ways
+            that no layer reports, such as a position that is added to its inputs.
         seed: Seed of the weight noise.
 
     Example:
@@ -224,61 +264,15 @@ class VOGN(Diagonal):
         True
     """
 
-    def __init__(
-        self,
-        params: Params,
-        *,
-        num_data: int,
-        lr: float = 1e-4,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.001),
-        damping: float = 1e-3,
-        augmentation: float = 1.0,
-        hess_init: float = 1.0,
-        keep_velocity: bool = False,
-        mc_samples: int = 1,
-        deterministic: NameFilter = (),
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "num_data": num_data,
-                "lr": lr,
-                "prior_precision": prior_precision,
-                "temperature": temperature,
-                "betas": betas,
-                "damping": damping,
-                "augmentation": augmentation,
-                "hess_init": hess_init,
-                "keep_velocity": keep_velocity,
-            },
-            mc_samples=mc_samples,
-            seed=seed,
-            deterministic=deterministic,
-        )
-
 
 @final
-class OGN(Diagonal):
+class OGN(GaussNewton):
     """Online Gauss-Newton: VOGN with gradients at the means, for a point and a Gaussian around it.
 
     The posterior that it ends in has the precision of the squared gradients at the means, as a diagonal
     Laplace approximation has; nothing is drawn in training.
 
-    Args:
-        params: A module, or what torch.optim takes.
-        num_data: Training examples (N).
-        lr: Learning rate.
-        prior_precision: Precision of the prior N(0, ·).
-        temperature: As for :class:`VOGN`, as are all that follow.
-        betas: Momentum, and averaging of the curvature.
-        damping: Added to the curvature of every weight.
-        augmentation: By how much data augmentation multiplies the number of examples.
-        hess_init: Curvature at the start.
-        keep_velocity: Whether a change of lr leaves the momentum at its pace.
-        deterministic: Filter of names that get no posterior and no prior.
+    It takes what :class:`VOGN` takes, and nothing else.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -292,39 +286,6 @@ class OGN(Diagonal):
     """
 
     draws = False
-
-    def __init__(
-        self,
-        params: Params,
-        *,
-        num_data: int,
-        lr: float = 1e-4,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.001),
-        damping: float = 1e-3,
-        augmentation: float = 1.0,
-        hess_init: float = 1.0,
-        keep_velocity: bool = False,
-        deterministic: NameFilter = (),
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "num_data": num_data,
-                "lr": lr,
-                "prior_precision": prior_precision,
-                "temperature": temperature,
-                "betas": betas,
-                "damping": damping,
-                "augmentation": augmentation,
-                "hess_init": hess_init,
-                "keep_velocity": keep_velocity,
-            },
-            mc_samples=1,
-            seed=0,
-            deterministic=deterministic,
-        )
 
 
 def scales(group: Group, state: Mapping[str, Tensor] = MappingProxyType({})) -> tuple[float, Any, Any]:

@@ -1,38 +1,47 @@
-"""Parameters that move together, their state end to end in flat buffers."""
+"""State of a rule: tensors of its own for every parameter, and a flat cache of them for speed.
+
+``optimizer.state[p]`` is what is saved, loaded, shown and changed by users. A rule would take a launch for
+each of these tensors and each of its operations, so :class:`FlatGroup` keeps a copy of them end to end, works
+on that, and writes what has changed back. It can be dropped and made again at any time.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TypeAlias, final
+from operator import attrgetter
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from posterity.layout import Layout
 from posterity.noise import Room, addresses, alike, kernels
-from posterity.optim.groups import Group, members
-from posterity.optim.statistics import state_dtype
 
+Group: TypeAlias = dict[str, Any]
 State: TypeAlias = dict[str, Tensor]
 
 # Numbers of each buffer that a rule works on at once on a CPU.
 _IN_CACHE = 1 << 16
+_version = attrgetter("_version")
 
 
 @final
-class Slab:
+class FlatGroup:
     """Parameters of one group, device and dtype: what a rule does, it does to all of them at once.
-
-    The optimiser's ``state[p]`` holds views of the flat buffers, under the same keys.
 
     Args:
         number: Of the group.
         names: Of the parameters.
         params: The parameters.
-        states: The optimiser's state, whose tensors are replaced by views.
-        apart: Keys of tensors that are not values of single weights, and stay as they are.
+        states: The optimiser's state.
+        apart: Keys of tensors that do not have a value for every weight.
+
+    Attributes:
+        weights: The parameters' values, while samples take their place in the model.
+        state: The state's tensors, flat, by key.
+        steps: How often each parameter was updated, as ``states`` has it.
     """
 
     def __init__(
@@ -46,45 +55,69 @@ class Slab:
         self.number, self.params = number, list(params)
         self.layout = Layout(names, [p.shape for p in params])
         self.device, self.dtype = params[0].device, params[0].dtype
-        # The parameters' values, while samples take their place in the model.
         self.weights = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         self._weights = self.layout.views(self.weights)
         self.room = Room()
         self._fused = kernels is not None and self.device.type == "cuda"
-        # Where the parameters lie; captured graphs read all places that ever were.
+        # Where tensors lie; captured graphs read all places that ever were.
         self._at: tuple[int, ...] = ()
         self._fits, self._plain = True, False
         self._places: dict[tuple[int, ...], Tensor] = {}
-        self._pointers: Tensor | None = None  # the places of now
-        # How often each was updated.
-        self.steps = torch.stack([states[p]["step"] for p in params])
-        self.state: State = {}
-        self._views: dict[str, list[Tensor]] = {"step": list(self.steps)}
-        for key in states[params[0]]:
-            if key != "step" and key not in apart:
-                values = [states[p][key] for p in params]
-                flat = torch.zeros(self.layout.size, dtype=values[0].dtype, device=self.device)
-                self.state[key], self._views[key] = flat, self.layout.views(flat)
-                torch._foreach_copy_(self._views[key], values)
-        for i, p in enumerate(params):
-            states[p].update({key: views[i] for key, views in self._views.items()})
+        self.steps = [states[p]["step"] for p in params]
+        keys = [key for key in states[params[0]] if key != "step" and key not in apart]
+        self._own = {key: [states[p][key] for p in params] for key in keys}
+        self.state: State = {
+            key: torch.zeros(self.layout.size, dtype=own[0].dtype, device=self.device)
+            for key, own in self._own.items()
+        }
+        self._views = {key: self.layout.views(flat) for key, flat in self.state.items()}
+        self.load()
         self.locate()
 
-    def locate(self) -> bool:
-        """Look where the parameters lie, which users may change; whether they still belong to the slab."""
-        at = tuple(map(Tensor.data_ptr, self.params))
-        if at != self._at:
-            self._at, self._pointers = at, self._places.get(at)
-            self._fits = all(p.device == self.device and p.dtype == self.dtype for p in self.params)
-        self._plain = self._fused and self._fits and all(map(Tensor.is_contiguous, self.params))
-        return self._fits
+    # The cache.
+
+    def load(self) -> None:
+        """Take the state as the optimiser holds it."""
+        for key, own in self._own.items():
+            torch._foreach_copy_(self._views[key], own)
+        self.keep_in_mind()
+
+    def keep_in_mind(self) -> None:
+        """Take the state for known as it is now, although others have written to it."""
+        self._known = self._versions()
+
+    def current(self) -> bool:
+        """Whether nobody has changed these tensors since they were read or written."""
+        return self._known == self._versions()
+
+    def save(self, keys: Collection[str], moved: Sequence[int]) -> None:
+        """Write what a rule has changed for some parameters to the optimiser's own tensors."""
+        everything = len(moved) == len(self.params)
+        for key in keys:
+            own = self._own[key]
+            plain = everything and self._fused and alike(own, self.state[key].dtype)
+            if not (plain and self._transferred(own, self.state[key], read=False)):
+                views = self._views[key]
+                torch._foreach_copy_([own[i] for i in moved], [views[i] for i in moved])
+        self.keep_in_mind()
+
+    def _versions(self) -> list[list[int]]:
+        return [list(map(_version, own)) for own in self._own.values()]
 
     def count(self, moved: Sequence[int], by: int = 1) -> None:
         """Count an update of some parameters, or uncount one."""
-        if len(moved) == len(self.params):
-            self.steps += by
-        else:
-            self.steps[moved] += by
+        torch._foreach_add_([self.steps[i] for i in moved], by)
+
+    # The parameters.
+
+    def locate(self) -> bool:
+        """Look where the parameters lie, which users may change; whether they still belong here."""
+        at = tuple(map(Tensor.data_ptr, self.params))
+        if at != self._at:
+            self._at = at
+            self._fits = all(p.device == self.device and p.dtype == self.dtype for p in self.params)
+        self._plain = self._fused and self._fits and all(map(Tensor.is_contiguous, self.params))
+        return self._fits
 
     @property
     def mean(self) -> Tensor:
@@ -95,12 +128,12 @@ class Slab:
 
     def read(self) -> None:
         """Take the parameters' values."""
-        if not self._transferred(self.weights, read=True):
+        if not (self._plain and self._transferred(self.params, self.weights, read=True)):
             torch._foreach_copy_(self._weights, self.params)
 
     def put(self, flat: Tensor) -> None:
         """Give the parameters the values of a flat buffer; ``weights`` gives them those that were read."""
-        if not self._transferred(flat, read=False):
+        if not (self._plain and self._transferred(self.params, flat, read=False)):
             views = self._weights if flat is self.weights else self.layout.views(flat)
             torch._foreach_copy_(self.params, views)
 
@@ -111,6 +144,18 @@ class Slab:
             return
         means = self._views.get("mean", self._weights)
         torch._foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
+
+    def _transferred(self, tensors: Sequence[Tensor], flat: Tensor, *, read: bool) -> bool:
+        """Copy all tensors by one kernel: torch's own takes a program for 65,536 numbers."""
+        at = tuple(map(Tensor.data_ptr, tensors))
+        if at not in self._places:
+            self._places[at] = addresses(at, self.device)
+        kernels.transfer(self.layout, self._places[at], flat, read=read)
+        if not read:
+            torch.autograd.graph.increment_version(tensors)
+        return True
+
+    # Gradients, and what else is given by block.
 
     def gather(self, number: Tensor | None = None) -> Tensor:
         """The parameters' gradients, flat, in the precision of the state; overwritten by the next call.
@@ -132,6 +177,12 @@ class Slab:
         if number is not None:
             torch.linalg.vector_norm(flat, math.inf, out=number)
         return flat
+
+    @cached_property
+    def _gathered(self) -> tuple[Tensor, list[Tensor]]:
+        with torch.inference_mode(False):
+            flat = torch.zeros(self.layout.size, dtype=state_dtype(self.weights), device=self.device)
+            return flat, self.layout.views(flat)
 
     def add(self, values: Mapping[int, Tensor], flat: Tensor, weight: float, poison: Tensor) -> None:
         """Add weighted tensors, by block, to a flat buffer in the precision of the state.
@@ -156,12 +207,6 @@ class Slab:
         torch._foreach_add_([views[i] for i in values], own, alpha=weight)
         poison += torch.linalg.vector_norm(flat, math.inf) * 0.0
 
-    @cached_property
-    def _gathered(self) -> tuple[Tensor, list[Tensor]]:
-        with torch.inference_mode(False):
-            flat = torch.zeros(self.layout.size, dtype=state_dtype(self.weights), device=self.device)
-            return flat, self.layout.views(flat)
-
     def spans(self, moved: Sequence[int] | None) -> Iterator[tuple[int, slice | None]]:
         """Where some parameters lie, or, in parts that a CPU's cache holds, all; each with one of them.
 
@@ -175,29 +220,35 @@ class Slab:
             starts = range(0, self.layout.size, _IN_CACHE)
             yield from ((0, slice(start, start + _IN_CACHE)) for start in starts)
 
-    def _transferred(self, flat: Tensor, *, read: bool) -> bool:
-        """Whether one kernel could copy all parameters: torch's own takes a program for 65,536 numbers."""
-        if not self._plain:
-            return False
-        if self._pointers is None:
-            self._pointers = self._places[self._at] = addresses(self._at, self.device)
-        kernels.transfer(self.layout, self._pointers, flat, read=read)
-        if not read:
-            torch.autograd.graph.increment_version(self.params)
-        return True
 
-
-def slabs(groups: list[Group], states: Mapping[Tensor, State], apart: Collection[str] = ()) -> Iterator[Slab]:
-    """The slabs of an optimiser whose parameters all have their state; see :class:`Slab`."""
+def flat_groups(
+    groups: Sequence[Group], states: Mapping[Tensor, State], apart: Collection[str] = ()
+) -> Iterator[FlatGroup]:
+    """The flat groups of an optimiser whose parameters all have their state; see :class:`FlatGroup`."""
     for number, group in enumerate(groups):
-        alike: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
+        similar: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
         for name, p in members(group):
             keys = sorted(states[p].keys() - set(apart))
-            alike.setdefault((p.device, p.dtype, *keys), []).append((name, p))
-        for pairs in alike.values():
-            yield Slab(number, [name for name, _ in pairs], [p for _, p in pairs], states, apart)
+            similar.setdefault((p.device, p.dtype, *keys), []).append((name, p))
+        for pairs in similar.values():
+            yield FlatGroup(number, [name for name, _ in pairs], [p for _, p in pairs], states, apart)
 
 
-def needs_mean(p: Tensor, state: State) -> bool:
-    """Whether a parameter in half precision still lacks its full-precision mean."""
-    return state_dtype(p) != p.dtype and "mean" not in state
+def members(group: Group) -> Iterator[tuple[str, Tensor]]:
+    """Names and parameters of a group."""
+    return zip(group["param_names"], group["params"], strict=True)
+
+
+def state_dtype(p: Tensor) -> torch.dtype:
+    """The posterior's precision for a parameter: never half."""
+    return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+
+
+def mean_of(p: Tensor) -> Tensor:
+    """A copy of a parameter in the posterior's precision, contiguous as all state is."""
+    return p.detach().to(state_dtype(p), copy=True, memory_format=torch.contiguous_format)
+
+
+def zero() -> Tensor:
+    """A count of updates; whole numbers, because single precision would stop counting at 2²⁴."""
+    return torch.zeros((), dtype=torch.int64)

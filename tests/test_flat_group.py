@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from posterity import IVON
 from posterity.layout import Layout
-from posterity.optim import slab as slab_module
-from posterity.optim.slab import Slab
+from posterity.optim import state as state_module
+from posterity.optim.state import FlatGroup
 
 
 def transfer(
@@ -27,10 +27,10 @@ def transfer(
 
 
 @pytest.fixture
-def slab(monkeypatch: pytest.MonkeyPatch) -> Slab:
-    monkeypatch.setattr(slab_module, "kernels", SimpleNamespace(transfer=transfer))
+def slab(monkeypatch: pytest.MonkeyPatch) -> FlatGroup:
+    monkeypatch.setattr(state_module, "kernels", SimpleNamespace(transfer=transfer))
     params = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(5))]
-    made = Slab(0, ["a", "b"], params, {p: {"step": torch.tensor(0)} for p in params})
+    made = FlatGroup(0, ["a", "b"], params, {p: {"step": torch.tensor(0)} for p in params})
     made._fused = True
     made.locate()
     return made
@@ -53,7 +53,7 @@ def halved(p: Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, elsewhere, transposed, halved])
-def test_parameters_are_found_wherever_users_put_them(slab: Slab, change) -> None:
+def test_parameters_are_found_wherever_users_put_them(slab: FlatGroup, change) -> None:
     slab.read()
     change(slab.params[0])
     assert slab.locate() == (change is not halved)
@@ -70,7 +70,7 @@ def test_parameters_are_found_wherever_users_put_them(slab: Slab, change) -> Non
         assert p._version > version
 
 
-def test_gathered_gradients_hold_nothing_of_earlier_ones(slab: Slab) -> None:
+def test_gathered_gradients_hold_nothing_of_earlier_ones(slab: FlatGroup) -> None:
     first, second = slab.params
     first.grad, second.grad = torch.full((3, 3), torch.nan), torch.ones(5)
     slab.gather()
@@ -82,7 +82,9 @@ def test_gathered_gradients_hold_nothing_of_earlier_ones(slab: Slab) -> None:
 
 @pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_number_tells_of_gradients_that_are_not_finite(slab: Slab, value: float, transposed: bool) -> None:
+def test_a_number_tells_of_gradients_that_are_not_finite(
+    slab: FlatGroup, value: float, transposed: bool
+) -> None:
     first, second = slab.params
     first.grad, second.grad = torch.ones(3, 3), torch.ones(5)
     first.grad[1, 2] = value
@@ -93,7 +95,7 @@ def test_a_number_tells_of_gradients_that_are_not_finite(slab: Slab, value: floa
     assert bool(torch.isfinite(number)) == (value == 1.0)
 
 
-def test_gradients_are_gathered_whatever_their_memory_and_type(slab: Slab) -> None:
+def test_gradients_are_gathered_whatever_their_memory_and_type(slab: FlatGroup) -> None:
     first, second = slab.params
     second.grad = torch.randn(5)
     for grad in (torch.randn(3, 3), torch.randn(3, 3).t(), torch.randn(6, 6)[::2, ::2]):
@@ -101,7 +103,7 @@ def test_gradients_are_gathered_whatever_their_memory_and_type(slab: Slab) -> No
         a, b = slab.layout.views(slab.gather())
         assert torch.equal(a, grad)
         assert torch.equal(b, second.grad)
-    half = Slab(0, ["a"], [p := nn.Parameter(torch.randn(4).half())], {p: {"step": torch.tensor(0)}})
+    half = FlatGroup(0, ["a"], [p := nn.Parameter(torch.randn(4).half())], {p: {"step": torch.tensor(0)}})
     half._fused = True
     half.params[0].grad = torch.randn(4).half()
     (a,) = half.layout.views(half.gather())
@@ -111,10 +113,10 @@ def test_gradients_are_gathered_whatever_their_memory_and_type(slab: Slab) -> No
 def test_an_optimiser_follows_parameters_that_move_inside_and_after_a_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slab_module, "kernels", SimpleNamespace(transfer=transfer))
+    monkeypatch.setattr(state_module, "kernels", SimpleNamespace(transfer=transfer))
     model = nn.Linear(3, 2)
     opt = IVON(model, num_data=10)
-    for slab in opt._ready():
+    for slab in opt.flat_groups():
         slab._fused = True
     means = model.weight.detach().clone()
     with opt.sampled_params():

@@ -15,9 +15,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from posterity import buffers
 from posterity.mc import chunks, stacked_pass
-from posterity.optim.gradients import refuse_process_group
+from posterity.optim import VariationalOptimizer
+from posterity.optim.checks import refuse_process_group
 from posterity.optim.statistics import Sink
-from posterity.optim.variational import VariationalOptimizer
+from posterity.optim.step import absorb, collecting, draw
 from posterity.routes import StackedRoutes
 
 LossFn: TypeAlias = Callable[..., Tensor]
@@ -71,23 +72,24 @@ class TrainStep:
 
     def __call__(self, *batch: Any) -> Tensor:
         """Learn from a batch; its mean loss over the samples."""
+        opt = self.optimizer
         self.refuse_changed()
-        self.optimizer.check_changed()
-        if self.optimizer._sums.samples:
+        opt.check_changed()
+        if opt.sums.samples:
             raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
+        opt.refuse_foreign()
         size = self.batch_size(batch)  # loss functions may take things out of dicts
         self._keeper.keep()
-        guard = self.optimizer.guard
         try:
             loss = self.gather(self._keeper.copies, batch).mean()
-            guard.watch(loss)
-            self.optimizer.step(batch_size=size)
+            opt.sums.losses.append(loss)
+            opt.step(batch_size=size)
         except BaseException:
             self._keeper.restore()
-            self.optimizer.zero_grad()
+            opt.zero_grad()
             raise
-        if guard.ok is not None:
-            self._keeper.restore_unless(guard.ok)
+        if opt.ok is not None:
+            self._keeper.restore_unless(opt.ok)
         return loss
 
     def batch_size(self, batch: tuple[Any, ...]) -> int | None:
@@ -99,22 +101,23 @@ class TrainStep:
         """Draw, run forward and backward, hand the statistics to the optimiser; the samples' losses."""
         losses: list[Tensor] = []
         opt = self.optimizer
-        params = [p for group in opt.param_groups for p in group["params"]]
+        params = opt.parameters()
         parts, samples = 1, 1
         if opt.draws and not all(group["deterministic"] for group in opt.param_groups):
             parts = self._dealt_to(batch)
             samples = parts * opt.param_groups[0]["mc_samples"]
+        opt.sums.parts = parts
         for rows in chunks(samples, self.chunk):
-            drawn = opt.draw(rows, 1 / samples)
+            drawn = draw(opt, rows, 1 / samples)
             one = len(rows) == 1
             theta: dict[Tensor, Tensor] = {}
             sinks: dict[Tensor, Sink] = {}
-            for draw in drawn:
-                views = draw.slab.layout.views(draw.flat) if one else draw.weights()
-                for block, (p, weights) in enumerate(zip(draw.slab.params, views, strict=True)):
+            for each in drawn:
+                views = each.group.layout.views(each.flat) if one else each.weights()
+                for block, (p, weights) in enumerate(zip(each.group.params, views, strict=True)):
                     theta[p] = weights.requires_grad_(p.requires_grad)
                     if p.requires_grad and opt.collects is None:
-                        sinks[weights] = opt.sink(draw, block)
+                        sinks[weights] = Sink(opt.sums, each.group, each.noise, block)
             for p in params:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in theta.items()}
@@ -126,7 +129,7 @@ class TrainStep:
             with ExitStack() as modes:
                 if not one:
                     modes.enter_context(StackedRoutes(sinks))
-                modes.enter_context(opt.collecting(theta, stacked=not one))
+                modes.enter_context(collecting(opt, theta, stacked=not one))
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
@@ -148,8 +151,8 @@ class TrainStep:
                 for p, grad in zip(wanted, grads, strict=True)
                 if grad is not None
             }
-            opt.absorb(found.get, drawn, len(rows), 1 / samples, parts)
-        opt.publish()
+            absorb(opt, [found.get(p) for p in params], drawn, len(rows), 1 / samples)
+        opt.sums.publish(last=True)
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)
         return torch.cat(losses) if len(losses) > 1 else losses[0]

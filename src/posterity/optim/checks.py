@@ -1,0 +1,258 @@
+"""What a step refuses: foreign gradients, curvature that no layer reported, what is not finite."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, distributed
+
+from posterity.curvature import Collector
+from posterity.noise import kernels
+from posterity.optim.state import Group, members
+from posterity.optim.statistics import Accumulator
+
+UNTOUCHED = (
+    "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
+    "initial std"
+)
+
+
+class DivergenceWarning(UserWarning):
+    """The loss has run away from where it began.
+
+    Example:
+        >>> warnings.filterwarnings("error", category=DivergenceWarning)  # stop a sweep's run at once
+    """
+
+
+class LossWatch:
+    """Looks at every loss of one optimiser.
+
+    Args:
+        name: The optimiser's, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._first: float | None = None
+
+    def __call__(self, loss: float) -> None:
+        """Refuse a loss that is not finite; warn, once, of one that has run away from where it began."""
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss:g}; {UNTOUCHED}")
+        if self._first is None:
+            self._first = loss
+        elif self._first < math.inf and loss > 10.0 * (abs(self._first) + 1.0):
+            warnings.warn(
+                f"{self.name} seems to diverge: the loss began at {self._first:.3g} and is {loss:.3g}; "
+                "lower the learning rate or the initial std",
+                DivergenceWarning,
+                stacklevel=5,
+            )
+            self._first = math.inf  # said once
+
+
+class GradientLedger:
+    """Tells gradients that a step has used up from gradients that appeared since."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def remember(self, params: Iterable[Tensor]) -> None:
+        """Take note of the gradients that are there."""
+        self._known = {id(p): (id(grad), grad._version) for p in params if (grad := p.grad) is not None}
+
+    def refuse_foreign(self, groups: Sequence[Group]) -> None:
+        """Raise for a gradient that is new: it was taken at the means, and would be lost."""
+        for group in groups:
+            for name, p in members(group):
+                if p.grad is None or self._knows(p):
+                    continue
+                if bool(p.grad.any()):  # one zeroed in place has lost nothing
+                    raise RuntimeError(
+                        f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
+                        "or drop it with zero_grad()"
+                    )
+
+    def not_finite(self, groups: Sequence[Group]) -> str | None:
+        """The first of the gradients that the last step has used up that is not finite, in words."""
+        pairs = (pair for group in groups for pair in members(group))
+        return bad_gradient((name, p) for name, p in pairs if self._knows(p))
+
+    def _knows(self, p: Tensor) -> bool:
+        return p.grad is not None and self._known.get(id(p)) == (id(p.grad), p.grad._version)
+
+
+def bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The first of some parameters' gradients that is not finite, in words."""
+    for name, p in named:
+        if p.grad is not None and not torch.isfinite(p.grad).all():
+            return f"the gradient of {name!r}"
+    return None
+
+
+def refuse_missing(groups: Sequence[Group], sums: Accumulator, optimizer: str) -> None:
+    """Raise, before anything moves, if there is no sample, or a gradient from elsewhere."""
+    if sums.samples == 0:
+        raise RuntimeError(
+            f"{optimizer}.step() has no gradient at sampled weights: put "
+            "`with optimizer.sampled_params():` around forward and backward, or pass a closure"
+        )
+    refuse_partial(groups, sums, optimizer)
+    if sum(len(each.used) for each in sums) == sum(len(group["params"]) for group in groups):
+        return
+    used = {id(each.group.params[i]) for each in sums for i in each.used}
+    for group in groups:
+        for name, p in members(group):
+            if id(p) not in used and p.grad is not None:
+                raise RuntimeError(
+                    f"{name!r} has a gradient from outside sampled_params() only: take it inside the context"
+                )
+
+
+def refuse_partial(groups: Sequence[Group], sums: Accumulator, optimizer: str) -> None:
+    """Raise if the samples so far are no whole multiple of those that a step averages."""
+    batches, wanted = sums.samples * sums.weight, groups[0]["mc_samples"]
+    if abs(batches - round(batches)) * wanted > 0.5:
+        raise RuntimeError(
+            f"{optimizer} averages mc_samples={wanted} weight samples and has {sums.samples}: enter "
+            f"sampled_params() {wanted} times for every micro-batch, pass a closure, or build the optimiser "
+            "with mc_samples=1"
+        )
+
+
+def refuse_batch_size(sums: Accumulator, batch_size: int) -> None:
+    """Raise if layers saw another number of examples than a user says."""
+    seen = sums.examples * sums.weight * sums.parts
+    if sums.examples and abs(seen - batch_size) * sums.samples > 0.5:
+        raise ValueError(
+            f"the layers saw {seen:g} examples, not batch_size={batch_size}: count "
+            "those of all micro-batches, and keep them on the first axis"
+        )
+
+
+def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: str) -> None:
+    """Raise for a gradient whose curvature no layer has reported.
+
+    Args:
+        collector: After the passes.
+        grads: The gradients, by name.
+        rule: The rule's name.
+    """
+    inside = {name for each in collector.blocks.values() for name in (each.weight, each.bias)}
+    for name in collector.several() & grads.keys():
+        if grads[name]._version == 0:  # else the passes' gradients were added in it
+            raise RuntimeError(
+                f"the gradient of {name!r} was dropped between backward passes that {rule} has curvature of: "
+                "call the optimiser's own zero_grad()"
+            )
+    for name in grads:
+        if not (name in collector.sums or name in inside) or name in collector.refused:
+            reason = collector.refused.get(name, "has a gradient that no layer has reported")
+            raise RuntimeError(
+                f"{name!r} {reason}, from which {rule} has no single examples' gradients: freeze it, train "
+                f"it by Adam without noise (deterministic={name!r}, deterministic_lr=1e-3), or use a method "
+                "without curvature"
+            )
+    for each in collector.blocks.values():
+        if each.rows is not None:
+            raise RuntimeError(
+                f"{each.weight!r} is used in parts of its rows, of which {rule} has no blocks: freeze it, or "
+                "use a method without curvature"
+            )
+
+
+def refuse_process_group() -> None:
+    """Raise where several processes train together: each would learn a posterior of its own."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise RuntimeError(
+            "distributed training is not supported yet: train in one process, or destroy the process group"
+        )
+
+
+@final
+class Verdict:
+    """Whether all that a step has seen is finite: known to the device at once, to the host later.
+
+    Args:
+        sums: Of the step.
+
+    Attributes:
+        ok: A flag on the device.
+    """
+
+    def __init__(self, sums: Accumulator) -> None:
+        pairs = [each.judged() for each in sums if each.both.numel()]
+        self._curvature, self._layers, self._pairs = sums.curvature, list(sums.layers), len(pairs)
+        factors = [factor for each in sums.layers.values() for factor in (each.A, each.S)]
+        if factors:
+            pairs.append(torch.stack(torch._foreach_norm(factors, math.inf)).to(pairs[0]))
+        device = pairs[0].device if pairs else torch.device("cpu")
+        parts = [*pairs, *(loss.reshape(1).to(device) for loss in sums.losses)]
+        numbers = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(1)
+        self.ok, self._read, self._losses = finite(numbers), sent(numbers), len(sums.losses)
+
+    @property
+    def finite(self) -> bool:
+        """The same for the host, which waits for it."""
+        return all(map(math.isfinite, self._values))
+
+    def report(self, watch: LossWatch, bad: str | None, when: str = "") -> None:
+        """Raise for what is not finite, and warn of a loss that runs away.
+
+        Args:
+            watch: Looks at the losses.
+            bad: The gradient that is at fault, if it can be named.
+            when: Which step.
+        """
+        for loss in self._values[len(self._values) - self._losses :] if self._losses else ():
+            watch(loss)
+        if self.finite:
+            return
+        gradients = self._values[: 2 * self._pairs : 2]
+        factors = self._values[2 * self._pairs : 2 * self._pairs + 2 * len(self._layers)]
+        what = self._curvature
+        if not all(map(math.isfinite, gradients)):
+            what = bad or "a gradient"
+        else:
+            for i, value in enumerate(factors):
+                if not math.isfinite(value):
+                    what = f"a Kronecker factor of {self._layers[i // 2]!r}"
+                    break
+        raise FloatingPointError(f"{what}{when} is not finite; {UNTOUCHED}")
+
+    @property
+    def _values(self) -> list[float]:
+        if not hasattr(self, "_here"):
+            self._here = self._read()
+        return self._here
+
+
+def finite(numbers: Tensor) -> Tensor:
+    """Whether all numbers are, as a flag where they are."""
+    if kernels is not None and numbers.is_cuda:
+        ok: Tensor = kernels.finite(numbers)
+    else:
+        ok = torch.linalg.vector_norm(numbers, math.inf) < math.inf
+    return ok
+
+
+def sent(numbers: Tensor) -> Callable[[], list[float]]:
+    """Start to bring numbers to the host; calling the result waits for them."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    there.record(torch.cuda.current_stream(numbers.device))
+
+    def read() -> list[float]:
+        there.synchronize()
+        values: list[float] = host.tolist()
+        return values
+
+    return read

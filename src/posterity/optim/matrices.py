@@ -1,0 +1,316 @@
+"""Tensors that a rule treats as one matrix: a layer's weight and bias together, as K-FAC does.
+
+Layers report which tensors belong together in the first pass in which curvature is collected, and the group
+remembers it, under ``"blocks"``. What a rule keeps of the matrix as a whole (factors of its curvature) is in
+the optimiser's state of the block's first tensor; what it keeps of single weights is with each, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from posterity.curvature import Kronecker
+from posterity.optim.state import Group, State, members
+from posterity.optim.statistics import Accumulator, Statistics
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
+    from posterity.optim.step import Draw
+
+Names: TypeAlias = tuple[str, ...]
+# Mean, state, what a step has seen, and group of every block; new means and states, in the same order.
+Moving: TypeAlias = tuple[Tensor, State, Statistics, Group]
+
+
+class Refused(ValueError):
+    """A rule cannot move a block.
+
+    Args:
+        reason: Why, and what to do.
+        number: Which of those that it was given.
+    """
+
+    def __init__(self, reason: str, number: int) -> None:
+        super().__init__(reason)
+        self.number = number
+
+
+class Member(NamedTuple):
+    """A parameter that a block may have.
+
+    Attributes:
+        number: Of its group.
+        p: The parameter.
+        state: The optimiser's state of it.
+    """
+
+    number: int
+    p: Tensor
+    state: State
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Parameters of one block have this in common."""
+        return self.number, self.p.device, self.p.dtype
+
+
+@final
+class Block:
+    """Parameters with the same first dimension, flattened to rows and put side by side: ``[O, I + 1]``.
+
+    Args:
+        names: Of the parameters.
+        parts: The parameters.
+    """
+
+    def __init__(self, names: Names, parts: Sequence[Member]) -> None:
+        self.names, self.parts = names, parts
+        self.number, _, self.state = parts[0]
+        self.params = [part.p for part in parts]
+        self._widths = [p.shape[1:].numel() for p in self.params]
+        self._dims = [p.dim() for p in self.params]
+
+    def join(self, values: Iterable[Tensor]) -> Tensor:
+        """One value per weight, ``[..., *shape]`` of every parameter, as a matrix; a view if it can be."""
+        places = zip(values, self._dims, strict=True)
+        rows = [value.flatten(1 - dim) if dim > 1 else value.unsqueeze(-1) for value, dim in places]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
+
+    def split(self, matrix: Tensor) -> list[Tensor]:
+        """The inverse of :meth:`join`."""
+        parts = [matrix] if len(self.params) == 1 else torch.split(matrix, self._widths, -1)
+        places = zip(parts, self.params, strict=True)
+        return [part.reshape(*matrix.shape[:-2], *p.shape) for part, p in places]
+
+    def means(self) -> list[Tensor]:
+        """The parameters, or what is kept of half-precision ones."""
+        return [part.state.get("mean", part.p.detach()) for part in self.parts]
+
+    def keep(self) -> Tensor | None:
+        """The mask of the weights that are not pruned, if some are."""
+        if not any("keep" in part.state for part in self.parts):
+            return None
+        return self.join(
+            part.state.get("keep", torch.ones_like(part.p, dtype=torch.bool)) for part in self.parts
+        )
+
+    def gather(self, matrices: Sequence[str]) -> tuple[Tensor, Tensor, State]:
+        """Mean, gradient and state, as a rule sees them: parameters without a gradient are zero in all.
+
+        Args:
+            matrices: Keys of the state that are not values of single weights.
+        """
+        means, keep = self.means(), self.keep()
+        still = [p.grad is None for p in self.params]
+        grads = [m if p.grad is None else p.grad.to(m.dtype) for p, m in zip(self.params, means, strict=True)]
+
+        def joined(values: list[Tensor]) -> Tensor:
+            if any(still):
+                values = [torch.zeros_like(v) if s else v for v, s in zip(values, still, strict=True)]
+            return self.join(values)
+
+        apart = {"step", "mean", "keep", *matrices}
+        single = [key for key in self.parts[-1].state if key not in apart]
+        state = {key: joined([part.state[key] for part in self.parts]) for key in single}
+        state |= {key: self.state[key] for key in matrices if key in self.state}
+        grad = joined(grads)
+        # What is pruned may not move the others through the matrix.
+        return joined(means), grad if keep is None else grad * keep, state
+
+    def put(self, mean: Tensor, state: State, matrices: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
+        """Take what a rule has made of them: what is to be written where, others being as they are.
+
+        Parameters without a gradient stay, and so does what the rule has left out or given back.
+        """
+        keep = self.keep()
+        pairs, single = [], {"mean": mean if keep is None else torch.where(keep, mean, 0.0)}
+        for key, value in state.items():
+            old = self.state.get(key)
+            if key not in matrices:
+                single[key] = value
+            elif old is None or old.shape != value.shape:
+                self.state[key] = value.clone()
+            elif old is not value:
+                pairs.append((old, value))
+        moved = [i for i, p in enumerate(self.params) if p.grad is not None]
+        for key, value in single.items():
+            values = self.split(value)
+            pairs += [(self.parts[i].state[key], values[i]) for i in moved if key in self.parts[i].state]
+            if key == "mean":
+                pairs += [(self.params[i], values[i]) for i in moved]
+        return pairs
+
+    def forget(self, matrices: Sequence[str]) -> None:
+        """Drop the state of the matrix as a whole."""
+        for key in matrices:
+            self.state.pop(key, None)
+
+
+@final
+class Matrices:
+    """The blocks of an optimiser that are matrices, as its groups remember them.
+
+    Args:
+        groups: The optimiser's.
+        states: The optimiser's.
+        keys: Those of the state that are not values of single weights; a rule that has none has no blocks.
+    """
+
+    def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, State], keys: Sequence[str]) -> None:
+        self._groups, self._states, self._keys = groups, states, keys
+        self._blocks: list[Block] = []
+        if any(group.get("blocks") for group in groups):
+            parts = self._parts()
+            self._blocks = [_block(names, parts) for group in groups for names in group["blocks"]]
+
+    def by_name(self) -> dict[str, Block]:
+        """The blocks, by the name of each of their parameters."""
+        return {name: block for block in self._blocks for name in block.names}
+
+    def draw(self, opt: VariationalOptimizer, drawn: Sequence[Draw]) -> None:
+        """Draw weights over those that were drawn one by one, from the same noise.
+
+        Args:
+            opt: The optimiser, whose rule says how far from the mean a block is drawn.
+            drawn: The draws of all groups, those of deterministic parameters left out.
+        """
+        groups = opt.numbers.groups
+        blocks = [each for each in self._blocks if not groups[each.number]["deterministic"]]
+        if not blocks:
+            return
+        places = {p: (draw, i) for draw in drawn for i, p in enumerate(draw.group.params)}
+        weights = {draw.group: draw.weights() for draw in drawn}
+        targets, values, means = [], [], []
+        for block in blocks:
+            found = [places[p] for p in block.params]
+            noise = block.join(draw.noise.blocks[i] for draw, i in found)
+            values.append(opt.perturb(block.state, noise, groups[block.number]))
+            means.append(block.join(block.means())[None])
+            targets += [weights[draw.group][i] for draw, i in found]
+        torch._foreach_add_(values, means)
+        parts = []
+        for block, value in zip(blocks, values, strict=True):
+            keep = block.keep()
+            parts += block.split(value if keep is None else value * keep)
+        _copy(list(zip(targets, parts, strict=True)))
+
+    def move(self, opt: VariationalOptimizer, sizes: Sequence[int], ok: Tensor | None) -> set[Tensor]:
+        """Move the blocks that have a gradient, all or none of them; the parameters of all blocks.
+
+        What layers have reported is a block from here on, whatever its parameters were before.
+
+        Args:
+            opt: The optimiser.
+            sizes: The batch size that each group's rule sees.
+            ok: A flag on the device that lets values through, if there is one.
+        """
+        numbers = opt.numbers
+        factors, old, blocks = self._reported(opt.sums)
+        known = {id(each) for each in self._blocks}
+        moving, given, none = [], [], torch.empty(0)
+        for block in blocks:
+            if any(p.grad is not None for p in block.params):
+                mean, grad, state = block.gather(self._keys)
+                if id(block) not in known:  # what is there belongs to another block of its first parameter
+                    state = {key: value for key, value in state.items() if key not in self._keys}
+                count = numbers.updates(block.params[0], int(block.state["step"]) + 1)
+                size = sizes[block.number]
+                stats = Statistics(grad, none, size, count, none, factors.get(block.names))
+                moving.append(block)
+                given.append((mean, state, stats, numbers.groups[block.number]))
+        try:
+            made = opt.updates(given)
+        except Refused as error:
+            names = "+".join(moving[error.number].names)
+            raise ValueError(f"{names!r}: {error}; nothing has moved") from error
+        for block in old:
+            block.forget(self._keys)
+        pairs = [
+            pair for block, new in zip(moving, made, strict=True) for pair in block.put(*new, self._keys)
+        ]
+        _copy(pairs if ok is None else [(to, torch.where(ok, value, to)) for to, value in pairs])
+        if counts := [
+            part.state["step"] for each in moving for part in each.parts if part.p.grad is not None
+        ]:
+            torch._foreach_add_(counts, 1)
+        if blocks != self._blocks:
+            self._remember(blocks)
+        return {p for block in blocks for p in block.params}
+
+    def _reported(self, sums: Accumulator) -> tuple[dict[Names, Kronecker], list[Block], list[Block]]:
+        """Factors by block, blocks that are none any more, and those that there are from here on."""
+        if not sums.layers:
+            return {}, [], self._blocks
+        parts = self._parts()
+        factors = {
+            names: each
+            for names, each in by_block(sums.layers.values(), parts).items()
+            if any(parts[name].p.grad is not None for name in names)
+        }
+        named = {name for names in factors for name in names}
+        old = [each for each in self._blocks if each.names not in factors and named & {*each.names}]
+        blocks = [each for each in self._blocks if each not in old]
+        known = {each.names for each in blocks}
+        return factors, old, [*blocks, *(_block(names, parts) for names in factors if names not in known)]
+
+    def displace(self, blocks: Iterable[Names], fresh: Mapping[Tensor, State]) -> None:
+        """Let parameters have other states, and other blocks where these have matrices.
+
+        Args:
+            blocks: Names of parameters that belong together.
+            fresh: The states.
+        """
+        if not self._keys:
+            return
+        old = [each for each in self._blocks if not fresh.keys().isdisjoint(each.params)]
+        for block in old:
+            block.forget(self._keys)
+        parts = self._parts()
+        new = [names for names in blocks if not fresh[parts[names[0]].p].keys().isdisjoint(self._keys)]
+        kept = [each for each in self._blocks if each not in old]
+        self._remember([*kept, *(_block(names, parts) for names in new)])
+
+    def _remember(self, blocks: list[Block]) -> None:
+        self._blocks = blocks
+        for number, group in enumerate(self._groups):
+            group["blocks"] = tuple(each.names for each in blocks if each.number == number)
+
+    def _parts(self) -> dict[str, Member]:
+        return {
+            name: Member(number, p, self._states[p])
+            for number, group in enumerate(self._groups)
+            for name, p in members(group)
+        }
+
+
+def by_block(layers: Iterable[Kronecker], parts: Mapping[str, Member]) -> dict[Names, Kronecker]:
+    """The factors of blocks that layers have reported.
+
+    A weight and a bias that differ in group or dtype are blocks of their own, each with its own columns.
+    """
+    found: dict[Names, Kronecker] = {}
+    for layer in layers:
+        if layer.bias is None:
+            found[layer.weight,] = layer
+        elif parts[layer.weight].kind == parts[layer.bias].kind:
+            found[layer.weight, layer.bias] = layer
+        else:
+            found[layer.weight,] = replace(layer, bias=None, A=layer.A[:-1, :-1])
+            found[layer.bias,] = replace(layer, weight=layer.bias, bias=None, A=layer.A[-1:, -1:])
+    return found
+
+
+def _block(names: Names, parts: Mapping[str, Member]) -> Block:
+    return Block(names, [parts[name] for name in names])
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write values over tensors, all at once."""
+    if pairs:
+        targets, values = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, values)

@@ -1,0 +1,588 @@
+"""What a user calls: the shell of every learning rule, and what a rule supplies.
+
+One training step is: draw weights around the means (:meth:`VariationalOptimizer.sampled_params`), run forward
+and backward there, put the means back, add up the statistics; after the last sample, hand them to the
+method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`posterity.optim.step`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain, count
+from operator import is_
+from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from posterity.buffers import StepBuffers
+from posterity.curvature import Collector
+from posterity.names import NameFilter, select
+from posterity.optim.adam import ADAM, adam_init
+from posterity.optim.checks import (
+    GradientLedger,
+    LossWatch,
+    Verdict,
+    bad_gradient,
+    refuse_batch_size,
+    refuse_missing,
+    refuse_partial,
+    refuse_process_group,
+)
+from posterity.optim.groups import (
+    Params,
+    check_common,
+    checked_group,
+    named_groups,
+    refuse_unknown,
+    split_groups,
+    unwrapped,
+)
+from posterity.optim.matrices import Matrices, Moving
+from posterity.optim.saved import refuse_mismatch, saved_states, states_from
+from posterity.optim.state import FlatGroup, Group, State, flat_groups, mean_of, members, state_dtype, zero
+from posterity.optim.statistics import Accumulator, Statistics
+from posterity.optim.step import HostNumbers, Numbers, apply, one_sample
+from posterity.posterior import DiagonalGaussian, Factorised, Leaf
+from posterity.posterior.factorised import Key
+
+# Numbers of samples that are drawn to look, not to learn: far from those of any step.
+_PEEKS = 1 << 30
+_generations = count()
+
+
+class Waits(Protocol):
+    """A captured step, which learns late whether all it has seen was finite."""
+
+    def wait(self) -> None:
+        """Wait for verdicts, and raise them."""
+
+
+class VariationalOptimizer(Optimizer, ABC):
+    """A torch optimiser whose state is a posterior over the parameters it was given.
+
+    The model's parameters are the posterior's means whenever no sample is drawn, so evaluation, saving and
+    everything else that reads a model works as ever.
+
+    A method supplies pure functions of one block, ``init``, ``std``, ``update`` and ``check``, and attributes
+    that say what its rule wants. What a function needs it is given, or has from its class: compiled, it
+    serves all optimisers of a kind.
+
+    Args:
+        params: A module, or what torch.optim takes: (named) parameters or groups of them.
+        defaults: The method's hyper-parameters, for groups that do not set their own.
+        mc_samples: Weight samples per step.
+        seed: Seed of the weight noise.
+        deterministic: Filter of parameter names that get no posterior.
+        deterministic_lr: Learning rate of Adam, which trains those; None if the rule itself does.
+
+    Attributes:
+        needs_batch_size: Whether the rule asks for the number of examples behind a step.
+        collects: The curvature that it consumes, instead of E[g·eps].
+        draws: Whether gradients are wanted at drawn weights; else at the means.
+        matrices: Keys of a state that are no values of single weights, but matrices of a block of tensors.
+        scheduled: Entries of a group that may change at every step; a captured step reads them anew.
+        without_noise: What differs in groups without a posterior, if the rule itself can train these.
+
+    Example:
+        >>> from posterity import BGD
+        >>> model = nn.Linear(3, 2)
+        >>> opt = BGD(model, std_init=0.1, mc_samples=1, batch_size=4)
+        >>> isinstance(opt, VariationalOptimizer)
+        True
+        >>> with opt.sampled_params():
+        ...     model(torch.ones(4, 3)).square().mean().backward()
+        >>> opt.step()
+    """
+
+    needs_batch_size: ClassVar[bool] = False
+    collects: ClassVar[type[Collector] | None] = None
+    draws: ClassVar[bool] = True
+    matrices: ClassVar[tuple[str, ...]] = ()
+    scheduled: ClassVar[tuple[str, ...]] = ("lr",)
+    without_noise: ClassVar[Group | None] = None
+    ok: Tensor | None  # whether the last step was let through, as a flag on the device
+    _pending: tuple[Verdict, list[tuple[FlatGroup, list[int]]]] | None
+    # Makes a GradScaler announce itself, so that step() can refuse it.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: Group,
+        *,
+        mc_samples: int,
+        seed: int,
+        deterministic: NameFilter = (),
+        deterministic_lr: float | None = 1e-3,
+    ) -> None:
+        self.module = params if isinstance(params, nn.Module) else None
+        self._deterministic_lr = deterministic_lr
+        groups = named_groups(params)
+        chosen = select([name for group in groups for name, _ in group["params"]], deterministic)
+        shared: Group = {"mc_samples": mc_samples, "seed": seed, "steps": 0, "deterministic": False}
+        if self.matrices:
+            shared["blocks"] = ()  # which tensors are one, once their layers have reported
+        entries = self.without_noise if deterministic_lr is None else None
+        self._flat_groups: list[FlatGroup] = []
+        super().__init__(split_groups(groups, chosen, entries), {**defaults, **shared})
+        self.__setstate__({})
+
+    # What a method supplies.
+
+    @abstractmethod
+    def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
+        """State of a block at the start, or, given a std, such that the posterior has it."""
+
+    @abstractmethod
+    def std(self, state: State, group: Group) -> Tensor:
+        """Standard deviation of the block's weights."""
+
+    @abstractmethod
+    def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
+        """The block's new mean and new state."""
+
+    @abstractmethod
+    def check(self, group: Group) -> None:
+        """Raise ValueError, in one sentence, for a hyper-parameter out of range."""
+
+    def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
+        """The posterior of a block, given the means of its tensors."""
+        return DiagonalGaussian(mean[0], self.std(state, group), keep=keep)
+
+    def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
+        """State of a block such that the posterior is a leaf, whose mean and std are given."""
+        return self.init(mean, std, group)
+
+    def captures(self) -> bool:
+        """Whether the step that comes next may be a CUDA graph."""
+        return True
+
+    # And if its blocks are matrices:
+
+    def perturb(self, state: State, noise: Tensor, group: Group) -> Tensor:
+        """How far from its mean a block is drawn, given standard normals ``[K, O, I + 1]``."""
+        return self.std(state, group) * noise
+
+    def updates(self, blocks: Sequence[Moving]) -> list[tuple[Tensor, State]]:
+        """``update`` for all blocks that are matrices; what is left out of a state stays."""
+        return [self.update(*block) for block in blocks]
+
+    # One training step.
+
+    @contextmanager
+    def sampled_params(self) -> Iterator[None]:
+        """Inside, the model has weights drawn from the posterior; afterwards, its means again.
+
+        Backwards add, inside a context and across contexts, and the sum is divided by ``mc_samples``: a loop
+        that accumulates with ``loss / n`` may have one context, or one for each micro-batch. Whatever is
+        raised inside, the means come back and the sample is not counted. Under ``torch.no_grad`` every
+        context has weights of its own, which training never sees.
+        """
+        if self.entered is not None:
+            self.entered += 1
+            if self.entered > 1:
+                raise RuntimeError(
+                    "sampled_params() was entered again inside itself; step(closure) draws the samples: set "
+                    "mc_samples instead of a loop inside the closure"
+                )
+            yield
+            return
+        self.check_changed()
+        taken = self.sums.samples
+        if torch.is_grad_enabled():
+            with self._next_sample():
+                yield
+        else:
+            self._peeks += 1
+            with one_sample(self, _PEEKS + self._peeks, 1.0):
+                yield
+        if self.sums.samples > taken:
+            self.sums.publish()
+
+    @contextmanager
+    def _next_sample(self) -> Iterator[None]:
+        number, mc_samples = self.sums.samples, self.param_groups[0]["mc_samples"]
+        if number == 0:
+            self.refuse_foreign()
+        with one_sample(self, number, 1 / mc_samples):
+            yield
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor | float] | None = None, *, batch_size: int | None = None
+    ) -> Tensor | None:
+        """Update the posterior from the samples drawn since the last step.
+
+        Args:
+            closure: Computes the mean loss, with or without calling ``backward()``. It runs ``mc_samples``
+                times, each time under its own weights.
+            batch_size: Examples behind the loss, for methods that need it; the group's value otherwise.
+
+        Returns:
+            The closure's loss, averaged over the samples.
+
+        Raises:
+            FloatingPointError: A loss, a gradient or another statistic is not finite. Nothing has moved then.
+                Where all parameters are on one GPU, the host does not wait for what the device finds: the
+                step that was bad moves nothing, and the next call of this method, or of what shows or saves
+                the posterior, raises, and drops what was gathered for a step of its own.
+        """
+        self.refuse_inside("step()")
+        self.check_changed()
+        if hasattr(self, "grad_scale"):
+            for name in ("grad_scale", "found_inf"):  # else every later step would be refused as well
+                delattr(self, name)
+            raise RuntimeError(
+                f"{type(self).__name__} takes its statistics before a GradScaler unscales the gradients; "
+                "use torch.autocast(dtype=torch.bfloat16), which needs no scaler"
+            )
+        sizes = self.batch_sizes(batch_size)
+        if closure is None:  # those that are there wait for the others
+            refuse_partial(self.param_groups, self.sums, type(self).__name__)
+        loss = None
+        try:
+            if closure is not None:
+                loss = self._run(closure)
+            self._learn(sizes, batch_size)
+        except BaseException:
+            self.buffers.undo()
+            self.reset()
+            raise
+        self.reset()
+        return loss
+
+    def _run(self, closure: Callable[[], Tensor | float]) -> Tensor:
+        """Run the closure under ``mc_samples`` weight samples; its mean loss."""
+        params = self.parameters()
+        losses: list[Tensor] = []
+        for _ in range(self.param_groups[0]["mc_samples"]):
+            with self._next_sample(), torch.enable_grad():
+                loss = closure()
+                if not isinstance(loss, Tensor | float | int):
+                    raise TypeError(f"the closure must return the loss, not {type(loss).__name__}")
+                if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in params):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
+        self.sums.publish()
+        self.sums.losses += losses
+        return torch.stack(losses).mean(0)
+
+    def _learn(self, sizes: Sequence[int], batch_size: int | None) -> None:
+        """Judge what was absorbed, and apply it."""
+        refuse_missing(self.param_groups, self.sums, type(self).__name__)
+        if batch_size is not None:
+            refuse_batch_size(self.sums, batch_size)
+        self.settle_step()
+        self.sums.finish()
+        verdict = Verdict(self.sums)
+        if self.ahead_of is None:
+            verdict.report(self.watch, bad_gradient(self._named()))
+        self.ok = None if self.ahead_of is None else verdict.ok
+        for flat in self._flat_groups:  # a user may have changed weights since the draw
+            flat.locate()
+            flat.read()
+        self.buffers.undo_unless(self.ok)
+        moved = apply(self, sizes, self.ok)
+        if self.ahead_of is not None:
+            self._pending = verdict, moved
+        self.advance()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients: inside a sampling context what it has added so far, outside everything."""
+        if set_to_none:
+            for p in self.parameters():
+                p.grad = None  # torch's own way takes longer than this
+        else:
+            super().zero_grad(set_to_none=False)
+        if self.collector is not None:
+            self.collector.clear()
+        if self.entered is None:
+            self.reset()
+
+    def batch_sizes(self, given: int | None) -> list[int]:
+        """The number of examples that each group's rule sees; 0 where it does not ask."""
+        sizes = []
+        for group in self.param_groups:
+            size = given if given is not None else group.get("batch_size")
+            if not self.needs_batch_size or group["deterministic"]:
+                size = 0
+            elif size is None or size < 1:
+                raise ValueError(
+                    f"{type(self).__name__} needs the number of examples behind each step, not {size}: "
+                    "pass step(..., batch_size=len(x)), or give the optimiser batch_size= once"
+                )
+            sizes.append(int(size))
+        return sizes
+
+    # The posterior, shown and taken up.
+
+    def posterior(self, model: nn.Module | None = None) -> Factorised:
+        """The posterior as it stands, as a copy that training no longer changes.
+
+        Args:
+            model: Whose names the tensors get, where the optimiser was given parameters without names.
+        """
+        self.refuse_inside("posterior()")
+        self.check_changed()
+        self.settle()
+        leaves: dict[Key, Leaf] = {}
+        self.flat_groups()
+        within, called = self.blocks.by_name(), self._names_in(model)
+        for name, p, group in self._stochastic():
+            block, state = within.get(name), self.state[p]
+            if block is None:
+                leaves[called[name]] = self.leaf(
+                    [state.get("mean", p.detach())], state, state.get("keep"), group
+                )
+            elif name == block.names[0]:
+                names = tuple(called[each] for each in block.names)
+                leaves[names] = self.leaf(block.means(), state, block.keep(), group)
+        return Factorised(leaves)
+
+    @torch.no_grad()
+    def load_posterior(self, posterior: Factorised) -> None:
+        """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
+        self.refuse_inside("load_posterior()")
+        self.check_changed()
+        self.settle()
+        fresh = states_from(posterior, {name: (p, group) for name, p, group in self._stochastic()}, self)
+        self.blocks.displace(posterior.tensors.values(), fresh)
+        for p, state in fresh.items():
+            p.copy_(state["mean"])
+            if state_dtype(p) == p.dtype:
+                del state["mean"]  # the parameter itself is the mean
+            self.state[p] = state
+        self.reset()
+
+    def _names_in(self, model: nn.Module | None) -> dict[str, str]:
+        """Each parameter's name here, and in a model that holds it."""
+        if model is None:
+            return {name: name for name, _ in self._named()}
+        known = {p: name for name, p in unwrapped(model.named_parameters())}
+        for name, p in self._named():
+            if p not in known:
+                raise ValueError(f"{name!r} is no parameter of the model: pass the one that was trained")
+        return {name: known[p] for name, p in self._named()}
+
+    def _stochastic(self) -> Iterator[tuple[str, Tensor, Group]]:
+        for group in self.param_groups:
+            if not group["deterministic"]:
+                for name, p in members(group):
+                    yield name, p, group
+
+    # What torch.optim has besides.
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; it is checked as a whole before anything is added."""
+        if self._flat_groups and self.sums.samples:
+            raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
+        if self._flat_groups:
+            self.settle()
+        defaults = self.defaults
+        if param_group.get("deterministic") and self._deterministic_lr is not None:
+            defaults = {**defaults, **ADAM, "lr": self._deterministic_lr}
+        elif param_group.get("deterministic"):
+            defaults = {**defaults, **(self.without_noise or {})}
+        refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
+        group = checked_group({**defaults, **param_group}, self.param_groups)
+        self._check([*self.param_groups, group])
+        super().add_param_group(group)
+        self._flat_groups = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to resume from."""
+        self.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
+        self.refuse_inside("load_state_dict()")
+        self.settle()
+        used: list[dict[str, Any]] = []
+
+        def fits(_: Optimizer, given: dict[str, Any]) -> None:
+            refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
+            self._check(given["param_groups"])
+            used.append(given)
+
+        # After the hooks of others, so that what they made of the state is what counts.
+        handle = self.register_load_state_dict_pre_hook(fits)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for p, state in saved_states(self.param_groups, used[0]):
+            for key, value in state.items():
+                own = value.detach().to("cpu" if key == "step" else p.device, copy=True)
+                self.state[p][key] = own.contiguous()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        own = {"module": self.module, "_deterministic_lr": self._deterministic_lr}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by unpickling, copying and ``load_state_dict`` alike: pending samples are dropped."""
+        super().__setstate__(state)
+        self._flat_groups = []
+        self._held: list[Tensor] = []  # all of the state, when it was last cached
+        self.blocks = Matrices(self.param_groups, self.state, self.matrices)
+        self.sums = Accumulator()
+        self.numbers: Numbers = HostNumbers(self.param_groups)
+        self.buffers = StepBuffers(self.module)
+        # What no layer reports is refused in absorbing: only there is it known which gradients are used.
+        self.collector = None if self.collects is None else self.collects(strict=False, once=True)
+        self.watch = LossWatch(type(self).__name__)
+        self.graphs: WeakSet[Waits] = WeakSet()
+        self.entered: int | None = None  # how often a context was entered again inside itself
+        self.ahead_of: torch.device | None = None  # a device whose verdicts the host does not wait for
+        self.ok = self._pending = None
+        self._peeks = 0  # sampling contexts without gradients
+        self._ledger = GradientLedger()
+        self._generation = next(_generations)
+        self._checked = self._entries_now()
+        self.reset()
+
+    # What groups say.
+
+    def check_changed(self) -> None:
+        """Refuse entries for which a rule is undefined, if one has changed since they were last checked."""
+        entries = self._entries_now()
+        if entries != self._checked:
+            self._check(self.param_groups)
+            self._checked = entries
+
+    def _entries_now(self) -> list[list[object]]:
+        return [
+            # A number may be in a tensor, and change in place.
+            [*[getattr(group[key], "_version", None) for key in self.scheduled], *map(group.get, self._keys)]
+            for group in self.param_groups
+        ]
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        """Names of entries that only users change, Adam's among them."""
+        return sorted({*self.defaults, *ADAM} - {"steps", "blocks"})
+
+    def _check(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            check_common(group, groups[0])
+            if not self.by_adam(group):
+                self.check(group)
+
+    def by_adam(self, group: Group) -> bool:
+        """Whether Adam trains a group, not the rule."""
+        return bool(group["deterministic"]) and self._deterministic_lr is not None
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return chain.from_iterable(map(members, self.param_groups))
+
+    # What surrounds a step.
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise inside a sampling context."""
+        if self.entered is not None:
+            raise RuntimeError(f"{call} inside sampled_params() would see sampled weights: leave it first")
+
+    def refuse_foreign(self) -> None:
+        """Raise, before the first sample of a step, for gradients that it would lose."""
+        self.refuse_inside("a training step")
+        refuse_process_group()
+        self._ledger.refuse_foreign(self.param_groups)
+
+    def advance(self, by: int = 1) -> None:
+        """Count steps: the next one draws other noise."""
+        for group in self.param_groups:
+            group["steps"] += by
+
+    def reset(self) -> None:
+        """Start the next step: pending samples are dropped, gradients that are there are used up."""
+        self.sums.clear()
+        self.buffers.finish()
+        self._ledger.remember(self.parameters())
+
+    def settle_step(self) -> None:
+        """Wait for the verdict on the last step that was no replay of a graph, and raise it, once."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        verdict, moved = pending
+        bad = None
+        if not verdict.finite:  # it was held back on the device: uncount it
+            for flat, numbers in moved:
+                flat.count(numbers, -1)
+            self.advance(-1)
+            bad = self._ledger.not_finite(self.param_groups)
+        verdict.report(self.watch, bad, " of the last step")
+
+    def settle(self) -> None:
+        """Wait for the verdicts on all steps, and raise them, once."""
+        self.settle_step()
+        for graph in list(self.graphs):
+            graph.wait()
+
+    # Where state lies.
+
+    @property
+    def generation(self) -> int:
+        """A number that is new whenever state lies elsewhere than before: captured steps hold on to it."""
+        self.flat_groups()
+        return self._generation
+
+    def flat_groups(self) -> Sequence[FlatGroup]:
+        """Parameters and state end to end, after giving a state to parameters that have none."""
+        held = self.state_tensors()
+        if (
+            self._flat_groups
+            and len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and all(flat.locate() for flat in self._flat_groups)
+        ):
+            for flat in self._flat_groups:
+                if not flat.current():  # a user has changed state in place
+                    flat.load()
+            return self._flat_groups
+        self.settle_step()  # it would uncount steps of these groups
+        with torch.inference_mode(False), torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self._begin(p, self.state[p], group)
+            self._flat_groups = list(flat_groups(self.param_groups, self.state, self.matrices))
+        self.blocks = Matrices(self.param_groups, self.state, self.matrices)
+        self._held = self.state_tensors()
+        devices = {flat.device for flat in self._flat_groups}
+        # What may fail in the middle of a step is not for a device alone to judge.
+        self.ahead_of = None if self.matrices else runs_ahead_of(devices)
+        self._generation = next(_generations)
+        return self._flat_groups
+
+    def _begin(self, p: Tensor, state: State, group: Group) -> None:
+        """Give a parameter its state, if it has none, and one in half precision its mean."""
+        if state_dtype(p) == p.dtype:
+            state.pop("mean", None)  # of when it was in half precision
+        elif "mean" not in state:
+            state["mean"] = mean_of(p)
+        if "step" not in state:
+            state["step"] = zero()
+            mean = mean_of(p)
+            state.update(adam_init(mean) if self.by_adam(group) else self.init(mean, None, group))
+
+    def state_tensors(self) -> list[Tensor]:
+        """All tensors of the state."""
+        return list(chain.from_iterable(map(dict.values, self.state.values())))
+
+
+def runs_ahead_of(devices: set[torch.device]) -> torch.device | None:
+    """The device that a host can run ahead of: a GPU that has all parameters."""
+    device = next(iter(devices)) if len(devices) == 1 else None
+    return device if device is not None and device.type == "cuda" else None

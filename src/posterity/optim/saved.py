@@ -1,0 +1,115 @@
+"""State from elsewhere: of a checkpoint, or of a posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from posterity.optim.state import Group, State, state_dtype, zero
+from posterity.posterior import Factorised
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
+
+
+def saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
+    """Each parameter with its saved state, in the order of the groups."""
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    params = [p for group in groups for p in group["params"]]
+    for index, p in zip(indices, params, strict=True):
+        yield p, state_dict["state"].get(index, {})
+
+
+def refuse_mismatch(
+    groups: Sequence[Group], state_dict: dict[str, Any], defaults: Collection[str], matrices: Collection[str]
+) -> None:
+    """Raise, naming the first thing that differs, unless the state was saved for these parameters.
+
+    Args:
+        groups: Of the optimiser.
+        state_dict: The state.
+        defaults: Names of hyper-parameters.
+        matrices: Keys of tensors that have no value for each weight.
+    """
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}")
+    for mine, theirs in zip(groups, saved, strict=True):
+        for key in defaults:
+            if key in mine and key not in theirs:
+                raise ValueError(
+                    f"the state has no {key!r}: it was saved by another kind of optimiser, or by an older "
+                    "version, in which case add it to the state's param_groups"
+                )
+        if mine["deterministic"] != theirs.get("deterministic"):
+            raise ValueError(f"{mine['param_names'][0]!r} is deterministic on one side only")
+        names = theirs.get("param_names", [])
+        if len(names) != len(mine["param_names"]):
+            raise ValueError(
+                f"a group has {len(names)} parameters in the state, {len(mine['param_names'])} here"
+            )
+        for here, there in zip(mine["param_names"], names, strict=True):
+            if here != there:
+                raise ValueError(f"the state has {there!r} where this optimiser has {here!r}")
+    names = [name for group in groups for name in group["param_names"]]
+    for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
+        for key, value in state.items():
+            if key != "step" and key not in matrices and value.shape != p.shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(value.shape)} in the state, {tuple(p.shape)} here"
+                )
+
+
+def states_from(
+    posterior: Factorised, params: Mapping[str, tuple[Tensor, Group]], rule: VariationalOptimizer
+) -> dict[Tensor, State]:
+    """New states, with means, of the parameters that a posterior names; what does not fit is refused.
+
+    Args:
+        posterior: Where means, stds and masks come from; nothing of it is shared.
+        params: The optimiser's parameters and their groups, by name.
+        rule: Says what its state for a leaf is; one without matrices takes blocks of one tensor.
+    """
+    for block, leaf in posterior.blocks.items():
+        names = posterior.tensors[block]
+        if any(name not in params for name in names):
+            raise ValueError(f"the posterior has a block {block!r} that this optimiser does not have")
+        if len(names) > 1 and not rule.matrices:
+            raise ValueError(
+                f"the posterior has a block {block!r} of several tensors, and all weights of this optimiser "
+                "are independent: load Factorised({name: DiagonalGaussian(mean, posterior.std()[name]) for "
+                "name, mean in posterior.mean().items()})"
+            )
+        for name, shape in zip(names, leaf.shapes, strict=True):
+            if params[name][0].shape != shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(shape)} in the posterior and "
+                    f"{tuple(params[name][0].shape)} in this optimiser"
+                )
+        if len({id(params[name][1]) for name in names}) > 1:
+            raise ValueError(f"{block!r} is one block, whose tensors are in different groups here")
+    states = {}
+    for block, leaf in posterior.blocks.items():
+        names = posterior.tensors[block]
+        first, group = params[names[0]]
+        mean = leaf.mean().detach().to(first.device, state_dtype(first), copy=True).contiguous()
+        std = leaf.std().detach().to(mean, copy=True)
+        if leaf.keep is not None:  # masked wherever it matters; any positive std will do
+            std = torch.where(leaf.keep.to(mean.device), std, 1.0)
+        try:
+            whole = {"mean": mean, **rule.adopt(leaf, mean, std, group)}
+        except ValueError as error:
+            raise ValueError(f"{block!r}: {error}") from error
+        if leaf.keep is not None:
+            whole["keep"] = leaf.keep.to(mean.device, copy=True)
+        single = {key: leaf.split(value) for key, value in whole.items() if key not in rule.matrices}
+        for i, name in enumerate(names):
+            own = {
+                key: values[i].clone(memory_format=torch.contiguous_format) for key, values in single.items()
+            }
+            states[params[name][0]] = {"step": zero(), **own}
+        states[first] |= {key: whole[key].clone() for key in rule.matrices if key in whole}
+    return states

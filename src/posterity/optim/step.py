@@ -1,0 +1,398 @@
+"""One training step: weights are drawn, their gradients absorbed, and the statistics applied.
+
+A sample of a step is :func:`draw`, a forward and a backward pass inside :func:`collecting`, and
+:func:`absorb`. After the last one :func:`apply` hands the statistics to the rule. Loop, stack and CUDA graph
+all run these functions; they differ in who calls them, and in where :class:`Numbers` come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from posterity.noise import Noise, kernels
+from posterity.optim.adam import adam_update
+from posterity.optim.checks import refuse_unreported
+from posterity.optim.state import FlatGroup, Group, State, members
+from posterity.optim.statistics import Statistics
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
+
+
+class Draw(NamedTuple):
+    """Weights drawn for the parameters of a group.
+
+    Attributes:
+        group: Whose.
+        noise: Behind them.
+        flat: All of them, each block stacked over the samples, in the parameters' dtype.
+    """
+
+    group: FlatGroup
+    noise: Noise
+    flat: Tensor
+
+    def weights(self) -> list[Tensor]:
+        """``[samples, ...]`` of every parameter."""
+        return self.group.layout.stacked(self.flat, len(self.noise.samples))
+
+
+class Numbers(Protocol):
+    """What changes from step to step without a tensor being replaced, and how a rule is run on it.
+
+    Entries of groups are numbers, or tensors of one; the clock addresses noise.
+    """
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The optimiser's groups."""
+        ...
+
+    @property
+    def clock(self) -> int | Tensor:
+        """The optimiser's count of steps."""
+        ...
+
+    def updates(self, p: Tensor, count: int) -> int | Tensor:
+        """The number of the update that a parameter is having, which the host has counted."""
+        ...
+
+    def std(self, rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
+        """The rule's std."""
+        ...
+
+    def move(self, rule: VariationalOptimizer, *given: Any) -> None:
+        """:func:`move`."""
+        ...
+
+
+@final
+class HostNumbers:
+    """Numbers of an eager step: Python's own."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+
+    @property
+    def clock(self) -> int:
+        """The optimiser's count of steps."""
+        return int(self.groups[0]["steps"])
+
+    def updates(self, p: Tensor, count: int) -> int:
+        """What the host has counted."""
+        return count
+
+    def std(self, rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
+        """As it is written."""
+        return rule.std(state, group)
+
+    def move(self, rule: VariationalOptimizer, *given: Any) -> None:
+        """As it is written."""
+        move(rule, *given)
+
+
+# Draw.
+
+
+@torch.no_grad()
+def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]:
+    """Weights of every stochastic parameter, with their noise; the parameters' own are kept.
+
+    Args:
+        opt: The optimiser.
+        samples: Numbers of the samples.
+        weight: Of each in the statistics.
+    """
+    drawn, numbers = [], opt.numbers
+    for flat in opt.flat_groups():
+        flat.read()
+        group = numbers.groups[flat.number]
+        if group["deterministic"] or not opt.draws:
+            continue
+        noise = Noise(
+            samples,
+            flat.layout,
+            seed=group["seed"],
+            step=numbers.clock,
+            weight=weight,
+            device=flat.device,
+            dtype=flat.mean.dtype,
+            room=flat.room,
+        )
+        mean, std = flat.mean, numbers.std(opt, flat.state, group)
+        if "keep" in flat.state:
+            mean, std = mean * flat.state["keep"], std * flat.state["keep"]
+        drawn.append(Draw(flat, noise, noise.perturb(mean, std).to(flat.dtype)))
+    if drawn and opt.matrices:
+        opt.blocks.draw(opt, drawn)
+    return drawn
+
+
+@contextmanager
+def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterator[None]:
+    """Inside, the model has drawn weights; gradients that were taken there are absorbed.
+
+    Whatever is raised inside, the means come back, and nothing is absorbed.
+    """
+    params = opt.parameters()
+    before = [p.grad for p in params]
+    opt.buffers.enter(number)
+    used, drawn = False, list[Draw]()
+    inside = [True]
+    try:
+        drawn = draw(opt, range(number, number + 1), weight)
+        with torch.no_grad():
+            for each in drawn:
+                each.group.put(each.flat)
+        torch.clear_autocast_cache()  # it casts a weight once, and would use it in all samples
+        for p, grad in zip(params, before, strict=True):
+            if grad is not None:
+                p.grad = None
+        opt.entered = 0
+        with suppress(_Unused), _late_backward_refused(opt.module, inside), collecting(opt):
+            yield
+            with torch._C.DisableTorchFunction():  # what collects would look at each of these
+                grads = [grad for p in params if (grad := p.grad) is not None]
+                sparse = any(grad.is_sparse for grad in grads)
+            if not grads:
+                raise _Unused  # without a backward pass there was nothing to collect
+            if sparse:
+                raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
+        if grads:
+            absorb(opt, [p.grad for p in params], drawn, 1, weight)
+            used = True
+    finally:
+        inside[0] = False
+        if not used:  # an error, or a forward pass alone: as if nothing had happened
+            for p, grad in zip(params, before, strict=True):
+                p.grad = grad
+        opt.entered = None
+        with torch.no_grad():
+            for each in drawn:
+                each.group.locate()
+                each.group.put(each.group.weights)
+        torch.clear_autocast_cache()
+        opt.buffers.leave(number, used)
+
+
+class _Unused(Exception):
+    """No backward pass was run inside."""
+
+
+@contextmanager
+def _late_backward_refused(module: nn.Module | None, inside: Sequence[bool]) -> Iterator[None]:
+    """Let the model's outputs say what to do when ``backward()`` comes after the context.
+
+    Autograd itself would only say that a weight was changed in place.
+    """
+    if module is None or not torch.is_grad_enabled():
+        yield
+        return
+
+    def refuse(_: Tensor) -> None:
+        if not inside[0]:
+            raise RuntimeError(
+                "backward() was called after sampled_params() was left, when the model has its means again: "
+                "call it inside the context"
+            )
+
+    def watch(_: nn.Module, __: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for each in [output] if isinstance(output, Tensor) else tree_leaves(output):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    each.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+    handle = module.register_forward_hook(watch)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# Absorb.
+
+
+def collecting(
+    opt: VariationalOptimizer, drawn: Mapping[Tensor, Tensor] | None = None, *, stacked: bool = False
+) -> AbstractContextManager[object]:
+    """What forward and backward passes are run inside: layers report the curvature that the rule wants.
+
+    Args:
+        opt: The optimiser.
+        drawn: Tensors in the place of parameters, if any.
+        stacked: Whether these are ``[samples, ...]``.
+    """
+    if opt.collector is None or not due(opt.param_groups[0]):
+        return nullcontext()
+    opt.collector.clear()
+    drawn, groups = drawn or {}, [group for group in opt.param_groups if not opt.by_adam(group)]
+    named = {name: drawn.get(p, p) for group in groups for name, p in members(group)}
+    if not any(tensor.requires_grad for tensor in named.values()):
+        return nullcontext()
+    return opt.collector.watch(named, stacked=stacked)
+
+
+def due(group: Group) -> bool:
+    """Whether the step that comes next is one of those that collect curvature, as the first group says."""
+    return bool(group["steps"] % group.get("factors_every", 1) == 0)
+
+
+def absorb(
+    opt: VariationalOptimizer,
+    grads: Sequence[Tensor | None],
+    drawn: Sequence[Draw],
+    samples: int,
+    weight: float,
+) -> None:
+    """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
+
+    Gradients of one sample may lack the leading dimension; those of deterministic parameters are one tensor,
+    a sum over the samples.
+
+    Args:
+        opt: The optimiser.
+        grads: Of its parameters, in their order.
+        drawn: The weights.
+        samples: How many.
+        weight: Of each.
+    """
+    sums, collector, params = opt.sums, opt.collector, opt.parameters()
+    found = {p: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
+    by_group = [
+        (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.flat_groups()
+    ]
+    noises = {each.group: each.noise for each in drawn if collector is None}
+    reports = collector if due(opt.param_groups[0]) else None
+    if reports is not None:  # before anything is added
+        wanted = {
+            flat.layout.names[i]: grad
+            for flat, own in by_group
+            if not opt.by_adam(opt.param_groups[flat.number])
+            for i, grad in own.items()
+        }
+        refuse_unreported(reports, wanted, type(opt).__name__)
+    sums.samples += samples
+    sums.weight = weight
+    for flat, own in by_group:
+        if own:
+            sums.of(flat, noises.get(flat)).add(own, noises.get(flat), weight)
+    if reports is None:
+        return
+    for flat, own in by_group:
+        names = flat.layout.names
+        if squares := {i: reports.sums[names[i]] for i in own if names[i] in reports.sums}:
+            each = sums.of(flat, None)
+            flat.add(squares, each.second, weight, each.poison)
+    sums.examples += reports.examples
+    sums.add_layers(reports.blocks)
+    reports.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
+
+
+# Apply.
+
+
+@torch.no_grad()
+def apply(
+    opt: VariationalOptimizer, sizes: Sequence[int], ok: Tensor | None
+) -> list[tuple[FlatGroup, list[int]]]:
+    """Move every parameter that has a gradient; which of each group were moved.
+
+    Args:
+        opt: The optimiser.
+        sizes: The batch size that each group's rule sees.
+        ok: A flag on the device that lets values through, if the host does not wait for it.
+    """
+    numbers, done = opt.numbers, set[Tensor]()
+    if opt.matrices:
+        done = opt.blocks.move(opt, sizes, ok)
+        for sums in opt.sums:  # which has written to state that is cached, and of no more use there
+            sums.group.keep_in_mind()
+    collected = opt.collector is None or bool(opt.sums.examples)
+    everything = []
+    for sums in opt.sums:
+        flat = sums.group
+        moved = [i for i, p in enumerate(flat.params) if p.grad is not None and not (done and p in done)]
+        if not moved:
+            continue
+        flat.count(moved)
+        everything.append((flat, moved))
+        group = numbers.groups[flat.number]
+        grad, counts = sums.mean_grad, list(map(int, flat.steps))
+        similar = len(moved) == len(flat.params) and len(set(counts)) == 1
+        for i, span in flat.spans(None if similar else moved):
+            own = {key: _part(value, span) for key, value in flat.state.items() if key != "mean"}
+            numbers.move(
+                opt,
+                _part(flat.mean, span),
+                own,
+                _part(grad, span),
+                None if opt.by_adam(group) else _part(sums.second, span if collected else slice(0)),
+                sizes[flat.number],
+                numbers.updates(flat.params[i], counts[i]),
+                group,
+                own.pop("keep", None),
+                ok,
+            )
+        flat.write(moved)
+        flat.save([key for key in flat.state if key not in _FIXED], moved)
+    torch.clear_autocast_cache()  # of weights that were
+    return everything
+
+
+# What no step changes.
+_FIXED = ("keep", "prior_mean", "known")
+
+
+def move(
+    rule: VariationalOptimizer,
+    mean: Tensor,
+    state: State,
+    grad: Tensor,
+    second: Tensor | None,
+    batch_size: int,
+    step: int | Tensor,
+    group: Group,
+    keep: Tensor | None,
+    ok: Tensor | None,
+) -> None:
+    """The rule, and its result written over mean and state: all in place, so that it fuses."""
+    if second is None:
+        new_mean, new_state = adam_update(mean, state, grad, step, group)
+    else:
+        none = second[:0]
+        noise, squares = (second, none) if rule.collects is None else (none, second)
+        stats = Statistics(grad, noise, batch_size, step, squares)
+        new_mean, new_state = rule.update(mean, state, stats, group)
+    if keep is not None:  # what is pruned does not move: its std, which no gradient knows, might overflow
+        new_mean = torch.where(keep, new_mean, 0.0)
+        new_state = {key: torch.where(keep, value, state[key]) for key, value in new_state.items()}
+    accept([(mean, new_mean), *((state[key], value) for key, value in new_state.items())], ok)
+
+
+def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor | None) -> None:
+    """Write new values over old ones, all of one size, unless a flag on the device is not set."""
+    if ok is None:
+        for old, new in pairs:
+            old.copy_(new)
+    elif not torch.compiler.is_compiling() and kernels is not None and ok.is_cuda and _plain(pairs):
+        kernels.accept(pairs, ok)
+    else:
+        for old, new in pairs:
+            torch.where(ok, new, old, out=old)
+
+
+def _plain(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether all are of one type, and end to end."""
+    kinds = {(each.dtype, each.shape, each.is_contiguous()) for pair in pairs for each in pair}
+    return len(kinds) == 1 and pairs[0][0].is_contiguous()
+
+
+def _part(flat: Tensor, span: slice | None) -> Tensor:
+    """What lies in a span, or all."""
+    return flat if span is None else flat[span]

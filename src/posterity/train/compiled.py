@@ -1,0 +1,168 @@
+"""``compile_step``: a training step over all weight samples, as CUDA graphs wherever a device allows them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
+
+from posterity import noise
+from posterity.optim import VariationalOptimizer
+from posterity.train.cuda_graph import Graph, flat_batch
+from posterity.train.step import LossFn, TrainStep
+
+# Graphs kept for different shapes of batch; each holds the memory of a whole step.
+_GRAPHS = 4
+# A graph that so many calls did not use makes room for another.
+_LONG = 100
+# Kinds of batch that are remembered as seen once.
+_KEYS = 256
+# Entries of a group that a graph does not read.
+_UNREAD = ("params", "param_names", "initial_lr", "steps")
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: VariationalOptimizer,
+    *,
+    max_norm: float | None = None,
+    chunk: int | None = None,
+    parts: int = 1,
+) -> Callable[..., Tensor]:
+    """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
+
+    It draws the same noise and takes the same statistics as ``optimizer.step(closure)``. On a GPU the whole
+    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; K-FAC's steps
+    with new factors or inverses are none. Learning rates, and what else a rule calls ``scheduled``, may
+    change at any time. In a graph a loss that is not finite leaves the posterior as it is, and is raised by
+    one of the next calls, when its value has reached the host.
+
+    Args:
+        model: The module whose parameters the optimiser holds.
+        loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch: of tensors, or dicts, lists and
+            tuples of them, whose examples are on the first axis. The first tensor's are counted, for rules
+            that want to know how many there are, unless the optimiser was given a ``batch_size``. A batch
+            that has other things in it is never a graph.
+        optimizer: A rule such as BGD or IVON; it decides the number of samples.
+        max_norm: Clip the norm of the mean gradient E[g] to this, as ``torch.nn.utils.clip_grad_norm_`` would
+            between backward and step.
+        chunk: At most this many samples at once, to cap memory.
+        parts: Cut the batch into so many parts, each with ``mc_samples`` weight samples of its own: every
+            example is still seen by as many, and their noise averages out over more. It costs no more
+            arithmetic. Each part has a mean loss and batch statistics of its own, and counts as much as the
+            others. A batch that cannot be cut so is cut into as many as divide both.
+
+    Example:
+        >>> from posterity import BGD
+        >>> model = nn.Linear(4, 2)
+        >>> loss_fn = lambda model, x, y: nn.functional.cross_entropy(model(x), y)
+        >>> train_step = compile_step(model, loss_fn, BGD(model))
+        >>> train_step(torch.randn(8, 4), torch.randint(0, 2, (8,))).shape
+        torch.Size([])
+    """
+    step = TrainStep(model, loss_fn, optimizer, max_norm, chunk, parts)
+    return CapturedStep(step) if can_capture(optimizer) else step
+
+
+def can_capture(optimizer: VariationalOptimizer) -> bool:
+    """Whether all parameters are on one GPU, and Triton is there to make noise."""
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    on_gpu = len(devices) == 1 and devices.pop().type == "cuda"
+    return on_gpu and noise.kernels is not None
+
+
+@final
+class CapturedStep:
+    """The same step as CUDA graphs, one for each shape of batch, wherever the rule allows it."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self.step = step
+        self._modules = list(step.target.modules())
+        self._graphs: dict[Any, Graph] = {}
+        self._seen: set[Any] = set()
+        self._failed: set[Any] = set()
+        self._calls = 0
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Learn from a batch; its mean loss over the samples."""
+        self._calls += 1
+        self.step.refuse_changed()
+        self.step.optimizer.check_changed()
+        tensors, form = flat_batch(batch)
+        if not self.step.optimizer.captures() or not all(isinstance(x, Tensor) for x in tensors):
+            return self.step(*batch)
+        key = self._key(tensors, form)
+        graph = self._graphs.get(key)
+        if graph is not None and graph.stale():
+            graph = None
+        if graph is None and key in self._seen and key not in self._failed and self._has_room():
+            graph = self._capture(key, batch)
+        if graph is None:  # a shape that never comes again is not worth a graph
+            loss = self.step(*batch)
+            if len(self._seen) >= _KEYS:
+                self._seen.clear()
+            self._seen.add(key)
+            return loss
+        graph.used = self._calls
+        return graph(tensors)
+
+    def _capture(self, key: Any, batch: tuple[Any, ...]) -> Graph | None:
+        opt = self.step.optimizer
+        opt.settle_step()
+        opt.refuse_foreign()
+        self._drop(key)
+        try:
+            self._graphs[key] = Graph(self.step, batch)
+        except Exception as error:
+            if not self._failed:
+                reason = str(error).partition("\n")[0]
+                warnings.warn(
+                    f"this step cannot be captured ({reason}); it runs without a graph", stacklevel=3
+                )
+            self._failed.add(key)
+        return self._graphs.get(key)
+
+    def _has_room(self) -> bool:
+        """Whether one more graph may be made, after those that nobody has used for long have gone."""
+        generation = self.step.optimizer.generation
+        for key, graph in list(self._graphs.items()):
+            old = graph.generation != generation or graph.stale()
+            if old or (len(self._graphs) >= _GRAPHS and self._calls - graph.used > _LONG):
+                self._drop(key)
+        return len(self._graphs) < _GRAPHS
+
+    def _drop(self, key: Any) -> None:
+        """Let a graph go, if there is one, after what it has to say."""
+        if key in self._graphs:
+            self._graphs.pop(key).wait()
+
+    def _key(self, tensors: Sequence[Tensor], form: TreeSpec | None) -> Any:
+        """What a graph has fixed: shapes, modes, where weights and state lie, fixed hyper-parameters."""
+        opt, params = self.step.optimizer, self.step.names
+        return (
+            form,
+            tuple((x.shape, x.dtype, x.device) for x in tensors),
+            tuple(module.training for module in self._modules),
+            tuple(p.data_ptr() for p in params),
+            tuple(p.requires_grad for p in params),
+            tuple(
+                each.data_ptr()
+                for part in self._modules
+                for each in part._buffers.values()
+                if each is not None
+            ),
+            opt.generation,
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
+            tuple(
+                value if isinstance(value, Hashable) else str(value)
+                for group in opt.param_groups
+                for key, value in group.items()
+                if key not in (*_UNREAD, *opt.scheduled)
+            ),
+        )

@@ -1,0 +1,239 @@
+"""A whole training step as one CUDA graph."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from posterity import buffers
+from posterity.noise import kernels
+from posterity.optim.fused import fused
+from posterity.optim.state import Group, State
+from posterity.optim.step import apply, move
+
+if TYPE_CHECKING:
+    from posterity.optim import VariationalOptimizer
+    from posterity.train.step import TrainStep
+
+
+@final
+class DeviceNumbers:
+    """Numbers of a captured step: tensors, which every replay reads anew, and rules that are compiled.
+
+    Attributes:
+        clock: The optimiser's count of steps; int32, one element. When the statistics have been judged it
+            counts the step under way.
+        ahead: What to add to it then for the number of the update that a parameter is having.
+        entries: Of each group: those whose values may change from step to step.
+        groups: The groups with these.
+    """
+
+    def __init__(self, opt: VariationalOptimizer, device: torch.device) -> None:
+        steps = opt.param_groups[0]["steps"]
+        self.clock = torch.zeros((), dtype=torch.int32, device=device)
+        self.ahead = {p: int(opt.state[p]["step"]) - steps for p in opt.parameters()}
+        self._values = [{key: float(group[key]) for key in opt.scheduled} for group in opt.param_groups]
+        self.entries = [
+            {key: torch.tensor(value, device=device) for key, value in values.items()}
+            for values in self._values
+        ]
+        self.groups: list[Group] = [
+            {**group, **entries} for group, entries in zip(opt.param_groups, self.entries, strict=True)
+        ]
+        self._reads = -1  # what the device's clock reads
+
+    def refresh(self, opt: VariationalOptimizer) -> None:
+        """Before a replay: bring what has changed to the device."""
+        steps = opt.param_groups[0]["steps"]
+        if steps != self._reads:  # not the next one: state was loaded, or another graph ran
+            self.clock.fill_(steps)
+        self._reads = steps + 1
+        for group, known, there in zip(opt.param_groups, self._values, self.entries, strict=True):
+            for key in opt.scheduled:
+                if group[key] != known[key]:
+                    known[key] = float(group[key])
+                    there[key].fill_(known[key])
+
+    def updates(self, p: Tensor, count: int) -> Tensor:
+        """The number of the update that a parameter is having."""
+        ahead = self.ahead[p]
+        return self.clock + ahead if ahead else self.clock
+
+    def std(self, rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
+        """As one kernel."""
+        std: Tensor = fused(_std, type(rule))(state, group)
+        return std
+
+    def move(self, rule: VariationalOptimizer, *given: Any) -> None:
+        """As one kernel."""
+        fused(move, type(rule))(*given)
+
+
+def _std(rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
+    return rule.std(state, group)
+
+
+@final
+class Graph:
+    """A captured step for one shape of batch.
+
+    Attributes:
+        used: Number of the call that has used it last.
+    """
+
+    def __init__(self, step: TrainStep, batch: tuple[Any, ...]) -> None:
+        self.step = step
+        opt = step.optimizer
+        device = opt.param_groups[0]["params"][0].device
+        opt.flat_groups()  # makes sure that every parameter has its state
+        self.params = opt.parameters()
+        self.numbers = DeviceNumbers(opt, device)
+        tensors, self.form = flat_batch(batch)
+        self.tensors = [x.to(device).clone() for x in tensors]
+        self.sizes = opt.batch_sizes(step.batch_size(batch))
+        self.host_loss = torch.zeros(()).pin_memory()
+        self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
+        self.keeper = buffers.Keeper(step.target)
+        self.generation, self.used = opt.generation, 0
+        before = self._snapshot()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        eager, opt.numbers = opt.numbers, self.numbers
+        try:
+            with torch.cuda.stream(stream), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's own
+                for _ in range(2):
+                    self._body()
+                    self._restore(before)
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.loss = self._body()
+            # What every replay writes anew, and which parameters it moves.
+            self.grads = [(p, p.grad, p.grad._version) for p in self.params if p.grad is not None]
+            self.unused = [p for p in self.params if p.grad is None]
+            self.moved = [
+                (flat, [i for i, p in enumerate(flat.params) if p.grad is not None])
+                for flat in opt.flat_groups()
+            ]
+        finally:
+            opt.numbers = eager
+            opt.reset()
+            torch.cuda.synchronize()
+            self._restore(before)
+            self.poison.zero_()
+        self.counts = self._counts()
+        opt.graphs.add(self)
+
+    def stale(self) -> bool:
+        """Whether a parameter that it moves was left out of steps since: its count of updates is fixed."""
+        return self._counts() != self.counts
+
+    def _counts(self) -> list[int]:
+        """How far each moved parameter's updates are ahead of the optimiser's steps."""
+        steps = self.step.optimizer.param_groups[0]["steps"]
+        return [int(flat.steps[i]) - steps for flat, moved in self.moved for i in moved]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Replay it on a batch; the mean loss."""
+        opt = self.step.optimizer
+        opt.refuse_inside("a training step")
+        fresh = not all(p.grad is grad and grad._version == version for p, grad, version in self.grads)
+        fresh = fresh or any(p.grad is not None for p in self.unused)
+        if fresh:  # something happened to the gradients since the last replay
+            opt.refuse_foreign()
+        opt.settle_step()
+        self._look()
+        self.numbers.refresh(opt)
+        for mine, given in zip(self.tensors, tensors, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        for flat, moved in self.moved:
+            flat.count(moved)
+        opt.advance()
+        if fresh:
+            self.grads = [(p, grad, grad._version) for p, grad, _ in self.grads]
+            for p, grad, _ in self.grads:
+                p.grad = grad
+            opt.reset()
+        return self.loss.clone()
+
+    def _look(self) -> None:
+        """Raise what is known of earlier steps; this waits for nothing, unless one was bad."""
+        loss = self.host_loss.item()
+        if not math.isfinite(loss):
+            torch.cuda.synchronize()  # else a step under way would tell of it again
+            self.poison.zero_()
+        self.host_loss.zero_()
+        self.step.optimizer.watch(loss)
+
+    def wait(self) -> None:
+        """Raise what there is to be known of all steps up to here."""
+        torch.cuda.synchronize()
+        self._look()
+
+    def _body(self) -> Tensor:
+        """What is captured: the eager step, with its checks done on the device."""
+        opt = self.step.optimizer
+        torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
+        self.keeper.keep()
+        # Made anew, since loss functions may take things out of dicts.
+        batch = tuple(self.tensors) if self.form is None else tree_unflatten(self.tensors, self.form)
+        losses = self.step.gather(self.keeper.copies, batch)
+        opt.sums.finish()
+        poisons = [sums.poison for sums in opt.sums]
+        loss, ok = verdict(losses, poisons, self.poison, self.host_loss, self.numbers.clock)
+        apply(opt, self.sizes, ok)
+        self.keeper.restore_unless(ok)
+        opt.reset()
+        return loss
+
+    def _snapshot(self) -> list[tuple[Tensor, Tensor]]:
+        tensors = [
+            *self.params,
+            *self.step.optimizer.state_tensors(),
+            *buffers.writable(self.step.target).values(),
+        ]
+        return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def _restore(self, before: list[tuple[Tensor, Tensor]]) -> None:
+        for tensor, value in before:
+            tensor.copy_(value)
+        for flat in self.step.optimizer.flat_groups():
+            flat.load()
+
+
+def flat_batch(batch: tuple[Any, ...]) -> tuple[Sequence[Any], TreeSpec | None]:
+    """What dicts, lists and tuples of a batch hold, and their form; None if it has tensors alone."""
+    # Most batches do, and the general way takes ten times as long.
+    return (batch, None) if all(isinstance(x, Tensor) for x in batch) else tree_flatten(batch)
+
+
+def verdict(
+    losses: Tensor, poisons: Sequence[Tensor], stuck: Tensor, host: Tensor, clock: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean loss of a captured step, and the flag that lets it through: whether all it has seen is finite.
+
+    Args:
+        losses: Of the samples.
+        poisons: Of the sums of all groups: 0, or NaN.
+        stuck: Becomes NaN with the first step that is held back, and stays so.
+        host: Memory of the host that gets the mean loss, or NaN once there was such a step.
+        clock: Counts the step.
+    """
+    poison = poisons[0] if len(poisons) == 1 else torch.stack(list(poisons)).sum()
+    if kernels is not None and losses.is_cuda and losses.dtype == poison.dtype == torch.float32:
+        return kernels.verdict(losses, poison, stuck, host, clock)
+    loss = losses.mean()
+    ok = loss.abs() + poison < math.inf  # NaN is less than nothing
+    stuck += torch.where(ok, 0.0, math.nan)
+    host.copy_(loss + stuck, non_blocking=True)
+    clock += 1
+    return loss, ok

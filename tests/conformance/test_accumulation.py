@@ -1,0 +1,215 @@
+"""Backwards add, inside a context and across contexts; the sum is divided by ``mc_samples``."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import posterity
+from conformance.rules import Rule, X, Y, by_context, everything, layer_rules, loss_fn, net, rules, same
+from posterity import VariationalOptimizer
+
+
+def plain(seed: int = 0) -> nn.Module:
+    """Without BatchNorm, whose statistics are those of micro-batches."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def sharp(rule: Rule, model: nn.Module, **more: object) -> VariationalOptimizer:
+    """With weights so certain that all samples are the mean, to rounding."""
+    if rule.name == "BGD":
+        return rule.make(model, std_init=1e-7, lr=1e10, **more)
+    # The Hessian of IVON is estimated from noise over its std, which is no small number.
+    betas = {"betas": (0.9, 1 - 1e-14)} if rule.name == "IVON" else {}
+    return rule.make(model, num_data=10**14, **betas, **more)
+
+
+def learn(rule: Rule, contexts: str, mc_samples: int = 1) -> dict[str, Tensor]:
+    model = plain()
+    opt = sharp(rule, model, mc_samples=mc_samples)
+    x, halves = X.double(), 2
+    for _ in range(3):
+        for _ in range(mc_samples):
+            if contexts == "whole":
+                with opt.sampled_params():
+                    F.cross_entropy(model(x), Y).backward()
+            elif contexts == "one":
+                with opt.sampled_params():
+                    for a, b in zip(x.chunk(halves), Y.chunk(halves), strict=True):
+                        (F.cross_entropy(model(a), b) / halves).backward()
+            else:
+                for a, b in zip(x.chunk(halves), Y.chunk(halves), strict=True):
+                    with opt.sampled_params():
+                        (F.cross_entropy(model(a), b) / halves).backward()
+        opt.step(batch_size=16)
+    state = {
+        f"{name} {key}": value for name, p in model.named_parameters() for key, value in opt.state[p].items()
+    }
+    return {**everything(model, opt), **{key: value.clone() for key, value in state.items()}}
+
+
+@rules
+@pytest.mark.parametrize("contexts", ["one", "each"])
+@pytest.mark.parametrize("mc_samples", [1, 2])
+def test_micro_batches_equal_the_whole_batch(rule: Rule, contexts: str, mc_samples: int) -> None:
+    if mc_samples > 1 and not rule.draws:
+        pytest.skip("it draws nothing")
+    whole, cut = learn(rule, "whole", mc_samples), learn(rule, contexts, mc_samples)
+    start = dict(plain().named_parameters())
+    assert not torch.allclose(whole["2.bias"], start["2.bias"], rtol=1e-4)
+    for key, value in whole.items():
+        # Weights are drawn within a few millionths of their means.
+        torch.testing.assert_close(cut[key], value, rtol=1e-3, atol=1e-6, msg=key)
+
+
+@rules
+def test_ragged_micro_batches_count_by_their_examples(rule: Rule) -> None:
+    results = []
+    for cuts in ([16], [12, 4]):
+        model = plain()
+        opt = sharp(rule, model, mc_samples=1)
+        for x, y in zip(X.double().split(cuts), Y.split(cuts), strict=True):
+            with opt.sampled_params():
+                (F.cross_entropy(model(x), y) * len(x) / 16).backward()
+        opt.step(batch_size=16)
+        results.append(everything(model, opt))
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-4, atol=1e-9, msg=key)
+
+
+def test_samples_missing_from_a_step_are_refused_and_those_that_are_there_wait() -> None:
+    model, twin = net(), net()
+    opt, other = (posterity.BGD(each, mc_samples=3, batch_size=16, seed=0) for each in (model, twin))
+    for _ in range(2):
+        with opt.sampled_params():
+            loss_fn(model).backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"averages mc_samples=3 weight samples and has 2: enter sampled_"):
+        opt.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with opt.sampled_params():
+        loss_fn(model).backward()
+    opt.step()
+    by_context(twin, other)
+    assert same(everything(model, opt), everything(twin, other))
+
+
+@rules
+def test_a_backward_after_the_context_is_told_what_to_do(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model, mc_samples=1)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with opt.sampled_params():
+        loss = loss_fn(model)
+    with pytest.raises(RuntimeError, match=r"called after sampled_params\(\) was left.*: call it inside"):
+        loss.backward()
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    opt.zero_grad()
+    by_context(model, opt)
+    assert not model._forward_hooks
+
+
+@rules
+def test_entries_of_torch_optimizers_are_refused_with_ours(rule: Rule) -> None:
+    p = [torch.zeros(2, requires_grad=True)]
+    ours = {
+        "weight_decay": "leave it out"
+        if rule.name == "BGD"
+        else "set prior_precision, weight_decay · num_data",
+        "momentum": "leave it out" if rule.name == "BGD" else "set betas",
+        "eps": "set damping" if rule.layers else "leave it out",
+        "nesterov": "leave it out",
+    }
+    for key, use in ours.items():
+        with pytest.raises(ValueError, match=f"an entry '{key}', which {rule.name} does not use: {use}"):
+            rule.make([{"params": p, key: 0.1}])
+
+
+@rules
+def test_prefixes_of_wrappers_are_no_part_of_names(rule: Rule) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.module(x)
+            return out
+
+    model = plain()
+    opt = rule.make(Wrapper(model))
+    assert set(opt.posterior().mean()) == {name for name, _ in model.named_parameters()}
+    bare = rule.make(model.parameters())
+    named = bare.posterior(Wrapper(model))
+    assert set(named.mean()) == set(opt.posterior().mean())
+    posterity.predict(model, named, X.double())
+    with pytest.raises(ValueError, match=r"'param.0' is no parameter of the model"):
+        bare.posterior(plain())
+
+
+@rules
+def test_state_is_made_of_tensors_of_its_own(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model, deterministic="norm.*")
+    by_context(model, opt)
+    for p in model.parameters():
+        for key, value in opt.state[p].items():
+            assert value._base is None, key
+            assert value.untyped_storage().nbytes() == value.numel() * value.element_size(), key
+    file = io.BytesIO()
+    torch.save(opt.state[model.norm.bias], file)
+    assert len(file.getvalue()) < 10_000
+
+
+@rules
+def test_a_dropped_cache_changes_nothing(rule: Rule) -> None:
+    results = []
+    for drop in (False, True):
+        model = net()
+        opt = rule.make(model)
+        for _ in range(3):
+            by_context(model, opt)
+            if drop:
+                opt._flat_groups = []
+        results.append(everything(model, opt))
+    assert same(*results)
+
+
+class Positions(nn.Module):
+    """Adds a parameter to its inputs, which no layer reports."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(5))
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x + self.position)
+        return out
+
+
+@layer_rules
+def test_adam_trains_what_no_layer_reports(rule: Rule) -> None:
+    model = Positions()
+    with pytest.raises(RuntimeError, match=r"\(deterministic='position', deterministic_lr=1e-3\)"):
+        by_context(model, rule.make(model))
+    opt = rule.make(model, deterministic="position", deterministic_lr=0.01)
+    before = copy.deepcopy(model)
+    by_context(model, opt)
+    torch.testing.assert_close(
+        (model.position - before.position).abs(), torch.full((5,), 0.01), rtol=1e-3, atol=0
+    )
+    assert not torch.equal(model.layer.weight, before.layer.weight)
+    assert not any("position" in name for name in opt.posterior().blocks)
+
+
+def test_what_draws_nothing_has_one_sample() -> None:
+    for make in (posterity.OGN, posterity.KFAC):
+        with pytest.raises(ValueError, match=f"mc_samples must be 1: {make.__name__} draws no weights"):
+            make(net(), num_data=8, mc_samples=2)

@@ -1,26 +1,50 @@
-"""The README's table of speed, made from the committed records.
+"""The tables in README.md and docs/ that are made from the committed records.
 
-    posterity bench headline           # prints it
-    posterity bench headline --write   # puts it into the README, between its two marks
+    posterity bench headline           # prints the README's five rows
+    posterity bench headline --write   # rewrites every table between its two marks, in README.md and docs/
 
-One line for every ratio that has a target, of the precision and layout in which ours is the fastest.
+A test compares the files with the records, so a table cannot be out of date.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posterity_lab.bench import FOLDER, RESULTS
+import reproduced
+from reproduced import (
+    CRITERIA,
+    EARLIER,
+    LATER,
+    NAMES,
+    RECORDS,
+    RULES,
+    WIDTHS,
+    Record,
+    accuracy,
+    beside,
+    by_method,
+    by_setting,
+    calibration,
+    error,
+    load,
+    printed,
+    pruned,
+    table,
+    together,
+)
 
-README = FOLDER.parent / "README.md"
-BEGIN, END = "<!-- from benchmarks/results: begin -->\n", "<!-- from benchmarks/results: end -->\n"
+from posterity_lab.bench import FOLDER, RESULTS
+from posterity_lab.reproduce.experiments import EXPERIMENTS
+
+ROOT = FOLDER.parent
 
 
 def fastest(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of every case the row in which ours is the fastest, among those with targets."""
+    """The row of every case in which ours is the fastest, among those with aims."""
     rows: dict[str, dict[str, Any]] = {}
     for row in record["rows"]:
         if any(ratio["met"] is not None for ratio in row["ratios"]):
@@ -45,51 +69,208 @@ def hardware(record: dict[str, Any]) -> str:
     return f"{place['threads']} CPU cores"
 
 
-def table(folder: Path = RESULTS) -> str:
-    """Markdown of all complete records, and where they come from."""
-    lines, sources = ["| what | where | | beside | ratio |", "|---|---|---|---|---|"], []
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text())
+def aim(ratio: dict[str, Any]) -> str:
+    """What a ratio should be, and whether it is: "≥ 8", or "≤ 5, missed"; a dash without an aim."""
+    if ratio["met"] is None:
+        return "–"
+    wanted = f"≥ {ratio['at_least']:g}" if ratio["at_least"] is not None else f"≤ {ratio['at_most']:g}"
+    return wanted if ratio["met"] else f"{wanted}, missed"
+
+
+def complete(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The complete records of steps that have aims, with the names of their files."""
+    found = [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    return [(name, record) for name, record in found if record["complete"] and fastest(record)]
+
+
+def line(record: dict[str, Any], row: dict[str, Any], ratio: dict[str, Any]) -> list[str]:
+    """A row of the table: both sides of a ratio, with their times or sizes."""
+    unit = record["unit"].split()[0]
+    sides = (f"{name} {number(row['columns'][name]['value'])} {unit}" for name in (ratio["of"], ratio["to"]))
+    return [
+        row["case"],
+        f"{hardware(record)}, {row['setting']}",
+        *sides,
+        f"{ratio['value']:.3g}",
+        aim(ratio),
+    ]
+
+
+def speed(folder: Path = RESULTS) -> str:
+    """Every ratio of each case, in the setting in which ours is the fastest; then the records."""
+    head = ["what", "where", "", "over", "ratio", "aim"]
+    lines, sources = [], []
+    for name, record in complete(folder):
         rows = fastest(record)
-        if not rows or not record["complete"]:
-            continue
-        unit = record["unit"].split()[0]
-        for row in rows:
-            for ratio in row["ratios"]:
-                if ratio["met"] is not None:
-                    of, to = (
-                        f"{name} {number(row['columns'][name]['value'])} {unit}"
-                        for name in (ratio["of"], ratio["to"])
-                    )
-                    where = f"{hardware(record)}, {row['setting']}"
-                    lines.append(f"| {row['case']} | {where} | {of} | {to} | {ratio['value']:.3g} |")
+        lines += [line(record, row, ratio) for row in rows for ratio in row["ratios"]]
         place = record["environment"]
-        cells = [cell for row in rows for cell in row["columns"].values()]
-        rounds = min(cell["rounds"] for cell in cells)
+        rounds = min(cell["rounds"] for row in rows for cell in row["columns"].values())
         commit, dirty, _ = (place["commit"] or "unknown").partition("-dirty")
         sources.append(
-            f"- [{path.name}](benchmarks/results/{path.name}): {record['statistic']} of {rounds} rounds, "
-            f"torch {place['torch']}, commit {commit[:7]}{' with changes' if dirty else ''}"
+            f"- [{name}](../benchmarks/results/{name}): {record['statistic']} of {rounds} rounds, "
+            f"torch {place['torch']}, commit {commit[:7]}{' with changes' if dirty else ''}\n"
         )
-    return "\n".join([*lines, "", *sources]) + "\n"
+    return table(head, lines) + "\n" + "".join(sources)
 
 
-def written(readme: str, content: str) -> str:
-    """The README with this table between its marks."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README has no place for the table: add the lines {BEGIN!r} and {END!r}")
-    return before + BEGIN + content + END + after
+def missed(folder: Path = RESULTS) -> str:
+    """Every aim that a complete record misses, in any setting."""
+    return table(
+        ["what", "where", "", "over", "ratio", "aim"],
+        [
+            line(record, row, ratio)
+            for _, record in complete(folder)
+            for row in record["rows"]
+            for ratio in row["ratios"]
+            if ratio["met"] is False
+        ],
+    )
+
+
+# Rows of the README: what and the command, ours, all others, the paper's number, how long and how often.
+
+
+def continual_row(folder: Path) -> list[str]:
+    """The narrowest and the widest net of figure 1: BGD is ahead on one, and behind on the other."""
+    found, settings = load(folder, "bgd-permuted"), ("200", "2000")
+    cells = by_setting(found, settings, accuracy)
+    return [
+        "Ten permuted MNIST tasks, 2×200 / 2×2000 units: average accuracy after the last, % "
+        "(`posterity reproduce bgd-figure1`)",
+        f"BGD (not told of switches) {cells['bgd']}",
+        beside(cells, "bgd"),
+        "only a plot",
+        together(by_method(found, settings)),
+    ]
+
+
+def error_row(folder: Path) -> list[str]:
+    """Table 1, by both rules."""
+    paper, found, earlier = EXPERIMENTS["bgd-table1"].paper, load(folder, LATER), load(folder, EARLIER)
+    cells, by_paper = (by_setting(runs, WIDTHS, error("single")) for runs in (found, earlier))
+    names = by_method(found, WIDTHS)
+    named = {
+        f"BGD, {RULES[EARLIER]}": by_method(earlier, WIDTHS)["BGD"],
+        f"BGD, {RULES[LATER]}": names.pop("BGD"),
+    }
+    return [
+        "MNIST, 2×400 / 800 / 1200 units: test error of single networks, % "
+        "(`posterity reproduce bgd-table1`)",
+        f"BGD, {RULES[EARLIER]} {by_paper['bgd']}; {RULES[LATER]} {cells['bgd']}",
+        beside(cells, "bgd"),
+        " / ".join(paper[width, "bgd"] for width in WIDTHS),
+        together({**named, **names}),
+    ]
+
+
+def pruning_row(folder: Path) -> list[str]:
+    """Table 2, by both criteria."""
+    found, net = load(folder, LATER), "1200 to prune"
+
+    def cell(records: list[Record]) -> str:
+        before, after, ratio = pruned(records, 0.95)
+        return f"{ratio} ({before} → {after} %)"
+
+    named = {criterion: load(folder, study)[net, "bgd"] for study, criterion in CRITERIA.items()}
+    others = {
+        method: records
+        for (setting, method), records in found.items()
+        if setting.startswith("1200") and method != "bgd"
+    }
+    return [
+        "MNIST, 2×1200 units: error of single networks after removing 95 % of the weights, over the error "
+        "before (`posterity reproduce bgd-table2`)",
+        "BGD, " + "; ".join(f"{criterion} {cell(records)}" for criterion, records in named.items()),
+        beside({method: cell(records) for method, records in others.items()}, "bgd"),
+        EXPERIMENTS["bgd-table2"].paper[net, "bgd"],
+        together(
+            {"BGD": named[CRITERIA[LATER]], **{NAMES[name]: records for name, records in others.items()}}
+        ),
+    ]
+
+
+def calibration_row(folder: Path) -> list[str]:
+    """ResNet-18 of the VOGN paper's table."""
+    found = load(folder, "vogn-cifar10")
+    cells = by_setting(found, ("resnet18",), calibration)
+    return [
+        "CIFAR-10, ResNet-18: accuracy in %, NLL, ECE (`posterity reproduce vogn-table`)",
+        f"VOGN {cells['vogn']}",
+        beside(cells, "vogn"),
+        printed("resnet18", "vogn"),
+        together(by_method(found, ("resnet18",))),
+    ]
+
+
+def step_row(folder: Path) -> list[str]:
+    """A BGD step of ResNet-18 beside all that was measured with it."""
+    record = json.loads((folder / "conv_step-h200.json").read_text())
+    (row,) = (row for row in fastest(record) if "resnet18" in row["case"])
+    times = {name: f"{name} {number(cell['value'])}" for name, cell in row["columns"].items()}
+    mine = times.pop(record["ours"])
+    rounds = min(cell["rounds"] for cell in row["columns"].values())
+    return [
+        f"{row['case']}, {row['setting']}, batch {record['config']['batch']}: ms per step "
+        "(`posterity bench conv_step`)",
+        mine,
+        "; ".join(times.values()),
+        "–",
+        f"median of {rounds} rounds, {hardware(record)}",
+    ]
+
+
+def five(results: Path = RECORDS, steps: Path = RESULTS) -> str:
+    """The README's five rows: continual learning, error, pruning, calibration, time of a step."""
+    rows = [
+        continual_row(results),
+        error_row(results),
+        pruning_row(results),
+        calibration_row(results),
+        step_row(steps),
+    ]
+    return table(["what, and the command", "ours", "beside it", "paper", "runs"], rows)
+
+
+# The tables of each document, by the name between their marks.
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"headline": five},
+    "docs/benchmarks.md": {"speed": speed, "missed": missed},
+    "docs/results.md": {
+        "table 1": reproduced.table1,
+        "pruning": reproduced.pruning,
+        "permuted": reproduced.permuted,
+        "vogn": reproduced.vogn,
+        "five epochs": reproduced.five_epochs,
+    },
+}
+
+
+def written(document: str, name: str, content: str) -> str:
+    """The document with this table between its marks."""
+    begin, end = f"<!-- from records: {name} -->\n", f"<!-- end: {name} -->\n"
+    before, found, rest = document.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"there is no place for the table {name!r}: add the lines {begin!r} and {end!r}")
+    return before + begin + content + end + after
+
+
+def renewed(document: str) -> str:
+    """A document of ``TABLES`` as the records have it."""
+    text = (ROOT / document).read_text()
+    for name, content in TABLES[document].items():
+        text = written(text, name, content())
+    return text
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--write", action="store_true", help="put it into the README")
+    options.add_argument("--write", action="store_true", help="rewrite the tables in README.md and docs/")
     if options.parse_args().write:
-        README.write_text(written(README.read_text(), table()))
+        for document in TABLES:
+            (ROOT / document).write_text(renewed(document))
     else:
-        print(table(), end="")
+        print(five(), end="")
 
 
 if __name__ == "__main__":

@@ -368,41 +368,51 @@ def test_outside_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("scripts")
-def test_the_readme_has_the_table_that_the_records_give() -> None:
+@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md", "docs/results.md"])
+def test_tables_are_those_of_the_records(document: str) -> None:
     import headline
 
-    readme = headline.README.read_text()
-    assert headline.written(readme, headline.table()) == readme, "run: posterity bench headline --write"
+    assert document in headline.TABLES
+    text = (headline.ROOT / document).read_text()
+    assert headline.renewed(document) == text, "run: posterity bench headline --write"
 
 
 @pytest.mark.parametrize("method", ["bgd", "ivon", "vogn", "bbb"])
-def test_the_readmes_five_epochs_of_mnist_are_those_of_the_records(method: str) -> None:
+def test_five_epochs_of_mnist_are_those_of_the_records(method: str) -> None:
     root = bench.FOLDER.parent
-    folder, readme = root / "results" / "mnist-5-epochs" / method, (root / "README.md").read_text()
+    folder, page = root / "results" / "mnist-5-epochs" / method, (root / "docs" / "results.md").read_text()
     found = json.loads((folder / "evaluation.json").read_text())
     epochs = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     average, odd = found["modes"]["average"], found["ood"]["mutual_information"]
     values = [
         f"{100 * (1 - average['accuracy']):.2f} %",
         *(
-            f"{value:.{digits}f}"[1:]
+            f"{value:.{digits}f}"
             for value, digits in ((average["nll"], 4), (average["ece"], 4), (odd["auroc"], 3))
         ),
         f"{sum(epoch['seconds'] for epoch in epochs) / len(epochs):.0f}",
     ]
-    (row,) = [line for line in readme.splitlines() if line.startswith(f"| `{method}` (K")]
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{method}` (K")]
     assert [cell.strip() for cell in row.split("|")[2:-1]] == values
     assert [epoch["epoch"] for epoch in epochs] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.usefixtures("scripts")
-def test_the_headline_takes_the_fastest_setting_and_complete_records_alone(tmp_path: Path) -> None:
+def test_speed_table_shows_the_fastest_setting_of_complete_records(tmp_path: Path) -> None:
     import headline
 
     def row(setting: str, ours: float, met: bool | None) -> dict[str, Any]:
-        ratio = {"of": "peer", "to": "ours", "value": 8.0 / ours, "met": met}
+        ratio = {
+            "of": "peer",
+            "to": "ours",
+            "value": 8.0 / ours,
+            "met": met,
+            "at_least": 3.0,
+            "at_most": None,
+        }
+        untargeted = {"of": "ours", "to": "peer", "value": ours / 8.0, "met": None}
         columns = {"peer": cell(8.0), "ours": cell(ours)}
-        return {"case": "a net", "setting": setting, "columns": columns, "ratios": [ratio]}
+        return {"case": "a net", "setting": setting, "columns": columns, "ratios": [ratio, untargeted]}
 
     record = {
         "unit": "ms per step",
@@ -415,10 +425,66 @@ def test_the_headline_takes_the_fastest_setting_and_complete_records_alone(tmp_p
     }
     (tmp_path / "one.json").write_text(json.dumps(record))
     (tmp_path / "two.json").write_text(json.dumps({**record, "complete": False}))
-    head, _, line, _, source = headline.table(tmp_path).splitlines()
+    head, _, line, without_aim, _, source = headline.speed(tmp_path).splitlines()
     assert head.startswith("| what | where |")
-    assert line == "| a net | H200, tf32 | peer 8 ms | ours 2 ms | 4 |"
-    link = "[one.json](benchmarks/results/one.json)"
+    assert line == "| a net | H200, tf32 | peer 8 ms | ours 2 ms | 4 | ≥ 3 |"
+    assert without_aim == "| a net | H200, tf32 | ours 2 ms | peer 8 ms | 0.25 | – |"
+    link = "[one.json](../benchmarks/results/one.json)"
     assert source == f"- {link}: median of 2 rounds, torch 2.11, commit 0123456 with changes"
-    with pytest.raises(ValueError, match="the README has no place for the table"):
-        headline.written("# Title\n", "table")
+    missed = headline.missed(tmp_path).splitlines()[2:]
+    assert missed == ["| a net | H200, fp32 | peer 8 ms | ours 4 ms | 2 | ≥ 3, missed |"]
+    with pytest.raises(ValueError, match="there is no place for the table 'speed'"):
+        headline.written("# Title\n", "speed", "table")
+
+
+@pytest.mark.usefixtures("scripts")
+def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
+    import headline
+
+    def keep(
+        study: str, setting: str, method: str, seed: int, metrics: dict[str, Any], trial: Any = None
+    ) -> None:
+        folder = tmp_path / study
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "setting": setting,
+            "method": method,
+            "seed": seed,
+            "trial": trial,
+            "config": {"epochs": 7},
+            "metrics": metrics,
+        }
+        (folder / f"{setting}-{method}-{seed}-{trial}.json").write_text(json.dumps(record))
+
+    calibrated = {"accuracy": 0.8, "nll": 0.5, "ece": 0.02}
+    better = {"accuracy": 0.9, "nll": 0.25, "ece": 0.01}
+    keep("vogn-cifar10", "resnet18", "vogn", 0, calibrated)
+    keep("vogn-cifar10", "resnet18", "mc-dropout", 0, better)
+    keep("vogn-cifar10", "resnet18", "vogn", 1, better, trial={"lr": 0.1})  # a trial is no result
+    _, ours, others, paper, runs = headline.calibration_row(tmp_path)
+    assert (ours, others) == ("VOGN 80.0, 0.500, 0.020", "MC dropout 90.0, 0.250, 0.010")
+    assert (paper, runs) == ("84.27, 0.477, 0.040", "7 epochs, 1 seed")
+
+    for width in ("400", "800", "1200"):
+        for seed, single in enumerate((0.017, 0.018)):
+            errors = {"errors": {"single": single}}
+            keep("earlier/bgd-mnist", width, "bgd", seed, errors)
+            keep("bgd-mnist", width, "bgd", seed, {"errors": {"single": single - 0.001}})
+        keep("bgd-mnist", width, "sgd", 0, {"errors": {"single": 0.015}})
+    _, ours, others, _, runs = headline.error_row(tmp_path)
+    first, second = " / ".join(["1.75 ± 0.07"] * 3), " / ".join(["1.65 ± 0.07"] * 3)
+    assert ours == f"BGD, paper's rule {first}; η 1.8 and a temperature {second}"
+    assert others == "SGD 1.50 / 1.50 / 1.50"
+    assert runs.endswith("7 epochs, 2 seeds; SGD: 7 epochs, 1 seed")
+
+    def pruned(before: float, after: float) -> dict[str, Any]:
+        return {
+            "pruning": {"single": {"fractions": [0.0, 0.95], "errors": [before, after], "unpruned": before}}
+        }
+
+    keep("earlier/bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.02, 0.024))
+    keep("bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.025, 0.025))
+    keep("bgd-mnist", "1200", "sgd", 0, {"errors": {"single": 0.015}, **pruned(0.015, 0.15)})
+    _, ours, others, _, _ = headline.pruning_row(tmp_path)
+    assert ours == "BGD, first criterion 1.20 (2.00 → 2.40 %); second criterion 1.00 (2.50 → 2.50 %)"
+    assert others == "SGD 10.00 (1.50 → 15.00 %)"

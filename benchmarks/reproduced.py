@@ -1,0 +1,245 @@
+"""Tables of what was reproduced, in Markdown, from the records in ``results`` alone.
+
+A table has every method that was run in its setting, so a stronger competitor cannot be left out. A number is
+the mean over seeds, with the standard deviation where there are several.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from posterity_lab.bench import FOLDER
+from posterity_lab.reproduce.experiments import EXPERIMENTS
+
+RECORDS = FOLDER.parent / "results"
+WIDTHS = ("400", "800", "1200")
+NAMES = {
+    "bgd": "BGD",
+    "vogn-told": "VOGN (told of switches)",
+    "vogn": "VOGN",
+    "ivon": "IVON",
+    "bbb": "BBB",
+    "bbb-mixture": "BBB (mixture prior)",
+    "kfac": "K-FAC",
+    "noisy-kfac": "Noisy K-FAC",
+    "mc-dropout": "MC dropout",
+    "si": "SI (told)",
+    "ewc": "EWC (told)",
+    "vcl": "VCL (told)",
+    "sgd": "SGD",
+    "adam": "Adam",
+}
+MODES = {"single": "single networks", "average": "averaged probabilities", "mean": "mean weights"}
+# The two folders that hold BGD's runs for tables 1 and 2, and what differs between them.
+EARLIER, LATER = "earlier/bgd-mnist", "bgd-mnist"
+RULES = {EARLIER: "paper's rule", LATER: "η 1.8 and a temperature"}
+CRITERIA = {EARLIER: "first criterion", LATER: "second criterion"}
+
+Record = dict[str, Any]
+Runs = Mapping[tuple[str, str], list[Record]]
+Cell = Callable[[list[Record]], str]
+
+
+def load(folder: Path, study: str) -> Runs:
+    """The finished runs of a study by setting and method, methods in the order of ``NAMES``; no trials."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for path in sorted((folder / study).glob("*.json")):
+        record = json.loads(path.read_text())
+        if record["trial"] is None:
+            found.setdefault((record["setting"], record["method"]), []).append(record)
+    order = list(NAMES)
+    return dict(sorted(found.items(), key=lambda item: (order.index(item[0][1]), item[0][0])))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
+
+
+# Cells: text from the runs of one method in one setting.
+
+
+def spread(values: Iterable[float], digits: int, scale: float = 1.0) -> str:
+    """A mean, with the standard deviation over seeds if there are several: "1.75 ± 0.07"."""
+    found = [scale * value for value in values]
+    text = f"{mean(found):.{digits}f}"
+    return f"{text} ± {stdev(found):.{digits}f}" if len(found) > 1 else text
+
+
+def lengths(records: Iterable[Record]) -> str:
+    """How long the runs of a method were, by setting where that differs: "600 / 300 epochs, 3 seeds"."""
+    found = list(records)
+    epochs = {record["setting"]: str(record["config"]["epochs"]) for record in found}
+    text = " / ".join(epochs.values() if len(set(epochs.values())) > 1 else set(epochs.values()))
+    seeds = len({record["seed"] for record in found})
+    return f"{text} epochs, {seeds} seed{'s' if seeds > 1 else ''}"
+
+
+def error(mode: str) -> Cell:
+    """Test error in per cent by one way of inference."""
+    return lambda records: spread((record["metrics"]["errors"][mode] for record in records), 2, 100)
+
+
+def accuracy(records: list[Record]) -> str:
+    """Accuracy in per cent; of a stream, the average over all tasks after the last."""
+    return spread((record["metrics"]["accuracy"] for record in records), 1, 100)
+
+
+def calibration(records: list[Record]) -> str:
+    """Accuracy in per cent, NLL and ECE: "85.8, 0.416, 0.012"."""
+    nll, ece = (spread((record["metrics"][key] for record in records), 3) for key in ("nll", "ece"))
+    return f"{accuracy(records)}, {nll}, {ece}"
+
+
+def pruned(records: list[Record], fraction: float) -> tuple[str, str, str]:
+    """Errors of single networks in per cent before and after pruning, and the ratio of the two."""
+    curves = [record["metrics"]["pruning"]["single"] for record in records]
+    before = [curve["unpruned"] for curve in curves]
+    after = [curve["errors"][curve["fractions"].index(fraction)] for curve in curves]
+    ratios = [large / small for large, small in zip(after, before, strict=True)]
+    return spread(before, 2, 100), spread(after, 2, 100), spread(ratios, 2)
+
+
+def by_setting(found: Runs, settings: Sequence[str], cell: Cell) -> dict[str, str]:
+    """For every method with runs in one of the settings: its cells, joined by slashes."""
+    return {
+        method: " / ".join(
+            cell(found[setting, method]) if (setting, method) in found else "–" for setting in settings
+        )
+        for method in NAMES
+        if any((setting, method) in found for setting in settings)
+    }
+
+
+def beside(cells: Mapping[str, str], ours: str) -> str:
+    """All methods but ours, with their cells."""
+    return "; ".join(f"{NAMES[method]} {cell}" for method, cell in cells.items() if method != ours)
+
+
+def together(by_name: Mapping[str, list[Record]]) -> str:
+    """The lengths of several methods' runs, those of equal length together."""
+    groups: dict[str, list[str]] = {}
+    for name, records in by_name.items():
+        groups.setdefault(lengths(records), []).append(name)
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "; ".join(f"{', '.join(names)}: {length}" for length, names in groups.items())
+
+
+def by_method(found: Runs, settings: Sequence[str]) -> dict[str, list[Record]]:
+    """All runs in these settings, by the method's name."""
+    return {
+        NAMES[method]: [run for setting in settings for run in found.get((setting, method), [])]
+        for method in by_setting(found, settings, lengths)
+    }
+
+
+# The tables of docs/results.md.
+
+
+def table1(folder: Path = RECORDS) -> str:
+    """Table 1 of the BGD paper: test errors of MLPs on MNIST."""
+    paper = EXPERIMENTS["bgd-table1"].paper
+    rows = [
+        [f"paper's {NAMES[method]}", *(paper[width, method] for width in WIDTHS), ""]
+        for method in ("bgd", "bbb", "sgd")
+    ]
+    for study, rule in RULES.items():
+        found = load(folder, study)
+        for mode, how in MODES.items():
+            for method in by_setting(found, WIDTHS, error(mode)):
+                if method == "sgd" and mode != "mean":
+                    continue  # without a posterior all ways of inference are one
+                name = f"BGD, {rule}" if method == "bgd" else NAMES[method]
+                cells = [error(mode)(found[width, method]) for width in WIDTHS]
+                length = lengths(record for width in WIDTHS for record in found[width, method])
+                rows.append([name if method == "sgd" else f"{name}: {how}", *cells, length])
+    return table(["test error, %", *(f"2×{width}" for width in WIDTHS), "runs"], rows)
+
+
+def pruning(folder: Path = RECORDS) -> str:
+    """Tables 2 and 3 of the BGD paper: errors of single networks after pruning."""
+    rows = []
+    for study, name, fraction in (
+        (EARLIER, "bgd-table2", 0.95),
+        (LATER, "bgd-table2", 0.95),
+        ("bgd-cifar10", "bgd-table3", 0.9),
+    ):
+        paper = EXPERIMENTS[name].paper
+        for (setting, method), records in load(folder, study).items():
+            if not setting.startswith(("1200", "vgg11")):
+                continue
+            how = ""
+            if method == "bgd" and study in RULES:
+                how = f", {(CRITERIA if setting.endswith('to prune') else RULES)[study]}"
+            rows.append(
+                [
+                    f"{NAMES[method]}, {setting}{how}",
+                    f"{100 * fraction:.0f} %",
+                    *pruned(records, fraction),
+                    paper.get((setting, method), "–"),
+                    lengths(records),
+                ]
+            )
+    return table(["net", "removed", "error before, %", "after, %", "ratio", "paper's ratio", "runs"], rows)
+
+
+def permuted(folder: Path = RECORDS) -> str:
+    """Ten permuted tasks in a row: average accuracy after the last, by net and method."""
+    rows = []
+    for study in ("bgd-permuted", "vogn-permuted"):
+        found = load(folder, study)
+        for setting, method in sorted(found, key=lambda key: (int(key[0].split()[0]), key[0])):
+            records = found[setting, method]
+            rows.append([f"2×{setting}", NAMES[method], accuracy(records), lengths(records)])
+    return table(["net", "method", "average accuracy, %", "runs (epochs a task)"], rows)
+
+
+def vogn(folder: Path = RECORDS) -> str:
+    """The VOGN paper's table on CIFAR-10, with every method that was run."""
+    found = load(folder, "vogn-cifar10")
+    rows = [
+        [
+            setting,
+            NAMES[method],
+            calibration(found[setting, method]),
+            printed(setting, method),
+            lengths(found[setting, method]),
+        ]
+        for setting in ("lenet5", "alexnet", "alexnet unaugmented", "resnet18")
+        for method in NAMES
+        if (setting, method) in found
+    ]
+    return table(["net", "method", "accuracy in %, NLL, ECE", "paper", "runs"], rows)
+
+
+def printed(setting: str, method: str) -> str:
+    """The VOGN paper's accuracy, NLL and ECE; its table has other columns too."""
+    cell = EXPERIMENTS["vogn-table"].paper.get((setting, method))
+    return "–" if cell is None else ", ".join(cell.split(" / ")[1:4])
+
+
+def five_epochs(folder: Path = RECORDS) -> str:
+    """Five epochs of MNIST by ``posterity train`` and ``posterity evaluate`` with their defaults."""
+    rows = []
+    for method in ("bgd", "ivon", "vogn", "bbb"):
+        place = folder / "mnist-5-epochs" / method
+        config = json.loads((place / "config.json").read_text())
+        found = json.loads((place / "evaluation.json").read_text())
+        epochs = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        average = found["modes"]["average"]
+        rows.append(
+            [
+                f"`{method}` (K = {config['samples']})",
+                f"{100 * (1 - average['accuracy']):.2f} %",
+                f"{average['nll']:.4f}",
+                f"{average['ece']:.4f}",
+                f"{found['ood']['mutual_information']['auroc']:.3f}",
+                f"{mean(epoch['seconds'] for epoch in epochs):.0f}",
+            ]
+        )
+    return table(["`posterity train --method …`", "error", "NLL", "ECE", "AUROC", "s / epoch"], rows)

@@ -1,0 +1,96 @@
+"""README and docs: short, without dead links, and their Python runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import posterity
+from posterity_lab import bench
+
+ROOT = bench.FOLDER.parent
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs a checkout")
+
+
+def test_readme_has_at_most_120_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_point_to_files_and_headings(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (fragment and fragment not in anchors(target)):
+            dead.append(link)
+    assert not dead
+
+
+def blocks(page: Path) -> list[str]:
+    """A page's Python, in order; of a diff, what it leads to."""
+    found = re.findall(r"^```(python|diff)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [
+        re.sub(r"^[+ ]", "", re.sub(r"^-.*\n", "", code, flags=re.MULTILINE), flags=re.MULTILINE)
+        if kind == "diff"
+        else code
+        for kind, code in found
+    ]
+
+
+def names() -> dict[str, Any]:
+    """What the pages take for given."""
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    data = TensorDataset(x, y)
+    factors = (torch.eye(3), torch.eye(5))
+    return {
+        "F": F,
+        "posterity": posterity,
+        "torch": torch,
+        "model": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
+        "net": nn.Linear(4, 3),
+        "data": data,
+        "loader": DataLoader(data, batch_size=8),
+        "x": x,
+        "y": y,
+        "x_new": x,
+        "y_new": y,
+        "weight": torch.zeros(3, 4),
+        "bias": torch.zeros(3),
+        "chol_u": factors[0],
+        "chol_v": factors[1],
+        "s": factors[0],
+        "a": factors[1],
+        "num_data": 16,
+        "temperature": 1.0,
+    }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/conventions.md"])
+def test_python_in_the_documents_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = names()
+    code = blocks(ROOT / page)
+    assert len(code) >= 4
+    for block in code:
+        exec(compile(block, page, "exec"), given)

@@ -18,10 +18,10 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def make(name: str, model: nn.Module) -> posterity.VariationalOptimizer:
+def make(name: str, model: nn.Module, mc_samples: int = 4) -> posterity.VariationalOptimizer:
     if name == "bgd":
-        return posterity.BGD(model, std_init=0.05, mc_samples=4, batch_size=32)
-    return posterity.IVON(model, num_data=1000, mc_samples=4)
+        return posterity.BGD(model, std_init=0.05, mc_samples=mc_samples, batch_size=32, seed=0)
+    return posterity.IVON(model, num_data=1000, mc_samples=mc_samples, seed=0)
 
 
 def net() -> nn.Sequential:
@@ -199,7 +199,7 @@ def test_a_nan_in_an_eager_step_moves_nothing_and_is_raised_by_the_next_call(nam
     bad = x.clone()
     bad[0, 0] = torch.nan
     model, twin = net(), net()
-    opt, other = make(name, model), make(name, twin)
+    opt, other = make(name, model, 1), make(name, twin, 1)
 
     def by_context(x: Tensor, model: nn.Module = model, opt: posterity.VariationalOptimizer = opt) -> None:
         opt.zero_grad()
@@ -231,7 +231,7 @@ def test_a_nan_in_an_eager_step_moves_nothing_and_is_raised_by_the_next_call(nam
 def test_an_eager_step_does_not_wait_for_the_device() -> None:
     x, y = X.cuda(), Y.cuda()
     model = net()
-    opt = make("ivon", model)
+    opt = make("ivon", model, 1)
 
     def step() -> None:
         opt.zero_grad()
@@ -258,7 +258,7 @@ def test_gradients_that_lie_apart_are_summed_as_those_end_to_end(samples: int) -
     results = []
     for apart in (True, False):
         model = net()
-        opt = make("ivon", model)
+        opt = make("ivon", model, samples)
         for _ in range(5):
             for _ in range(samples):
                 with opt.sampled_params():

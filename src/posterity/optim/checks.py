@@ -190,9 +190,10 @@ class Verdict:
         self._curvature, self._layers, self._pairs = sums.curvature, list(sums.layers), len(pairs)
         factors = [factor for each in sums.layers.values() for factor in (each.A, each.S)]
         if factors:
-            pairs.append(torch.stack(torch._foreach_norm(factors, math.inf)).to(pairs[0]))
-        device = pairs[0].device if pairs else torch.device("cpu")
-        parts = [*pairs, *(loss.reshape(1).to(device) for loss in sums.losses)]
+            pairs.append(torch.stack(torch._foreach_norm(factors, math.inf)))
+        parts = [*pairs, *(loss.reshape(1) for loss in sums.losses)]
+        if len({each.device for each in parts}) > 1:
+            parts = [each.cpu() for each in parts]
         numbers = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(1)
         self.ok, self._read, self._losses = finite(numbers), sent(numbers), len(sums.losses)
 

@@ -116,7 +116,7 @@ def test_an_optimiser_follows_parameters_that_move_inside_and_after_a_context(
     monkeypatch.setattr(state_module, "kernels", SimpleNamespace(transfer=transfer))
     model = nn.Linear(3, 2)
     opt = IVON(model, num_data=10)
-    for slab in opt.flat_groups():
+    for slab in opt.cache.groups():
         slab._fused = True
     means = model.weight.detach().clone()
     with opt.sampled_params():

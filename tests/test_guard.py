@@ -27,7 +27,7 @@ rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures
 
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "runs_ahead_of", lambda devices: next(iter(devices)))
+    monkeypatch.setattr(optimizer, "runs_ahead_of", lambda devices: True)
 
 
 def complete(model: nn.Module, opt: posterity.VariationalOptimizer) -> dict[str, Tensor]:
@@ -184,11 +184,11 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 
 
 def test_parameters_on_one_gpu_are_run_ahead_of() -> None:
-    def ahead(*devices: str) -> torch.device | None:
+    def ahead(*devices: str) -> bool:
         return runs_ahead_of({torch.device(device) for device in devices})
 
-    assert ahead("cuda:0", "cuda:0") == torch.device("cuda:0")
-    assert ahead("cpu") is ahead("cuda:0", "cuda:1") is ahead("cpu", "cuda:0") is ahead() is None
+    assert ahead("cuda:0", "cuda:0")
+    assert not any((ahead("cpu"), ahead("cuda:0", "cuda:1"), ahead("cpu", "cuda:0"), ahead()))
 
 
 def test_rules_with_matrices_are_waited_for() -> None:

@@ -102,7 +102,7 @@ def test_what_is_not_finite_moves_nothing_and_is_raised(make: Make, dtype: torch
         step(x, Y)
 
     def values() -> dict[str, Tensor]:
-        tensors = {f"{i}": value for i, value in enumerate(opt.state_tensors()) if value.is_floating_point()}
+        tensors = {f"{i}": value for i, value in enumerate(opt.cache.tensors()) if value.is_floating_point()}
         return {key: value.clone() for key, value in {**model.state_dict(), **tensors}.items()}
 
     before = values()

@@ -92,7 +92,7 @@ def test_a_bad_batch_in_a_graph_moves_nothing_and_is_raised(
     step = posterity.compile_step(model, loss_fn, opt)
     for _ in range(4):
         step(x, y)
-    tensors = [*model.state_dict().values(), *(each for each in opt.state_tensors() if each.is_cuda)]
+    tensors = [*model.state_dict().values(), *(each for each in opt.cache.tensors() if each.is_cuda)]
     before = [each.clone() for each in tensors]
     step(torch.full_like(x, torch.nan), y)
     torch.cuda.synchronize()

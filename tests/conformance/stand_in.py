@@ -42,7 +42,7 @@ class Graph(cuda_graph.Graph):  # type: ignore[misc]
         opt = self.step.optimizer
         self.replays.append(opt.param_groups[0]["steps"])
         held = {p: grad for p, grad, _ in self.grads}
-        counts = [step.clone() for flat in opt.flat_groups() for step in flat.steps]
+        counts = [step.clone() for flat in opt.cache.groups() for step in flat.steps]
         shown = {p: p.grad for p in self.params}
         entries = [{key: group[key] for key in (*opt.scheduled, "steps")} for group in opt.param_groups]
         eager, opt.numbers = opt.numbers, self.numbers
@@ -59,7 +59,7 @@ class Graph(cuda_graph.Graph):  # type: ignore[misc]
             opt.numbers = eager
             for group, values in zip(opt.param_groups, entries, strict=True):
                 group.update(values)
-            steps = [step for flat in opt.flat_groups() for step in flat.steps]
+            steps = [step for flat in opt.cache.groups() for step in flat.steps]
             for step, before in zip(steps, counts, strict=True):
                 step.copy_(before)
             for p, grad in shown.items():

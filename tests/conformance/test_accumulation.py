@@ -176,7 +176,7 @@ def test_a_dropped_cache_changes_nothing(rule: Rule) -> None:
         for _ in range(3):
             by_context(model, opt)
             if drop:
-                opt._flat_groups = []
+                opt.cache.drop()
         results.append(everything(model, opt))
     assert same(*results)
 

@@ -163,10 +163,14 @@ class Matrices:
 
     def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, State], keys: Sequence[str]) -> None:
         self._groups, self._states, self._keys = groups, states, keys
+        self.renew()
+
+    def renew(self) -> None:
+        """Look up the blocks again, where states were replaced."""
         self._blocks: list[Block] = []
-        if any(group.get("blocks") for group in groups):
+        if any(group.get("blocks") for group in self._groups):
             parts = self._parts()
-            self._blocks = [_block(names, parts) for group in groups for names in group["blocks"]]
+            self._blocks = [_block(names, parts) for group in self._groups for names in group["blocks"]]
 
     def by_name(self) -> dict[str, Block]:
         """The blocks, by the name of each of their parameters."""

@@ -8,11 +8,10 @@ method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain, count
-from operator import is_
+from itertools import chain
 from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
 
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.names import NameFilter, select
-from posterity.optim.adam import ADAM, adam_init
+from posterity.optim.adam import ADAM
 from posterity.optim.checks import (
     GradientLedger,
     LossWatch,
@@ -45,7 +44,7 @@ from posterity.optim.groups import (
 )
 from posterity.optim.matrices import Matrices, Moving
 from posterity.optim.saved import refuse_mismatch, saved_states, states_from
-from posterity.optim.state import FlatGroup, Group, State, flat_groups, mean_of, members, state_dtype, zero
+from posterity.optim.state import FlatGroup, Group, State, StateCache, members, state_dtype
 from posterity.optim.statistics import Accumulator, Statistics
 from posterity.optim.step import HostNumbers, Numbers, apply, one_sample
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
@@ -53,7 +52,6 @@ from posterity.posterior.factorised import Key
 
 # Numbers of samples that are drawn to look, not to learn: far from those of any step.
 _PEEKS = 1 << 30
-_generations = count()
 
 
 class Waits(Protocol):
@@ -129,7 +127,6 @@ class VariationalOptimizer(Optimizer, ABC):
         if self.matrices:
             shared["blocks"] = ()  # which tensors are one, once their layers have reported
         entries = self.without_noise if deterministic_lr is None else None
-        self._flat_groups: list[FlatGroup] = []
         super().__init__(split_groups(groups, chosen, entries), {**defaults, **shared})
         self.__setstate__({})
 
@@ -281,15 +278,15 @@ class VariationalOptimizer(Optimizer, ABC):
         self.settle_step()
         self.sums.finish()
         verdict = Verdict(self.sums)
-        if self.ahead_of is None:
+        # What may fail in the middle of a step is not for a device alone to judge.
+        waits = bool(self.matrices) or not runs_ahead_of(self.cache.devices)
+        if waits:
             verdict.report(self.watch, bad_gradient(self._named()))
-        self.ok = None if self.ahead_of is None else verdict.ok
-        for flat in self._flat_groups:  # a user may have changed weights since the draw
-            flat.locate()
-            flat.read()
+        self.ok = None if waits else verdict.ok
+        self.cache.reread()
         self.buffers.undo_unless(self.ok)
         moved = apply(self, sizes, self.ok)
-        if self.ahead_of is not None:
+        if not waits:
             self._pending = verdict, moved
         self.advance()
 
@@ -332,7 +329,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.check_changed()
         self.settle()
         leaves: dict[Key, Leaf] = {}
-        self.flat_groups()
+        self.cache.groups()
         within, called = self.blocks.by_name(), self._names_in(model)
         for name, p, group in self._stochastic():
             block, state = within.get(name), self.state[p]
@@ -380,9 +377,9 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
-        if self._flat_groups and self.sums.samples:
-            raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
-        if self._flat_groups:
+        if hasattr(self, "sums"):  # else it is being built
+            if self.sums.samples:
+                raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
             self.settle()
         defaults = self.defaults
         if param_group.get("deterministic") and self._deterministic_lr is not None:
@@ -393,7 +390,8 @@ class VariationalOptimizer(Optimizer, ABC):
         group = checked_group({**defaults, **param_group}, self.param_groups)
         self._check([*self.param_groups, group])
         super().add_param_group(group)
-        self._flat_groups = []
+        if hasattr(self, "cache"):
+            self.cache.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to resume from."""
@@ -430,8 +428,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by unpickling, copying and ``load_state_dict`` alike: pending samples are dropped."""
         super().__setstate__(state)
-        self._flat_groups = []
-        self._held: list[Tensor] = []  # all of the state, when it was last cached
+        self.cache = StateCache(self)
         self.blocks = Matrices(self.param_groups, self.state, self.matrices)
         self.sums = Accumulator()
         self.numbers: Numbers = HostNumbers(self.param_groups)
@@ -441,11 +438,9 @@ class VariationalOptimizer(Optimizer, ABC):
         self.watch = LossWatch(type(self).__name__)
         self.graphs: WeakSet[Waits] = WeakSet()
         self.entered: int | None = None  # how often a context was entered again inside itself
-        self.ahead_of: torch.device | None = None  # a device whose verdicts the host does not wait for
         self.ok = self._pending = None
         self._peeks = 0  # sampling contexts without gradients
         self._ledger = GradientLedger()
-        self._generation = next(_generations)
         self._checked = self._entries_now()
         self.reset()
 
@@ -531,58 +526,7 @@ class VariationalOptimizer(Optimizer, ABC):
         for graph in list(self.graphs):
             graph.wait()
 
-    # Where state lies.
 
-    @property
-    def generation(self) -> int:
-        """A number that is new whenever state lies elsewhere than before: captured steps hold on to it."""
-        self.flat_groups()
-        return self._generation
-
-    def flat_groups(self) -> Sequence[FlatGroup]:
-        """Parameters and state end to end, after giving a state to parameters that have none."""
-        held = self.state_tensors()
-        if (
-            self._flat_groups
-            and len(held) == len(self._held)
-            and all(map(is_, held, self._held))
-            and all(flat.locate() for flat in self._flat_groups)
-        ):
-            for flat in self._flat_groups:
-                if not flat.current():  # a user has changed state in place
-                    flat.load()
-            return self._flat_groups
-        self.settle_step()  # it would uncount steps of these groups
-        with torch.inference_mode(False), torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self._begin(p, self.state[p], group)
-            self._flat_groups = list(flat_groups(self.param_groups, self.state, self.matrices))
-        self.blocks = Matrices(self.param_groups, self.state, self.matrices)
-        self._held = self.state_tensors()
-        devices = {flat.device for flat in self._flat_groups}
-        # What may fail in the middle of a step is not for a device alone to judge.
-        self.ahead_of = None if self.matrices else runs_ahead_of(devices)
-        self._generation = next(_generations)
-        return self._flat_groups
-
-    def _begin(self, p: Tensor, state: State, group: Group) -> None:
-        """Give a parameter its state, if it has none, and one in half precision its mean."""
-        if state_dtype(p) == p.dtype:
-            state.pop("mean", None)  # of when it was in half precision
-        elif "mean" not in state:
-            state["mean"] = mean_of(p)
-        if "step" not in state:
-            state["step"] = zero()
-            mean = mean_of(p)
-            state.update(adam_init(mean) if self.by_adam(group) else self.init(mean, None, group))
-
-    def state_tensors(self) -> list[Tensor]:
-        """All tensors of the state."""
-        return list(chain.from_iterable(map(dict.values, self.state.values())))
-
-
-def runs_ahead_of(devices: set[torch.device]) -> torch.device | None:
-    """The device that a host can run ahead of: a GPU that has all parameters."""
-    device = next(iter(devices)) if len(devices) == 1 else None
-    return device if device is not None and device.type == "cuda" else None
+def runs_ahead_of(devices: Collection[torch.device]) -> bool:
+    """Whether a host need not wait for verdicts: all parameters are on one GPU."""
+    return len(devices) == 1 and all(device.type == "cuda" for device in devices)

@@ -10,14 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
-from typing import Any, TypeAlias, final
+from itertools import chain, count
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+from weakref import proxy
 
 import torch
 from torch import Tensor
 
 from posterity.layout import Layout
 from posterity.noise import Room, addresses, alike, kernels
+from posterity.optim.adam import adam_init
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
 
 Group: TypeAlias = dict[str, Any]
 State: TypeAlias = dict[str, Tensor]
@@ -25,6 +31,7 @@ State: TypeAlias = dict[str, Tensor]
 # Numbers of each buffer that a rule works on at once on a CPU.
 _IN_CACHE = 1 << 16
 _version = attrgetter("_version")
+_generations = count()
 
 
 @final
@@ -221,17 +228,90 @@ class FlatGroup:
             yield from ((0, slice(start, start + _IN_CACHE)) for start in starts)
 
 
-def flat_groups(
-    groups: Sequence[Group], states: Mapping[Tensor, State], apart: Collection[str] = ()
-) -> Iterator[FlatGroup]:
-    """The flat groups of an optimiser whose parameters all have their state; see :class:`FlatGroup`."""
-    for number, group in enumerate(groups):
-        similar: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
-        for name, p in members(group):
-            keys = sorted(states[p].keys() - set(apart))
-            similar.setdefault((p.device, p.dtype, *keys), []).append((name, p))
-        for pairs in similar.values():
-            yield FlatGroup(number, [name for name, _ in pairs], [p for _, p in pairs], states, apart)
+@final
+class StateCache:
+    """All flat groups of an optimiser, made anew whenever its state lies elsewhere than before.
+
+    Args:
+        opt: The optimiser.
+    """
+
+    def __init__(self, opt: VariationalOptimizer) -> None:
+        self._opt: VariationalOptimizer = proxy(opt)  # a circle would keep both in a GPU's memory
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget everything; nothing is lost."""
+        self._groups: list[FlatGroup] = []
+        self._held: list[Tensor] = []  # all of the state, when it was last cached
+        self._generation = next(_generations)
+
+    @property
+    def generation(self) -> int:
+        """A number that is new whenever state lies elsewhere: captured steps hold on to it."""
+        self.groups()
+        return self._generation
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where parameters are."""
+        return {flat.device for flat in self._groups}
+
+    def groups(self) -> Sequence[FlatGroup]:
+        """Parameters and state end to end, after giving a state to parameters that have none."""
+        opt, held = self._opt, self.tensors()
+        if (
+            self._groups
+            and len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and all(flat.locate() for flat in self._groups)
+        ):
+            for flat in self._groups:
+                if not flat.current():  # a user has changed state in place
+                    flat.load()
+            return self._groups
+        opt.settle_step()  # it would uncount steps of these groups
+        with torch.inference_mode(False), torch.no_grad():
+            for group in opt.param_groups:
+                for p in group["params"]:
+                    self._begin(p, opt.state[p], group)
+            self._groups = list(self._made())
+        opt.blocks.renew()
+        self._held = self.tensors()
+        self._generation = next(_generations)
+        return self._groups
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the state."""
+        return list(chain.from_iterable(map(dict.values, self._opt.state.values())))
+
+    def reread(self) -> None:
+        """Look at the parameters again, which a user may have changed since weights were drawn."""
+        for flat in self._groups:
+            flat.locate()
+            flat.read()
+
+    def _begin(self, p: Tensor, state: State, group: Group) -> None:
+        """Give a parameter its state, if it has none, and one in half precision its mean."""
+        if state_dtype(p) == p.dtype:
+            state.pop("mean", None)  # of when it was in half precision
+        elif "mean" not in state:
+            state["mean"] = _mean(p)
+        if "step" not in state:
+            state["step"] = zero()
+            rule, mean = self._opt, _mean(p)
+            state.update(adam_init(mean) if rule.by_adam(group) else rule.init(mean, None, group))
+
+    def _made(self) -> Iterator[FlatGroup]:
+        """The flat groups of an optimiser whose parameters all have their state."""
+        states, apart = self._opt.state, self._opt.matrices
+        for number, group in enumerate(self._opt.param_groups):
+            similar: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
+            for name, p in members(group):
+                keys = sorted(states[p].keys() - set(apart))
+                similar.setdefault((p.device, p.dtype, *keys), []).append((name, p))
+            for pairs in similar.values():
+                yield FlatGroup(number, [name for name, _ in pairs], [p for _, p in pairs], states, apart)
 
 
 def members(group: Group) -> Iterator[tuple[str, Tensor]]:
@@ -244,7 +324,7 @@ def state_dtype(p: Tensor) -> torch.dtype:
     return torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
 
 
-def mean_of(p: Tensor) -> Tensor:
+def _mean(p: Tensor) -> Tensor:
     """A copy of a parameter in the posterior's precision, contiguous as all state is."""
     return p.detach().to(state_dtype(p), copy=True, memory_format=torch.contiguous_format)
 

@@ -110,7 +110,7 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
         weight: Of each in the statistics.
     """
     drawn, numbers = [], opt.numbers
-    for flat in opt.flat_groups():
+    for flat in opt.cache.groups():
         flat.read()
         group = numbers.groups[flat.number]
         if group["deterministic"] or not opt.draws:
@@ -265,7 +265,7 @@ def absorb(
     sums, collector, params = opt.sums, opt.collector, opt.parameters()
     found = {p: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
     by_group = [
-        (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.flat_groups()
+        (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.cache.groups()
     ]
     noises = {each.group: each.noise for each in drawn if collector is None}
     reports = collector if due(opt.param_groups[0]) else None

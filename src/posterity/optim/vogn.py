@@ -200,7 +200,7 @@ class GaussNewton(VariationalOptimizer):
         self.refuse_inside("hand_over()")
         self.check_changed()
         self.settle()
-        self.flat_groups()
+        self.cache.groups()
         for p in self.parameters():
             self.state[p]["momentum"].zero_()
         for _, p, group in self._stochastic():

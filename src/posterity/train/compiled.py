@@ -129,7 +129,7 @@ class CapturedStep:
 
     def _has_room(self) -> bool:
         """Whether one more graph may be made, after those that nobody has used for long have gone."""
-        generation = self.step.optimizer.generation
+        generation = self.step.optimizer.cache.generation
         for key, graph in list(self._graphs.items()):
             old = graph.generation != generation or graph.stale()
             if old or (len(self._graphs) >= _GRAPHS and self._calls - graph.used > _LONG):
@@ -156,7 +156,7 @@ class CapturedStep:
                 for each in part._buffers.values()
                 if each is not None
             ),
-            opt.generation,
+            opt.cache.generation,
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
             tuple(

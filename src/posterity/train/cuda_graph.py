@@ -91,7 +91,7 @@ class Graph:
         self.step = step
         opt = step.optimizer
         device = opt.param_groups[0]["params"][0].device
-        opt.flat_groups()  # makes sure that every parameter has its state
+        opt.cache.groups()  # makes sure that every parameter has its state
         self.params = opt.parameters()
         self.numbers = DeviceNumbers(opt, device)
         tensors, self.form = flat_batch(batch)
@@ -100,7 +100,7 @@ class Graph:
         self.host_loss = torch.zeros(()).pin_memory()
         self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
         self.keeper = buffers.Keeper(step.target)
-        self.generation, self.used = opt.generation, 0
+        self.generation, self.used = opt.cache.generation, 0
         before = self._snapshot()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -120,7 +120,7 @@ class Graph:
             self.unused = [p for p in self.params if p.grad is None]
             self.moved = [
                 (flat, [i for i, p in enumerate(flat.params) if p.grad is not None])
-                for flat in opt.flat_groups()
+                for flat in opt.cache.groups()
             ]
         finally:
             opt.numbers = eager
@@ -197,7 +197,7 @@ class Graph:
     def _snapshot(self) -> list[tuple[Tensor, Tensor]]:
         tensors = [
             *self.params,
-            *self.step.optimizer.state_tensors(),
+            *self.step.optimizer.cache.tensors(),
             *buffers.writable(self.step.target).values(),
         ]
         return [(tensor, tensor.detach().clone()) for tensor in tensors]
@@ -206,7 +206,7 @@ class Graph:
     def _restore(self, before: list[tuple[Tensor, Tensor]]) -> None:
         for tensor, value in before:
             tensor.copy_(value)
-        for flat in self.step.optimizer.flat_groups():
+        for flat in self.step.optimizer.cache.groups():
             flat.load()
 
 

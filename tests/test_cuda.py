@@ -20,8 +20,8 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def make(name: str, model: nn.Module) -> posterity.VariationalOptimizer:
     if name == "bgd":
-        return posterity.BGD(model, std_init=0.05, mc_samples=4, batch_size=32)
-    return posterity.IVON(model, num_data=1000, mc_samples=4)
+        return posterity.BGD(model, std_init=0.05, mc_samples=4, batch_size=32, seed=0)
+    return posterity.IVON(model, num_data=1000, mc_samples=4, seed=0)
 
 
 def net() -> nn.Sequential:

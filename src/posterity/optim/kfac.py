@@ -187,7 +187,8 @@ class NoisyKFAC(KroneckerNewton):
         keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
         mc_samples: Weight samples per step.
         deterministic: Filter of names that get no posterior and no prior; the same rule trains them.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise; by default one number from torch's generator, see
+            :class:`~posterity.optim.VariationalOptimizer`.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -217,7 +218,7 @@ class NoisyKFAC(KroneckerNewton):
         keep_velocity: bool = False,
         mc_samples: int = 1,
         deterministic: NameFilter = (),
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             params,

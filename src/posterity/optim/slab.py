@@ -10,7 +10,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from posterity.layout import Layout
+from posterity.flat import Layout
 from posterity.noise import Room, addresses, alike, kernels
 from posterity.optim.groups import Group, members
 from posterity.optim.statistics import state_dtype

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posterity.names import NameFilter, select
+from posterity.noise import new_seed
 from posterity.optim.checkpoint import refuse_mismatch, saved_states
 from posterity.optim.engine import Engine
 from posterity.optim.entries import refuse_misspelt
@@ -41,7 +42,8 @@ class VariationalOptimizer(Engine):
         params: A module, or what torch.optim takes: (named) parameters or groups of them.
         defaults: The method's hyper-parameters, for groups that do not set their own.
         mc_samples: Weight samples per ``step(closure)``.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
+            layer is built; training never draws from it.
         deterministic: Filter of parameter names that get no posterior; Adam trains them, or the rule itself.
         deterministic_lr: Adam's learning rate for those.
 
@@ -65,7 +67,7 @@ class VariationalOptimizer(Engine):
         defaults: Group,
         *,
         mc_samples: int,
-        seed: int,
+        seed: int | None,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
     ) -> None:
@@ -73,7 +75,9 @@ class VariationalOptimizer(Engine):
         self._deterministic_lr = deterministic_lr
         groups = named_groups(params)
         chosen = select([name for group in groups for name, _ in group["params"]], deterministic)
-        shared: Group = {"mc_samples": mc_samples, "seed": seed, "steps": 0, "deterministic": False}
+        shared: Group = {"mc_samples": mc_samples, "steps": 0, "deterministic": False}
+        # One for all groups, and saved with them: a resumed run goes on with the noise that it had.
+        shared["seed"] = new_seed() if seed is None else seed
         if self.matrices:
             shared["blocks"] = ()  # which tensors are one, once their layers have told
         super().__init__(split_groups(groups, chosen, self.without_noise), {**defaults, **shared})

@@ -208,7 +208,8 @@ class VOGN(Diagonal):
         mc_samples: Weight samples per step.
         deterministic: Filter of names that get no posterior and no prior (see ``posterity.names_of`` for
             BatchNorm); the same rule trains them, without noise.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise; by default one number from torch's generator, see
+            :class:`~posterity.optim.VariationalOptimizer`.
 
     Example:
         >>> from posterity import warmup
@@ -239,7 +240,7 @@ class VOGN(Diagonal):
         keep_velocity: bool = False,
         mc_samples: int = 1,
         deterministic: NameFilter = (),
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             params,

@@ -111,12 +111,13 @@ def test_a_slice_draws_only_the_chunks_that_it_touches() -> None:
     def chunks(shape: tuple[int, ...], whole: tuple[int, ...], offset: tuple[int, ...]) -> list[int]:
         return sorted(piece.chunk for _, piece in Layout(["a"], [shape], [whole], [offset]).pieces)
 
-    rows = (10 * CHUNK // 64, 64)
-    assert chunks(rows, rows, (0, 0)) == list(range(10))
-    assert chunks((1024, 64), rows, (3 * 1024, 0)) == [3]
-    assert chunks((1024, 64), rows, (3 * 1024 + 1, 0)) == [3, 4]
+    rows = CHUNK // 64  # in a chunk
+    whole = (10 * rows, 64)
+    assert chunks(whole, whole, (0, 0)) == list(range(10))
+    assert chunks((rows, 64), whole, (3 * rows, 0)) == [3]
+    assert chunks((rows, 64), whole, (3 * rows + 1, 0)) == [3, 4]
     assert chunks((2, CHUNK), (2, 4 * CHUNK), (0, CHUNK)) == [1, 5]
-    assert chunks((0, 64), rows, (1024, 0)) == []
+    assert chunks((0, 64), whole, (rows, 0)) == []
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_part_of_a_stack_equals_the_part_alone() -> None:
 @pytest.mark.parametrize("inference", [False, True])
 def test_threads_draw_what_one_would(inference: bool) -> None:
     # More than is worth threads, in more chunks than there are threads.
-    layout = Layout(["a", "b", "c"], [(300, 900), (1000,), (200, 100)])
+    layout = Layout(["a", "b", "c"], [(300, 1500), (1000,), (200, 100)])
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 3):

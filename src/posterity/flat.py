@@ -14,8 +14,8 @@ from torch import Tensor
 
 # Blocks start at multiples of this, so that wide loads are aligned.
 _ALIGN = 64
-# Numbers that a CPU draws from one seed: seeding takes 1 % of the time, and threads have enough to share.
-CHUNK = 1 << 16
+# Numbers that a CPU draws from one seed: in fewer the seeding shows, more leave threads too little to share.
+CHUNK = 1 << 17
 # Numbers that a program of a kernel has: four of each Philox counter, one in every quarter of the tile.
 TILE = 512
 

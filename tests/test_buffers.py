@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from posterity import buffers
 from posterity.buffers import Keeper
-from posterity.layout import Layout
+from posterity.flat import Layout
 
 
 class Odd(nn.Module):

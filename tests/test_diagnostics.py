@@ -15,8 +15,8 @@ from posterity import BGD, IVON, DiagonalGaussian, Factorised, NoisyKFAC, Variat
 from posterity.diagnostics import COLLAPSED, PosteriorWarning, check, histogram, learning_rates
 
 RULES: dict[str, Callable[[nn.Module], VariationalOptimizer]] = {
-    "bgd": lambda model: BGD(model, std_init=0.05, lr=2.0, batch_size=20),
-    "ivon": lambda model: IVON(model, num_data=20, lr=0.3, hess_init=0.5, betas=(0.0, 0.9)),
+    "bgd": lambda model: BGD(model, std_init=0.05, lr=2.0, batch_size=20, seed=0),
+    "ivon": lambda model: IVON(model, num_data=20, lr=0.3, hess_init=0.5, betas=(0.0, 0.9), seed=0),
 }
 
 
@@ -147,9 +147,9 @@ def test_the_rate_is_what_a_step_multiplies_the_gradient_by(rule: str) -> None:
                 p.fill_(0.1)
         # IVON's step uses the Hessian after its own update: with β2 next to 1 that is the one before.
         opt = (
-            BGD(model, lr=2.0, std_init=0.05, mc_samples=1)
+            BGD(model, lr=2.0, std_init=0.05, mc_samples=1, seed=0)
             if rule == "bgd"
-            else IVON(model, num_data=20, betas=(0.0, 1 - 1e-14))
+            else IVON(model, num_data=20, betas=(0.0, 1 - 1e-14), seed=0)
         )
         opt.load_posterior(
             Factorised(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity import IVON
-from posterity.layout import Layout
+from posterity.flat import Layout
 from posterity.optim import state as state_module
 from posterity.optim.state import FlatGroup
 

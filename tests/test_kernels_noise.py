@@ -5,11 +5,13 @@ They run on a GPU, or anywhere in Triton's interpreter: ``TRITON_INTERPRET=1``.
 
 import os
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from posterity.layout import Layout
-from posterity.noise import Noise, addresses
+from posterity.flat import TILE, Layout
+from posterity.noise import Domain, Noise, addresses
 
 pytest.importorskip("triton", reason="needs Triton")
 kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
@@ -20,13 +22,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-# Rows that fill no quarter, a whole number of chunks, a scalar, nothing at all.
+# Less than a quarter of a tile, less than two tiles, whole tiles and a quarter, a scalar, nothing at all.
 SHAPES = [(7, 3), (600,), (64, 4, 3, 3), (), (5,), (0, 4), (17, 1)]
 LAYOUT = Layout([f"block.{i}" for i in range(len(SHAPES))], SHAPES)
 
 
-def noise(samples: range = range(1, 4), step: int = 3) -> Noise:
-    return Noise(samples, LAYOUT, seed=5, step=step, device=DEVICE)
+def noise(samples: range = range(1, 4), step: int = 3, layout: Layout = LAYOUT) -> Noise:
+    return Noise(samples, layout, seed=5, step=step, device=DEVICE)
+
+
+def drawn(layout: Layout, samples: range = range(1, 4)) -> list[Tensor]:
+    return layout.stacked(kernels.normal(noise(samples, layout=layout)), len(samples))
 
 
 def test_normals_are_a_function_of_their_address() -> None:
@@ -36,6 +42,66 @@ def test_normals_are_a_function_of_their_address() -> None:
         assert torch.equal(a[1:], b)
     other = kernels.normal(noise(step=4))
     assert abs(float((LAYOUT.stacked(other, 3)[2] * values[2]).mean())) < 5 / values[2].numel() ** 0.5
+
+
+@pytest.mark.parametrize("whole", [(40, 50), (1300,), (5, 7, 9), (3, 1100), (2 * TILE,), (TILE + 1,), ()])
+def test_a_slice_equals_that_slice_of_the_whole(whole: tuple[int, ...]) -> None:
+    (values,) = drawn(Layout(["a"], [whole]))
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        offset = [int(rng.integers(full + 1)) for full in whole]
+        shape = [int(rng.integers(full - first + 1)) for full, first in zip(whole, offset, strict=True)]
+        layout = Layout(["a"], [shape], [whole], [offset])
+        here = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+        (own,) = drawn(layout)
+        assert torch.equal(own, values[(slice(None), *here)]), (offset, shape)
+        mean, std = torch.rand(2, layout.size, device=DEVICE)
+        (theta,) = layout.stacked(kernels.perturb(noise(layout=layout), mean, std), 3)
+        (m,), (s,) = layout.views(mean), layout.views(std)
+        torch.testing.assert_close(theta, m + s * own)
+        grad = torch.randn(3, *shape, device=DEVICE)
+        sums, poison = torch.zeros(2, layout.size, device=DEVICE), torch.zeros((), device=DEVICE)
+        kernels.moments(noise(layout=layout), range(1, 4), [0], grad, sums, poison, fresh=True)
+        torch.testing.assert_close(layout.views(sums[0])[0], grad.sum(0))
+        torch.testing.assert_close(layout.views(sums[1])[0], (grad * own).sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_shards_together_are_the_whole(axis: int) -> None:
+    shapes = [(40, 50), (7, 300)]
+    found: list[list[Tensor]] = [[], []]
+    for rank in range(4):
+        rows = [range(rank * shape[axis] // 4, (rank + 1) * shape[axis] // 4) for shape in shapes]
+        sizes = [
+            [len(r) if a == axis else shape[a] for a in (0, 1)] for r, shape in zip(rows, shapes, strict=True)
+        ]
+        offsets = [[r.start if a == axis else 0 for a in (0, 1)] for r in rows]
+        for each, own in zip(found, drawn(Layout(["a", "b"], sizes, shapes, offsets)), strict=True):
+            each.append(own)
+    for each, values in zip(found, drawn(Layout(["a", "b"], shapes)), strict=True):
+        assert torch.equal(torch.cat(each, axis + 1), values)
+
+
+def test_a_number_depends_on_its_position_alone() -> None:
+    (values,) = drawn(Layout(["a"], [(40, 50)]))
+    (longer,) = drawn(Layout(["a"], [(5000,)]))
+    assert torch.equal(values.flatten(1), longer[:, :2000])
+
+
+def test_domains_and_seeds_have_normals_of_their_own() -> None:
+    given = [
+        *((domain, 5) for domain in Domain),
+        (Domain.TRAIN, 6),
+        (Domain.TRAIN, -5),
+        (Domain.TRAIN, 1 << 40),
+    ]
+    draws = [
+        kernels.normal(Noise(range(1), LAYOUT, seed=seed, step=3, device=DEVICE, domain=domain))
+        for domain, seed in given
+    ]
+    first = [LAYOUT.stacked(each, 1)[1] for each in draws]
+    for i, one in enumerate(first):
+        assert not any(torch.equal(one, other) for other in first[:i])
 
 
 def test_normals_are_standard_and_independent() -> None:
@@ -48,8 +114,11 @@ def test_normals_are_standard_and_independent() -> None:
         # Each moment within five of its standard errors.
         for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
             assert abs(float((x**power).mean()) - mean) < 5 * (variance / n) ** 0.5
-    quarters = a.view(4, -1)
-    for x, y in [(a, b), *((quarters[i], quarters[j]) for i in range(4) for j in range(i))]:
+    # The four of a counter, neighbours, and tiles next to each other.
+    tiles = a[: n // TILE * TILE].view(-1, 4, TILE // 4)
+    quarters = [quarter.flatten() for quarter in tiles.unbind(1)]
+    lagged = [(a[:-lag], a[lag:]) for lag in (1, TILE // 4, TILE)]
+    for x, y in [(a, b), *lagged, *((quarters[i], quarters[j]) for i in range(4) for j in range(i))]:
         for power in (1, 2):
             product = (x**power - x.pow(power).mean()) * (y**power - y.pow(power).mean())
             assert abs(float(product.mean())) < 5 * float(product.std()) / len(x) ** 0.5

@@ -45,7 +45,7 @@ def make(
     model = model.to("cuda", dtype)
     shared = {"num_data": 1000, "lr": 1e-3, "factors_every": 2, **more}
     opt = (
-        posterity.NoisyKFAC(model, mc_samples=samples, **shared)
+        posterity.NoisyKFAC(model, mc_samples=samples, seed=0, **shared)
         if samples
         else posterity.KFAC(model, **shared)
     )

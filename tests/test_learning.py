@@ -33,7 +33,7 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_bgd(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    opt = posterity.BGD(net, std_init=0.1, mc_samples=5)
+    opt = posterity.BGD(net, std_init=0.1, mc_samples=5, seed=0)
     step = posterity.compile_step(net, loss_fn, opt)
     for batch in batches(x, y):
         step(*batch)
@@ -41,7 +41,7 @@ def by_bgd(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
 
 
 def by_ivon(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    opt = posterity.IVON(net, num_data=len(x), lr=0.3, betas=(0.9, 0.995), hess_init=0.1)
+    opt = posterity.IVON(net, num_data=len(x), lr=0.3, betas=(0.9, 0.995), hess_init=0.1, seed=0)
     for batch in batches(x, y):
         with opt.sampled_params():
             loss_fn(net, *batch).backward()
@@ -50,7 +50,7 @@ def by_ivon(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
 
 
 def by_vogn(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    opt = posterity.VOGN(net, num_data=len(x), lr=3e-3, betas=(0.9, 0.99), mc_samples=2)
+    opt = posterity.VOGN(net, num_data=len(x), lr=3e-3, betas=(0.9, 0.99), mc_samples=2, seed=0)
     step = posterity.compile_step(net, loss_fn, opt)
     temperature = posterity.warmup(len(x) // BATCH, start=0.1)
     for i, batch in enumerate(batches(x, y)):
@@ -68,7 +68,7 @@ def by_ogn(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
 
 
 def by_noisy_kfac(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    opt = posterity.NoisyKFAC(net, num_data=len(x), lr=0.01, mc_samples=2, factors_every=2)
+    opt = posterity.NoisyKFAC(net, num_data=len(x), lr=0.01, mc_samples=2, factors_every=2, seed=0)
     step = posterity.compile_step(net, loss_fn, opt)
     temperature = posterity.warmup(len(x) // BATCH, start=0.1)
     for i, batch in enumerate(batches(x, y)):
@@ -86,7 +86,7 @@ def by_kfac(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
 
 
 def by_backprop(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    model = posterity.variational(net, std_init=0.03)
+    model = posterity.variational(net, std_init=0.03, seed=0)
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     prior = posterity.IsotropicGaussian(0.3)
     for batch in batches(x, y):
@@ -105,8 +105,9 @@ def test_learns_digits_and_knows_what_it_does_not_know(
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     q = method(net, x, y)
     p = posterity.predict(net, q, x_test, samples=20)
-    assert posterity.metrics.accuracy(p.probs, y_test) > 0.93
-    assert posterity.metrics.nll(p.probs, y_test) < 0.25
+    # Over many seeds IVON's accuracies are 0.948 ± 0.012, VOGN's NLLs 0.254 ± 0.018: the worst there are.
+    assert posterity.metrics.accuracy(p.probs, y_test) > 0.91
+    assert posterity.metrics.nll(p.probs, y_test) < 0.31
     noise = posterity.predict(
         net, q, torch.rand(400, 64, generator=torch.Generator().manual_seed(2)), samples=20
     )

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from posterity.layout import Layout
+from posterity.flat import Layout
 from posterity.noise import addresses, kernels
 
 _shape = attrgetter("shape")

@@ -63,7 +63,7 @@ class MCDropout:
         drawn: list[Tensor] = []
         with _masks_of(model) as ran, _borrowed(model, x) as generators:
             for sample in samples:
-                key = noise.address(seed, step, sample, "dropout")
+                key = noise.address(seed, step, sample, "dropout", domain=noise.Domain.DROPOUT)
                 for generator in generators:
                     generator.manual_seed(key)
                 drawn.append(one_pass(model, {}, {}, (x,), {}))

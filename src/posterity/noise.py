@@ -1,8 +1,9 @@
 """Noise that is addressed, not streamed.
 
-Every standard normal that the library draws is a pure function of (seed, step, sample, block). A loop over
-samples, one stacked pass and a captured graph therefore see the same numbers on one device, resuming needs
-two integers, and torch's global generators are never touched.
+Every standard normal that the library draws is a pure function of (domain, seed, step, sample, block,
+position). A loop over samples, one stacked pass and a captured graph therefore see the same numbers on one
+device, a slice of a block can be drawn alone, resuming needs two integers, and torch's global generators are
+never touched.
 
 On a GPU the numbers come from Philox inside the kernels that use them, so noise is made twice and never
 stored; on a CPU, where making it is what costs, it is made once, by all threads, and kept.
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import count
 from operator import index
@@ -21,13 +23,12 @@ from operator import index
 import torch
 from torch import Tensor
 
-from posterity.layout import Layout, single
+from posterity.flat import Layout, Piece, single
 
 try:
-    from posterity import kernels
+    from posterity import kernels as kernels
 except ImportError:  # Triton comes with torch's CUDA builds only
     kernels = None  # type: ignore[assignment]
-__all__ = ["Noise", "Room", "address", "addresses", "alike", "fresh", "kernels", "normal"]
 
 _MASK = (1 << 64) - 1
 # Fewer numbers than this are not worth the threads.
@@ -38,21 +39,35 @@ _WORTH_A_LAUNCH = 1 << 20
 _AT_ONCE = 1 << 25
 
 
-def _mix(z: int) -> int:
-    """The finaliser of splitmix64: neighbouring integers become unrelated ones."""
-    z = (z + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+class Domain(IntEnum):
+    """What noise is for. Equal seeds and steps in two domains give unrelated numbers."""
+
+    TRAIN = 0
+    SAMPLE = 1
+    FRESH = 2
+    LABELS = 3
+    DROPOUT = 4
 
 
-def address(seed: int, step: int, sample: int, block: str) -> int:
+def _mixed(z: int, *parts: int) -> int:
+    """64 bits that depend on a mixed number and all parts in their order, by splitmix64's finaliser."""
+    for part in parts:
+        z = ((z ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    return z
+
+
+@lru_cache(maxsize=256)
+def _key(domain: Domain, seed: int) -> int:
+    """What domain and seed are to kernels: 63 bits, the highest of them set, so that none fits in 32."""
+    return _mixed(0, domain, seed) >> 2 | 1 << 62
+
+
+def address(seed: int, step: int, sample: int, block: str, *, domain: Domain = Domain.TRAIN) -> int:
     """The generator seed that belongs to one draw of one block."""
-    key = zlib.crc32(block.encode())
-    for part in (sample, step, seed):
-        key = _mix(key ^ _mix(index(part) & _MASK))
-    # CPU generators keep 32 bits of a seed, so the well mixed low ones must carry the address.
-    return key & 0x7FFFFFFFFFFFFFFF
+    return _mixed(_key(domain, index(seed)), index(step), index(sample), zlib.crc32(block.encode()))
 
 
 class Noise:
@@ -67,6 +82,7 @@ class Noise:
         device: Where the numbers are wanted.
         dtype: Their type.
         room: Memory to use again; what was drawn into it before is overwritten.
+        domain: What the noise is for.
 
     Example:
         >>> layout = Layout(["fc.weight"], [(3,)])
@@ -87,9 +103,11 @@ class Noise:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         room: Room | None = None,
+        domain: Domain = Domain.TRAIN,
     ) -> None:
         self._room = Room() if room is None else room
-        self.samples, self.layout, self.seed, self.step = samples, layout, index(seed), step
+        self.samples, self.layout, self.step = samples, layout, step
+        self.key = _key(domain, index(seed))
         self.weight = weight
         self.device, self.dtype = torch.device(device), dtype
         on_gpu = self.device.type == "cuda" and kernels is not None
@@ -105,19 +123,21 @@ class Noise:
         if self._philox:
             return kernels.normal(self).to(self.dtype)
         out = self._room("noise", self)
-        rows = [
-            (values, address(self.seed, int(self.step), sample, name))
-            for name, block in zip(
-                self.layout.names, self.layout.stacked(out, len(self.samples)), strict=True
+        key, starts, sizes = _mixed(self.key, int(self.step)), self.layout.starts, self.layout.sizes
+        jobs = [
+            (
+                len(self.samples) * starts[i] + row * sizes[i],
+                piece,
+                _mixed(key, sample, self.layout.hashes[i]),
             )
-            for sample, values in zip(self.samples, block, strict=True)
+            for i, piece in self.layout.pieces
+            for row, sample in enumerate(self.samples)
         ]
         count = torch.get_num_threads() if self.device.type == "cpu" and len(out) > _WORTH_THREADS else 1
-        # Dealt out by size, so that all threads have about as much to do; one of them is this one.
-        rows.sort(key=lambda row: -row[0].numel())
-        shares = [rows[i::count] for i in range(count)]
-        others = [_threads(count - 1, os.getpid()).submit(_fill, share) for share in shares[1:]]
-        _fill(shares[0])
+        # All threads, this one too, take from the same list, so that they end at about the same time.
+        left = iter(jobs)
+        others = [_threads(count - 1, os.getpid()).submit(_fill, out, left) for _ in range(count - 1)]
+        _fill(out, left)
         for other in others:
             other.result()
         return out
@@ -246,10 +266,20 @@ def addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(at, dtype=torch.int64, pin_memory=captured).to(device, non_blocking=True)
 
 
-def _fill(rows: Sequence[tuple[Tensor, int]]) -> None:
-    for values, key in rows:
-        with torch.inference_mode(values.is_inference()):  # a mode belongs to a thread
-            values.normal_(generator=torch.Generator(values.device).manual_seed(key))
+def _fill(out: Tensor, jobs: Iterator[tuple[int, Piece, int]]) -> None:
+    """Draw pieces, each for the block's draw that begins at a place, by its address but for the chunk."""
+    generator = torch.Generator(out.device)
+    with torch.inference_mode(out.is_inference()):  # a mode belongs to a thread
+        for at, (chunk, length, parts), key in jobs:
+            # CPU generators keep 32 bits of a seed: the lowest, which are mixed as well as the others.
+            generator.manual_seed(_mixed(key, chunk))
+            begin, end, _ = parts[0]
+            if end - begin == length:
+                out[at + begin : at + end].normal_(generator=generator)
+                continue
+            drawn = out.new_empty(length).normal_(generator=generator)
+            for begin, end, first in parts:
+                out[at + begin : at + end] = drawn[first : first + end - begin]
 
 
 @lru_cache(maxsize=1)
@@ -259,11 +289,22 @@ def _threads(count: int, process: int) -> ThreadPoolExecutor:
 
 
 _fresh = count()
+# Forks that led to this process, by their numbers in each one's parent, and how often it has forked itself.
+_forks = [0]
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(
+        before=lambda: _forks.__setitem__(-1, _forks[-1] + 1), after_in_child=lambda: _forks.append(0)
+    )
 
 
 def fresh() -> tuple[int, int]:
-    """A seed and a step that no other call in this process gets: noise for those who gave no seed."""
-    return torch.initial_seed(), next(_fresh)
+    """A seed and a step that no other call gets, here or in a forked process: for those who gave no seed."""
+    return _mixed(_key(Domain.FRESH, torch.initial_seed()), *_forks[:-1]), next(_fresh)
+
+
+def new_seed() -> int:
+    """A seed for those who gave none when they were built: one number from torch's CPU generator."""
+    return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 def normal(
@@ -275,7 +316,21 @@ def normal(
     block: str,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    domain: Domain = Domain.TRAIN,
+    whole: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
 ) -> Tensor:
-    """The numbers of one block, ``[len(samples), *shape]``."""
-    layout = single(block, torch.Size(shape))
-    return Noise(samples, layout, seed=seed, step=step, device=device, dtype=dtype).blocks[0]
+    """The numbers of one block, ``[len(samples), *shape]``.
+
+    With ``whole`` they are those of a slice: the one that begins at ``offset`` in a block of that shape.
+
+    Example:
+        >>> address = {"seed": 0, "step": 5, "block": "fc.weight"}
+        >>> whole = normal(range(2), (6, 4), **address)
+        >>> shard = normal(range(2), (3, 4), **address, whole=(6, 4), offset=(3, 0))
+        >>> bool((shard == whole[:, 3:]).all())
+        True
+    """
+    own = tuple(shape)
+    layout = single(block, own, own if whole is None else tuple(whole), tuple(offset or [0] * len(own)))
+    return Noise(samples, layout, seed=seed, step=step, device=device, dtype=dtype, domain=domain).blocks[0]

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from posterity.mc import How, run
 from posterity.names import NameFilter, select
+from posterity.noise import Domain, new_seed
 from posterity.posterior import ByName, Density, DiagonalGaussian, Factorised, Leaf, Posterior, kl
 
 
@@ -38,7 +39,8 @@ class Variational(nn.Module):
     Args:
         module: The user's own module.
         posterior: Of its weights; a block that is not trained by gradient, such as K-FAC's, is refused.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
+            layer is built; training never draws from it.
 
     Example:
         >>> import torch
@@ -47,11 +49,11 @@ class Variational(nn.Module):
         (torch.Size([4, 2]), torch.Size([5, 4, 2]))
     """
 
-    def __init__(self, module: nn.Module, posterior: Factorised, seed: int = 0) -> None:
+    def __init__(self, module: nn.Module, posterior: Factorised, seed: int | None = None) -> None:
         super().__init__()
         self.module = module
         self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
-        self.seed = seed
+        self.seed = new_seed() if seed is None else seed
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
         self._versions: list[int] = []
@@ -92,7 +94,9 @@ class Variational(nn.Module):
         return {**self.__dict__, "_weights": None}  # part of an autograd graph, which cannot be copied
 
     def _draw(self, samples: int) -> dict[str, Tensor]:
-        weights = self.posterior.sample(samples, seed=self.seed, step=self.draws)
+        if samples < 1:
+            raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
+        weights = self.posterior._sample(range(samples), self.seed, self.draws, Domain.TRAIN)
         self.draws += 1
         # For kl(): weights drawn without a graph would give it no gradient.
         self._weights = weights if torch.is_grad_enabled() else None
@@ -105,7 +109,7 @@ class Variational(nn.Module):
 
 
 def variational(
-    module: nn.Module, *, std_init: float = 0.02, deterministic: NameFilter = (), seed: int = 0
+    module: nn.Module, *, std_init: float = 0.02, deterministic: NameFilter = (), seed: int | None = None
 ) -> Variational:
     """Give a module's weights a trainable diagonal-Gaussian posterior.
 
@@ -114,7 +118,7 @@ def variational(
             refuses to run them inside a backward pass.
         std_init: Std of every weight at the start.
         deterministic: Filter of names that stay plain parameters.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise; see :class:`Variational` for the default.
 
     Example:
         >>> net = nn.Linear(4, 2)

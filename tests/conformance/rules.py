@@ -45,7 +45,7 @@ RULES = [
     Rule(
         "BGD",
         lambda params, **kw: posterity.BGD(
-            params, **{"std_init": 0.1, "mc_samples": 3, "batch_size": 16, **kw}
+            params, **{"std_init": 0.1, "mc_samples": 3, "batch_size": 16, "seed": 0, **kw}
         ),
         {
             "std_init": [-0.1, "0.1", math.inf],
@@ -58,7 +58,7 @@ RULES = [
     Rule(
         "IVON",
         lambda params, **kw: posterity.IVON(
-            params, **{"num_data": 100, "mc_samples": 3, "betas": (0.9, 0.9), "lr": 0.05, **kw}
+            params, **{"num_data": 100, "mc_samples": 3, "betas": (0.9, 0.9), "lr": 0.05, "seed": 0, **kw}
         ),
         {
             "num_data": [0, math.inf, torch.nn.Linear(1, 1)],
@@ -74,7 +74,7 @@ RULES = [
     Rule(
         "VOGN",
         lambda params, **kw: posterity.VOGN(
-            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), **kw}
+            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), "seed": 0, **kw}
         ),
         {**_GAUSS_NEWTON, **_SHARED},
         layers=True,
@@ -91,7 +91,7 @@ RULES = [
     Rule(
         "NoisyKFAC",
         lambda params, **kw: posterity.NoisyKFAC(
-            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), **kw}
+            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), "seed": 0, **kw}
         ),
         {**_GAUSS_NEWTON, "factors_every": [0], "inverses_every": [1.5], **_SHARED},
         layers=True,

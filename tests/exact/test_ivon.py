@@ -30,6 +30,7 @@ def test_a_run_equals_the_scalar_transcription() -> None:
         lr=lr,
         clip_radius=radius,
         mc_samples=3,
+        seed=0,
     )
     lam, delta = n / tau, tau * delta_prior / n
     m, h, gbar = model.weight.item(), h0, 0.0

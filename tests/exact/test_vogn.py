@@ -127,7 +127,8 @@ def test_a_run_equals_the_transcription(
     build: Callable[[], tuple[nn.Module, Tensor, Tensor]], fixed: str, samples: int, way: str
 ) -> None:
     model, x, y = build()
-    opt = VOGN(model, mc_samples=samples, deterministic=() if fixed == "-" else f"{fixed}*", **HYPER)
+    plain = () if fixed == "-" else f"{fixed}*"
+    opt = VOGN(model, mc_samples=samples, deterministic=plain, seed=0, **HYPER)
     exact = transcribed(model, x, y, 6, samples, fixed)
     step = posterity.compile_step(model, loss_fn, opt)
     for _ in range(6):
@@ -151,7 +152,7 @@ def test_ogn_equals_the_transcription_without_noise(way: str) -> None:
 def test_a_posterior_handed_over_is_the_next_prior(rule: type[VOGN | OGN], way: str) -> None:
     model, x, y = conv_net()
     exact = transcribed(model, x, y, 12, 1, "1.", noisy=rule is VOGN, handed={4: 1.0, 8: 3.0})
-    opt = rule(model, deterministic="1.*", **HYPER)
+    opt = rule(model, deterministic="1.*", **({"seed": 0} if rule is VOGN else {}), **HYPER)
 
     def learner(model: nn.Module, opt: VOGN | OGN) -> Callable[[], object]:
         step = posterity.compile_step(model, loss_fn, opt)
@@ -176,7 +177,7 @@ def test_what_no_data_has_moved_keeps_its_prior() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3)).double()
     x, y = data(4)
-    opt = VOGN(model, **HYPER)
+    opt = VOGN(model, seed=0, **HYPER)
     for _ in range(3):
         opt.step(lambda: F.cross_entropy(model[0](x), y))
     before = opt.posterior().std()
@@ -195,7 +196,7 @@ def test_a_posterior_that_was_loaded_is_handed_over_and_learned_from(pruned: boo
     hyper = {**HYPER, "betas": (0.8, 0.9), "num_data": 1000}
     leaves = {name: (p.detach(), torch.full_like(p, 0.5)) for name, p in model.named_parameters()}
     wide = posterity.Factorised({name: posterity.DiagonalGaussian(*both) for name, both in leaves.items()})
-    opt = VOGN(model, **hyper)
+    opt = VOGN(model, seed=0, **hyper)
     opt.load_posterior(posterity.prune(wide, 0.5) if pruned else wide)
     for t in range(40):
         if t in (3, 20):
@@ -209,7 +210,7 @@ def test_a_posterior_that_was_loaded_is_handed_over_and_learned_from(pruned: boo
 
 def test_a_hand_over_that_cannot_be_is_refused_and_changes_nothing() -> None:
     model, x, y = mlp()
-    opt = VOGN(model, **HYPER)
+    opt = VOGN(model, seed=0, **HYPER)
     opt.step(lambda: loss_fn(model, x, y))
     before = opt.posterior()
     for strength in (-1.0, math.inf, math.nan):
@@ -224,7 +225,7 @@ def test_a_hand_over_that_cannot_be_is_refused_and_changes_nothing() -> None:
 
 def test_micro_batches_are_one_batch_and_schedules_are_followed() -> None:
     model, x, y = mlp()
-    opt = VOGN(model, mc_samples=2, **HYPER)
+    opt = VOGN(model, mc_samples=2, seed=0, **HYPER)
     schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [3], 0.1)
     temperature = posterity.warmup(4, start=0.1)
     exact = transcribed(
@@ -246,7 +247,7 @@ def test_keeping_the_velocity_multiplies_momentum_where_the_learning_rate_drops(
     results = []
     for keep in (False, True):
         model, x, y = mlp()
-        opt = VOGN(model, keep_velocity=keep, **HYPER)
+        opt = VOGN(model, keep_velocity=keep, seed=0, **HYPER)
         for t in range(6):
             if t == 3:
                 opt.param_groups[0]["lr"] = 0.1 * HYPER["lr"]
@@ -260,7 +261,7 @@ def test_keeping_the_velocity_multiplies_momentum_where_the_learning_rate_drops(
 
 def test_examples_that_do_not_add_up_are_refused() -> None:
     model, x, y = mlp()
-    opt = VOGN(model, **HYPER)
+    opt = VOGN(model, seed=0, **HYPER)
     before = model[0].weight.detach().clone()
     with pytest.raises(ValueError, match="the layers saw 6 examples, not batch_size=5"):
         opt.step(lambda: loss_fn(model, x, y), batch_size=5)
@@ -272,7 +273,7 @@ def test_squares_that_a_context_has_dropped_are_dropped() -> None:
     results = []
     for twice in (False, True):
         model, x, y = mlp()
-        opt = VOGN(model, **HYPER)
+        opt = VOGN(model, seed=0, **HYPER)
         with opt.sampled_params():
             if twice:
                 (3 * loss_fn(model, x, y)).backward()
@@ -296,7 +297,7 @@ def test_a_weight_whose_examples_cannot_be_seen_is_refused_by_name(way: str) -> 
 
     model = Scaled().double()
     x, y = data(4)
-    opt = VOGN(model, mc_samples=3, **HYPER)
+    opt = VOGN(model, mc_samples=3, seed=0, **HYPER)
     step = posterity.compile_step(model, loss_fn, opt)
     before = model.layer.weight.detach().clone()
     message = r"'scale' is used by mul\(\), from which VOGN has no single examples' gradients: freeze it"
@@ -310,7 +311,7 @@ def test_a_weight_whose_examples_cannot_be_seen_is_refused_by_name(way: str) -> 
 
 def test_one_micro_batch_that_cannot_be_seen_is_enough_to_refuse() -> None:
     model, x, y = mlp()
-    opt = VOGN(model, **HYPER)
+    opt = VOGN(model, seed=0, **HYPER)
     with pytest.raises(RuntimeError, match=r"'2.weight' is used by t\(\)"), opt.sampled_params():
         loss_fn(model, x, y).backward()
         (model[:2](x) @ model[2].weight.t()).sum().backward()
@@ -334,10 +335,10 @@ def test_nothing_is_drawn_for_ogn_but_its_posterior_has_a_std() -> None:
 
 def test_a_posterior_taken_up_has_its_stds() -> None:
     model, x, y = mlp()
-    opt = VOGN(model, **HYPER)
+    opt = VOGN(model, seed=0, **HYPER)
     opt.step(lambda: loss_fn(model, x, y))
     q = opt.posterior()
-    other = VOGN(mlp()[0], **{**HYPER, "temperature": 0.9})
+    other = VOGN(mlp()[0], seed=0, **{**HYPER, "temperature": 0.9})
     other.load_posterior(q)
     for name, std in q.std().items():
         torch.testing.assert_close(other.posterior().std()[name], std)

@@ -33,7 +33,7 @@ from posterity_lab.streams import (
 DOCS = Path(__file__).parents[2] / "docs" / "continual.md"
 
 LEARNERS: dict[str, Callable[[nn.Module], Method]] = {
-    "bgd": lambda net: by_rule(net, BGD(net, std_init=0.05, mc_samples=2)),
+    "bgd": lambda net: by_rule(net, BGD(net, std_init=0.05, mc_samples=2, seed=0)),
     "sgd": lambda net: sgd(net, lr=0.05, momentum=0.9),
     "adam": lambda net: adam(net, lr=0.01),
     "l2": lambda net: l2(net, lr=0.01, strength=0.01),

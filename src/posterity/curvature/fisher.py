@@ -232,6 +232,7 @@ def _columns(
                 block="labels",
                 device=out.device,
                 dtype=out.dtype,
+                domain=noise.Domain.LABELS,
             )[0]
             if likelihood == "classification":
                 passed = probs.cumsum(-1) < torch.special.ndtr(eps)[:, None]

@@ -1,6 +1,6 @@
 """Noise made where it is used, so that no byte of it goes through memory.
 
-One launch serves all blocks of a layout: its table tells every program which chunk of which block it has.
+One launch serves all blocks of a layout: its table tells every program which tile of which block it has.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from posterity.flat import TILE, Layout
 from posterity.kernels.launch import Launch
 from posterity.kernels.philox import normals
-from posterity.layout import CHUNK, Layout
 
 if TYPE_CHECKING:
     from posterity.noise import Noise
 
-# A whole number above this has 64 bits.
-_LARGEST = 0x7FFFFFFF
-
 
 @triton.jit
 def _place(table, COUNT: tl.constexpr):
-    """What a program has, as the table says."""
-    entry = table + tl.program_id(0) * 7
-    block, first = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
-    quarter, size = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
-    at = first + tl.arange(0, COUNT)
-    # Past the quarter's end the next one begins: those places are another program's.
-    return block, at, at < quarter, quarter, size, tl.load(entry + 4), entry + 5
+    """A program's row of the table: hash and size of its block, its counters, the place in the block of each
+    one's first normal (the other three follow COUNT places apart), begin and end of its part of the block,
+    start of the block, and the rest of the row."""
+    entry = table + tl.program_id(0) * 9
+    each = tl.arange(0, COUNT)
+    counter, at = tl.load(entry + 1).to(tl.int32) + each, tl.load(entry + 2).to(tl.int32) + each
+    block, size = tl.load(entry).to(tl.int32), tl.load(entry + 5).to(tl.int32)
+    low, high = tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
+    return block, size, counter, at, low, high, tl.load(entry + 6), entry + 7
 
 
-@triton.jit(do_not_specialize=["step", "seed", "first", "rows"])
+@triton.jit(do_not_specialize=["step", "key", "first", "rows"])
 def _perturb(
-    mean, std, out, clock, table, step, seed, first, rows,
+    mean, std, out, clock, table, step, key, first, rows,
     SCALED: tl.constexpr, LIVE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    block, at, mine, quarter, size, start, _ = _place(table, COUNT)
-    a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
-    i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
-    key, number = seed.to(tl.int64), tl.load(clock) if LIVE else step
+    block, size, counter, at, low, high, start, _ = _place(table, COUNT)
+    a0, a1, a2, a3 = at, at + COUNT, at + 2 * COUNT, at + 3 * COUNT
+    i0, i1 = (a0 >= low) & (a0 < high), (a1 >= low) & (a1 < high)
+    i2, i3 = (a2 >= low) & (a2 < high), (a3 >= low) & (a3 < high)
+    number = tl.load(clock) if LIVE else step
     mean += start
     std += start
     out += start * rows
@@ -52,7 +52,7 @@ def _perturb(
         m2, s2 = tl.load(mean + a2, mask=i2), tl.load(std + a2, mask=i2)
         m3, s3 = tl.load(mean + a3, mask=i3), tl.load(std + a3, mask=i3)
     for row in tl.range(0, rows, loop_unroll_factor=2):
-        e0, e1, e2, e3 = normals(key, number, first + row, block, at)
+        e0, e1, e2, e3 = normals(key, number, first + row, block, counter)
         if SCALED:
             e0, e1, e2, e3 = m0 + s0 * e0, m1 + s1 * e1, m2 + s2 * e2, m3 + s3 * e3
         tl.store(out + a0, e0, mask=i0)
@@ -71,15 +71,16 @@ def _sum_up(into, at, mine, value, FRESH: tl.constexpr):
     return value * 0.0
 
 
-@triton.jit(do_not_specialize=["step", "seed", "first", "rows"])
+@triton.jit(do_not_specialize=["step", "key", "first", "rows"])
 def _moments(
-    grads, places, total, product, poison, clock, table, step, seed, first, rows, weight,
+    grads, places, total, product, poison, clock, table, step, key, first, rows, weight,
     APART: tl.constexpr, FRESH: tl.constexpr, LIVE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    block, at, mine, quarter, size, start, rest = _place(table, COUNT)
-    a0, a1, a2, a3 = at, at + quarter, at + 2 * quarter, at + 3 * quarter
-    i0, i1, i2, i3 = mine & (a0 < size), mine & (a1 < size), mine & (a2 < size), mine & (a3 < size)
-    key, number = seed.to(tl.int64), tl.load(clock) if LIVE else step
+    block, size, counter, at, low, high, start, rest = _place(table, COUNT)
+    a0, a1, a2, a3 = at, at + COUNT, at + 2 * COUNT, at + 3 * COUNT
+    i0, i1 = (a0 >= low) & (a0 < high), (a1 >= low) & (a1 < high)
+    i2, i3 = (a2 >= low) & (a2 < high), (a3 >= low) & (a3 < high)
+    number = tl.load(clock) if LIVE else step
     if APART:
         grads = tl.load(places + tl.load(rest)).to(tl.pointer_type(grads.dtype.element_ty))
     else:
@@ -91,7 +92,7 @@ def _moments(
         g1 = tl.load(grads + a1, mask=i1, other=0.0).to(tl.float32)
         g2 = tl.load(grads + a2, mask=i2, other=0.0).to(tl.float32)
         g3 = tl.load(grads + a3, mask=i3, other=0.0).to(tl.float32)
-        e0, e1, e2, e3 = normals(key, number, first + row, block, at)
+        e0, e1, e2, e3 = normals(key, number, first + row, block, counter)
         t0, p0 = t0 + g0, p0 + g0 * e0
         t1, p1 = t1 + g1, p1 + g1 * e1
         t2, p2 = t2 + g2, p2 + g2 * e2
@@ -116,14 +117,14 @@ def _transfer(
     flat, pointers, ok, poison, table,
     READ: tl.constexpr, ASKS: tl.constexpr, CHECKS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    _, at, mine, quarter, size, start, rest = _place(table, COUNT)
+    _, _, _, at, low, high, start, rest = _place(table, COUNT)
     if ASKS:
-        mine = mine & (tl.load(ok) == 0)
+        high = tl.where(tl.load(ok) == 0, high, low)
     apart = tl.load(pointers + tl.load(rest)).to(tl.pointer_type(flat.dtype.element_ty))
     flat += start
     for part in tl.static_range(4):
-        here = at + part * quarter
-        inside = mine & (here < size)
+        here = at + part * COUNT
+        inside = (here >= low) & (here < high)
         if READ:
             value = tl.load(apart + here, mask=inside, other=0)
             tl.store(flat + here, value, mask=inside)
@@ -166,12 +167,12 @@ def transfer(
 
 @triton.jit
 def _add(flat, pointers, poison, table, weight, COUNT: tl.constexpr):
-    _, at, mine, quarter, size, start, rest = _place(table, COUNT)
+    _, _, _, at, low, high, start, rest = _place(table, COUNT)
     apart = tl.load(pointers + tl.load(rest)).to(tl.pointer_type(flat.dtype.element_ty))
     flat += start
     for part in tl.static_range(4):
-        here = at + part * quarter
-        inside = mine & (here < size)
+        here = at + part * COUNT
+        inside = (here >= low) & (here < high)
         value = weight * tl.load(apart + here, mask=inside, other=0.0)
         bad = _sum_up(flat, here, inside, value, False)
         tl.store(poison, float("nan"), mask=tl.max((bad != 0.0).to(tl.int32), 0) > 0)
@@ -254,9 +255,10 @@ def _stacked(noise: Noise, mean: Tensor, std: Tensor, out: Tensor, *, scaled: bo
 
 
 def _address(noise: Noise, samples: range) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Where a graph can read the step anew, if it is there; step, seed, first sample and number of them."""
+    """Where a graph can read the step anew, if it is there; step, key, first sample and number of them."""
     clock, step = (noise.step, 0) if isinstance(noise.step, Tensor) else (None, noise.step)
-    return clock, (step, noise.seed & 0x7FFFFFFFFFFFFFFF, samples.start, len(samples))
+    # A kernel is compiled for the numbers' types: steps have 32 bits always, keys never.
+    return clock, (int(step) & 0x7FFFFFFF, noise.key, samples.start, len(samples))
 
 
 def _launch(
@@ -269,12 +271,10 @@ def _launch(
 ) -> None:
     """Run a kernel over some blocks of a layout; only the first of the tensors may be of several types."""
     first = tensors[0]
-    # A number that is longer is of another type.
-    long = bool(given) and max(given) > _LARGEST
-    key = (kernel.__name__, first.device, first.dtype, numbers, blocks, long)
+    key = (kernel.__name__, first.device, first.dtype, numbers, blocks)
     found = layout.launches.get(key)
     if found is None:
         table = layout.table(blocks, first.device)
-        found = layout.launches[key] = (table, Launch(kernel, (len(table), 1, 1), (*numbers, CHUNK), {}))
+        found = layout.launches[key] = (table, Launch(kernel, (len(table), 1, 1), (*numbers, TILE // 4), {}))
     table, launch = found
     launch(*tensors, table, given=given)

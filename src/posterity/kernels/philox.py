@@ -1,7 +1,8 @@
 """Standard normals by address, inside a kernel: a Philox counter and a key give four of them.
 
-The four belong to the four quarters of a block, not to neighbours: so a thread that works on the same place
-in every quarter has them where it needs them.
+The four belong to the same place in the four quarters of a tile, not to neighbours: so a thread that works on
+that place in every quarter has them where it needs them. Tiles have a fixed size, so that a number depends on
+its position in the block alone.
 
 Philox4x32 (Salmon et al. 2011) with seven rounds, the fewest that pass BigCrush; normals by Box–Muller. The
 angle is two random signs and a quarter turn, whose sine and cosine are short polynomials: libm's would cost
@@ -51,10 +52,10 @@ def _signed(x, bits):
 
 
 @triton.jit
-def normals(seed, step, sample, block, index):
-    """Four normals of each counter (index, sample, step, block); the key is the seed."""
+def normals(key, step, sample, block, index):
+    """Four normals of each counter (index, sample, step, block)."""
     zero = tl.zeros_like(index)
-    a, b, c, d = tl.philox(seed, index, zero + sample, zero + step, zero + block, n_rounds=ROUNDS)
+    a, b, c, d = tl.philox(key, index, zero + sample, zero + step, zero + block, n_rounds=ROUNDS)
     e0, e1 = _pair(a, b)
     e2, e3 = _pair(c, d)
     return e0, e1, e2, e3

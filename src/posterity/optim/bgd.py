@@ -77,7 +77,8 @@ class BGD(VariationalOptimizer):
             is not given.
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).
         deterministic_lr: Adam's learning rate for those.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise; by default one number from torch's generator, see
+            :class:`~posterity.optim.VariationalOptimizer`.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -102,7 +103,7 @@ class BGD(VariationalOptimizer):
         batch_size: int | None = None,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             params,

@@ -69,7 +69,8 @@ class IVON(VariationalOptimizer):
         mc_samples: Weight samples per step; 1 is usual.
         deterministic: Filter of names that get no posterior.
         deterministic_lr: Adam's learning rate for those.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise; by default one number from torch's generator, see
+            :class:`~posterity.optim.VariationalOptimizer`.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -96,7 +97,7 @@ class IVON(VariationalOptimizer):
         mc_samples: int = 1,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             params,

@@ -89,7 +89,7 @@ class KroneckerNewton(GaussNewton):
         mc_samples: int = 1,
         deterministic: NameFilter = (),
         deterministic_lr: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -225,7 +225,8 @@ class NoisyKFAC(KroneckerNewton):
         mc_samples: Weight samples per step.
         deterministic: Filter of names that get no posterior and no prior; the same rule trains them.
         deterministic_lr: Let Adam train those, with this learning rate, as in :class:`VOGN`.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise; by default one number from torch's generator, see
+            :class:`~posterity.optim.VariationalOptimizer`.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.names import NameFilter, select
+from posterity.noise import new_seed
 from posterity.optim.adam import ADAM
 from posterity.optim.checks import (
     GradientLedger,
@@ -75,7 +76,8 @@ class VariationalOptimizer(Optimizer, ABC):
         params: A module, or what torch.optim takes: (named) parameters or groups of them.
         defaults: The method's hyper-parameters, for groups that do not set their own.
         mc_samples: Weight samples per step.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
+            layer is built; training never draws from it.
         deterministic: Filter of parameter names that get no posterior.
         deterministic_lr: Learning rate of Adam, which trains those; None if the rule itself does.
 
@@ -115,7 +117,7 @@ class VariationalOptimizer(Optimizer, ABC):
         defaults: Group,
         *,
         mc_samples: int,
-        seed: int,
+        seed: int | None,
         deterministic: NameFilter = (),
         deterministic_lr: float | None = 1e-3,
     ) -> None:
@@ -123,6 +125,8 @@ class VariationalOptimizer(Optimizer, ABC):
         self._deterministic_lr = deterministic_lr
         groups = named_groups(params)
         chosen = select([name for group in groups for name, _ in group["params"]], deterministic)
+        if seed is None:  # one for all groups, and saved with them
+            seed = new_seed() if self.draws else 0
         shared: Group = {"mc_samples": mc_samples, "seed": seed, "steps": 0, "deterministic": False}
         if self.matrices:
             shared["blocks"] = ()  # which tensors are one, once their layers have reported

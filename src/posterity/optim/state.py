@@ -18,7 +18,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from posterity.layout import Layout
+from posterity.flat import Layout
 from posterity.noise import Room, addresses, alike, kernels
 from posterity.optim.adam import adam_init
 

@@ -96,7 +96,7 @@ class GaussNewton(VariationalOptimizer):
         mc_samples: int = 1,
         deterministic: NameFilter = (),
         deterministic_lr: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         _more: Group | None = None,
     ) -> None:
         super().__init__(
@@ -248,7 +248,8 @@ class VOGN(GaussNewton):
             BatchNorm); the same rule trains them, without noise.
         deterministic_lr: Let Adam train those, with this learning rate: for parameters that are used in ways
             that no layer reports, such as a position that is added to its inputs.
-        seed: Seed of the weight noise.
+        seed: Seed of the weight noise; by default one number from torch's generator, see
+            :class:`~posterity.optim.VariationalOptimizer`.
 
     Example:
         >>> from posterity import warmup

@@ -19,8 +19,8 @@ from posterity import noise
 class Posterior(nn.Module, ABC):
     """A distribution over named tensors.
 
-    Calling ``sample`` with a seed makes it a pure function of its arguments; without one every call in a
-    process gives other draws. torch's generators are never advanced.
+    Calling ``sample`` with a seed makes it a pure function of its arguments; without one every call gives
+    other draws, also in forked processes. torch's generators are never advanced.
 
     Example:
         >>> from posterity import BGD
@@ -59,8 +59,10 @@ class Posterior(nn.Module, ABC):
         return self
 
     @abstractmethod
-    def _sample(self, samples: range, seed: int, step: int) -> dict[str, Tensor]:
-        """The draws of the given sample numbers, noise addressed by (seed, step, sample, block)."""
+    def _sample(
+        self, samples: range, seed: int, step: int, domain: noise.Domain = noise.Domain.SAMPLE
+    ) -> dict[str, Tensor]:
+        """The draws of the given sample numbers, noise addressed by (domain, seed, step, sample, block)."""
 
     @abstractmethod
     def mean(self) -> dict[str, Tensor]:

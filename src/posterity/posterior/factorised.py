@@ -198,7 +198,9 @@ class Factorised(Posterior):
         posterior = cls(blocks)
         return posterior if model is None else posterior.check(model)
 
-    def _sample(self, samples: range, seed: int, step: int) -> dict[str, Tensor]:
+    def _sample(
+        self, samples: range, seed: int, step: int, domain: noise.Domain = noise.Domain.SAMPLE
+    ) -> dict[str, Tensor]:
         draws = {
             name: leaf.draw(
                 noise.normal(
@@ -209,6 +211,7 @@ class Factorised(Posterior):
                     block=name,
                     device=leaf.device,
                     dtype=leaf.dtype,
+                    domain=domain,
                 )
             )
             for name, leaf in self.blocks.items()

@@ -117,7 +117,7 @@ class _Backprop(Method):
     ) -> None:
         if samples < 1:
             raise ValueError(f"samples must be at least 1, not {samples}")
-        self.model = self._net = variational(model, std_init=std_init)
+        self.model = self._net = variational(model, std_init=std_init, seed=seed)
         self._params = [p for p in self._net.parameters() if p.requires_grad]
         device = self._params[0].device
         self.optimizer = torch.optim.Adam(self._params, lr=lr, fused=True, capturable=device.type == "cuda")

@@ -1,0 +1,157 @@
+"""Where named blocks lie in one flat buffer, so that one operation serves all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+# Blocks start at multiples of this, so that wide loads are aligned.
+_ALIGN = 64
+# Numbers that a CPU draws from one seed: in fewer the seeding shows, more leave threads too little to share.
+CHUNK = 1 << 17
+# Numbers that a program of a kernel has: four of each Philox counter, one in every quarter of the tile.
+TILE = 512
+
+
+class Piece(NamedTuple):
+    """What a CPU draws from one seed for a block, which may be a slice of a larger one.
+
+    Attributes:
+        chunk: Number of the chunk, in the whole block.
+        length: Numbers in the chunk; the last one of a block is shorter.
+        parts: Begin and end of each run of them in the block, and where the run begins in the chunk.
+    """
+
+    chunk: int
+    length: int
+    parts: list[tuple[int, int, int]]
+
+
+@final
+class Layout:
+    """Blocks end to end, with some padding.
+
+    A block may be a slice of a larger one, as a shard is; its noise is then that slice of the whole block's.
+
+    Args:
+        names: Of the blocks.
+        shapes: Of the blocks.
+        wholes: Shapes of what the blocks are slices of; by default they are whole.
+        offsets: Where in their wholes the blocks begin, along every axis.
+
+    Example:
+        >>> layout = Layout(["weight", "bias"], [(2, 3), (2,)])
+        >>> [tuple(view.shape) for view in layout.views(torch.zeros(layout.size))]
+        [(2, 3), (2,)]
+        >>> [tuple(view.shape) for view in layout.stacked(torch.zeros(5 * layout.size), 5)]
+        [(5, 2, 3), (5, 2)]
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        wholes: Sequence[Sequence[int]] | None = None,
+        offsets: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.names, self.shapes = list(names), [torch.Size(shape) for shape in shapes]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        padded = [-(-size // _ALIGN) * _ALIGN for size in self.sizes]
+        *self.starts, self.size = accumulate(padded, initial=0)
+        # Of contiguous tensors; one operation makes a view from them, two would slice and shape.
+        self._strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
+        self.hashes = [zlib.crc32(name.encode()) for name in self.names]
+        self._wholes = self.shapes if wholes is None else [torch.Size(whole) for whole in wholes]
+        firsts = offsets or [(0,) * len(shape) for shape in self.shapes]
+        self._runs = list(map(_runs, self.shapes, self._wholes, firsts))
+        self._tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        # Launches of kernels over the blocks; whoever makes them knows the keys.
+        self.launches: dict[Hashable, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def span(self, index: int) -> slice:
+        """Where a block lies."""
+        return slice(self.starts[index], self.starts[index] + self.sizes[index])
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The blocks of a flat buffer."""
+        first = flat.storage_offset()
+        return [
+            flat.as_strided(shape, strides, first + start)
+            for shape, strides, start in zip(self.shapes, self._strides, self.starts, strict=True)
+        ]
+
+    def stacked(self, flat: Tensor, samples: int) -> list[Tensor]:
+        """The blocks, ``[samples, *shape]``, of a buffer of so many times the size."""
+        places = zip(self.shapes, self._strides, self.sizes, self.starts, strict=True)
+        return [
+            flat.as_strided((samples, *shape), (size, *strides), flat.storage_offset() + samples * start)
+            for shape, strides, size, start in places
+        ]
+
+    @cached_property
+    def pieces(self) -> list[tuple[int, Piece]]:
+        """What a CPU draws, by the block's number, the longest first: the chunks that a block touches."""
+        found = []
+        for block, whole in enumerate(self._wholes):
+            for at, parts in groupby(self._windows(block, CHUNK), key=itemgetter(0)):
+                runs = [(begin, end, begin - place) for _, place, begin, end in parts]
+                found.append((block, Piece(at // CHUNK, min(CHUNK, whole.numel() - at), runs)))
+        return sorted(found, key=lambda each: -each[1].length)
+
+    def table(self, blocks: Sequence[int], device: torch.device) -> Tensor:
+        """One row for each program that works on the given blocks: hash of its block's name, its first
+        counter, place of that counter's first number in the block, begin and end of its part of the block,
+        size and start of the block, number and size of the blocks before it."""
+        key = (device, tuple(blocks))
+        if key not in self._tables:
+            before = accumulate((self.sizes[i] for i in blocks), initial=0)
+            rows = [
+                (self.hashes[i], at // 4, *part, self.sizes[i], self.starts[i], number, past)
+                for number, (i, past) in enumerate(zip(blocks, before, strict=False))
+                for at, *part in self._windows(i, TILE)
+            ]
+            self._tables[key] = torch.tensor(rows, dtype=torch.int64).view(-1, 9).to(device)
+        return self._tables[key]
+
+    def _windows(self, block: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+        """The parts of a block by windows of so many numbers of its whole: where the window begins there,
+        where in the block that would be, and begin and end of the part in the block."""
+        firsts, length = self._runs[block]
+        for low, first in zip(range(0, self.sizes[block], length or 1), firsts, strict=False):
+            for at in range(first - first % width, first + length, width):
+                place = at - first + low
+                yield at, place, max(place, low), min(place + width, low + length)
+
+
+@lru_cache(maxsize=256)
+def single(name: str, shape: tuple[int, ...], whole: tuple[int, ...], offset: tuple[int, ...]) -> Layout:
+    """The layout of one block."""
+    return Layout([name], [shape], [whole], [offset])
+
+
+def _runs(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int]) -> tuple[list[int], int]:
+    """Where in its whole block each run of neighbours in a slice begins, and how many numbers a run has."""
+    axes = list(zip(shape, whole, offset, strict=False))
+    inside = all(0 <= first <= full - size for size, full, first in axes)
+    if not (inside and len(axes) == len(shape) == len(whole) == len(offset)):
+        raise ValueError(
+            f"a slice of shape {tuple(shape)} at {tuple(offset)} is not in a block of shape {tuple(whole)}"
+        )
+    firsts, length, stride = [0], 1, 1
+    for size, full, first in reversed(axes):
+        if length == stride:  # whole so far: neighbours along this axis follow each other
+            firsts, length = [first * stride], length * size
+        else:
+            firsts = [(first + i) * stride + inner for i in range(size) for inner in firsts]
+        stride *= full
+    return firsts, length

@@ -152,18 +152,18 @@ def test_bad_calls_are_refused() -> None:
 
 def test_a_posterior_of_other_names_says_which_module_to_pass() -> None:
     model, q, x = make()
-    advice = r": pass the very module .* and build the optimiser from it or its named_parameters\(\)$"
+    advice = r": pass the module itself, .* and build the optimizer from it or its named_parameters\(\)$"
     bare = posterity.BGD(model.parameters()).posterior()
     with pytest.raises(
-        ValueError, match="'param.0', which the model has not, whose first is '0.weight'" + advice
+        ValueError, match="'param.0', but the model has no such parameter .its first is '0.weight'." + advice
     ):
         posterity.predict(model, bare, x)
     for other, first in ((nn.DataParallel(model), "module.0.weight"), (model[0], "weight")):
         with pytest.raises(
-            ValueError, match=f"'0.weight', which the model has not, whose first is '{first}'"
+            ValueError, match=f"'0.weight', but the model has no such parameter .its first is '{first}'"
         ):
             posterity.predict(other, q, x)
-    with pytest.raises(ValueError, match=r"'0\.weight', which the model has not: pass"):
+    with pytest.raises(ValueError, match=r"'0\.weight', but the model has no such parameter: pass"):
         posterity.predict(nn.ReLU(), q, x)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
 
@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from posterity import noise
 from posterity.posterior.base import Leaf, Posterior
 
 Key: TypeAlias = str | tuple[str, ...]
@@ -117,12 +116,7 @@ class Factorised(Posterior):
 
     def frozen(self) -> Factorised:
         """A detached copy, for use as the next prior or for keeping."""
-        return self.rebuilt(
-            {
-                name: type(leaf).restore(_copied(leaf.state_dict()), leaf.config())
-                for name, leaf in self.blocks.items()
-            }
-        ).requires_grad_(False)
+        return self.rebuilt({name: leaf.copy() for name, leaf in self.blocks.items()}).requires_grad_(False)
 
     def rebuilt(self, leaves: Mapping[str, Leaf]) -> Factorised:
         """The same blocks with other leaves, given by the blocks' names."""
@@ -132,9 +126,9 @@ class Factorised(Posterior):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
         tensors = {
-            f"{name}|{key}": value.contiguous()
+            f"{name}|{key}": value.clone().contiguous()  # tensors of one file may not share memory
             for name, leaf in self.blocks.items()
-            for key, value in _copied(leaf.state_dict()).items()
+            for key, value in leaf.state_dict().items()
         }
         config = {
             name: {"family": type(leaf).__name__, "tensors": self._tensors[name], **leaf.config()}
@@ -187,7 +181,7 @@ class Factorised(Posterior):
     ) -> Factorised:
         if header["version"] > _VERSION:
             raise ValueError(f"{path} was written by a newer Posterity: update to read it")
-        families = {family.__name__: family for family in Leaf.__subclasses__()}
+        families = {family.__name__: family for family in _families(Leaf)}
         blocks: dict[Key, Leaf] = {}
         for name, config in header["blocks"].items():
             if config["family"] not in families:
@@ -200,17 +194,7 @@ class Factorised(Posterior):
 
     def _sample(self, samples: range, seed: int, step: int) -> dict[str, Tensor]:
         draws = {
-            name: leaf.draw(
-                noise.normal(
-                    samples,
-                    leaf.shape,
-                    seed=seed,
-                    step=step,
-                    block=name,
-                    device=leaf.device,
-                    dtype=leaf.dtype,
-                )
-            )
+            name: leaf.draw(leaf.noise(samples, seed=seed, step=step, block=name))
             for name, leaf in self.blocks.items()
         }
         return self.split(draws)
@@ -221,6 +205,7 @@ def _called(tensors: tuple[str, ...]) -> str:
     return "+".join(tensors)
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached copies: a trainable leaf may share its means with a model."""
-    return {key: value.detach().clone() for key, value in tensors.items()}
+def _families(base: type[Any]) -> Iterator[Any]:
+    for family in base.__subclasses__():
+        yield family
+        yield from _families(family)

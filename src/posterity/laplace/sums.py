@@ -13,7 +13,6 @@ from torch import Tensor
 from posterity.curvature import Curvature, Kronecker
 from posterity.curvature.fisher import Likelihood
 from posterity.laplace.evidence import Laplace, Spectrum
-from posterity.laplace.inputs import log_probs
 
 
 @final
@@ -109,3 +108,11 @@ def _refuse_nan(name: str, *tensors: Tensor) -> None:
 def _wide(p: Tensor) -> Tensor:
     """A copy in single precision at least: samples around a mean in half precision would mostly equal it."""
     return p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+
+
+def log_probs(out: Tensor, y: Tensor, noise_variance: float | None) -> Tensor:
+    """log p(y | out), ``[..., B]``, of outputs ``[..., B, C]``; of classes if there is no noise."""
+    if noise_variance is None:
+        return out.double().log_softmax(-1)[..., torch.arange(len(y), device=y.device), y.long()]
+    terms = (out.double() - y).square() / noise_variance + math.log(2.0 * math.pi * noise_variance)
+    return -0.5 * terms.sum(-1)

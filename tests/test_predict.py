@@ -145,7 +145,7 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict([model, model], x)
     with pytest.raises(TypeError, match="a Tensor gives no networks: pass a posterior or MCDropout"):
         posterity.predict(model, x, x)
-    with pytest.raises(ValueError, match="a posterior is of one model, not of 2"):
+    with pytest.raises(ValueError, match="one model and its posterior, or a list of models alone, not 2"):
         posterity.predict([model, model], q, x)
     with pytest.raises(ValueError, match="the loader gave no batch"):
         posterity.predict(model, q, iter([]))

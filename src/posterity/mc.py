@@ -28,6 +28,7 @@ _unstackable: WeakSet[nn.Module] = WeakSet()
 def run(
     model: nn.Module,
     weights: Mapping[str, Tensor],
+    /,
     *args: Any,
     how: How = "stack",
     chunk: int | None = None,
@@ -52,27 +53,14 @@ def run(
         >>> run(model, {"weight": torch.zeros(5, 2, 3)}, torch.ones(4, 3)).shape
         torch.Size([5, 4, 2])
     """
-    if len(args) == 1 and is_loader(args[0]):
-        each = (arguments(batch) for batch in batches(args[0], 1))
-        parts = [passes(model, weights, a, k | kwargs, how, chunk, output) for a, k in each]
-        return torch.cat(parts, 1)
-    return passes(model, weights, args, kwargs, how, chunk, output)
-
-
-def passes(
-    model: nn.Module,
-    weights: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    how: How = "stack",
-    chunk: int | None = None,
-    output: Pick | None = None,
-) -> Tensor:
-    """What :func:`run` does for one batch."""
     if how not in ("stack", "loop"):
         raise ValueError(f"how must be 'stack' or 'loop', not {how!r}")
+    if len(args) == 1 and is_loader(args[0]):
+        options: dict[str, Any] = {"how": how, "chunk": chunk, "output": output, **kwargs}
+        calls = (arguments(batch) for batch in batches(args[0], 1))
+        return torch.cat([run(model, weights, *a, **k, **options) for a, k in calls], 1)
+    args, kwargs = moved((args, kwargs), model)
     samples = _count(weights)
-    args, kwargs = moved(args, model), moved(kwargs, model)
     weights = _checked(model, weights, samples)
     before = buffers.snapshot(model)
     outputs: list[Tensor] = []

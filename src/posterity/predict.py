@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from posterity.inputs import Inputs, Pick, arguments, batches, is_loader, moved, undisturbed
-from posterity.mc import How, chunks, one_pass, passes
-from posterity.posterior.base import Networks
+from posterity.mc import How, chunks, one_pass, run
+from posterity.posterior.base import Networks, Run
 from posterity.progress import shown
 from posterity.variational import Variational
 
@@ -209,25 +209,25 @@ def predict(
     given = [model] if isinstance(model, nn.Module) else list(model)
     models = nn.ModuleList(each.module if isinstance(each, Variational) else each for each in given)
     source = _Ensemble(models) if posterior is None else posterior
-    if posterior is not None and len(models) != 1:
-        raise ValueError(f"a posterior is of one model, not of {len(models)}: predict with each by itself")
+    if len(models) != 1 and (posterior is not None or not models):
+        raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
     if not isinstance(source, Predictive):
         raise TypeError(f"a {type(source).__name__} gives no networks: pass a posterior or MCDropout()")
     source.check(models[0])
     samples = len(models) if posterior is None else samples
 
-    @lru_cache(maxsize=1)  # the same networks for one batch after another
-    def networks(rows: range | None) -> Networks:
-        return source.networks(models[0], rows, seed)
+    # The same networks for one batch after another.
+    networks = lru_cache(maxsize=1)(partial(source.networks, models[0], seed=seed))
 
-    def predicted(rows: range | None, step: int, batch: Inputs) -> Tensor:
-        def run(model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
-            args, kwargs = arguments(moved(batch, model))
+    def ready(batch: Inputs) -> Run:
+        def run_batch(model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+            args, kwargs = arguments(batch)
             if weights:
-                return passes(model, weights, args, kwargs, how, output=output)
+                return run(model, weights, *args, how=how, output=output, **kwargs)
+            args, kwargs = moved((args, kwargs), model)
             return one_pass(model, {}, {}, args, kwargs, output)[None]
 
-        return networks(rows)(run, step)
+        return run_batch
 
     some: list[range | None] = [None] if mode == "mean" else [*chunks(samples, chunk)]
     outputs: dict[range | None, list[Tensor]] = {rows: [] for rows in some}
@@ -235,13 +235,10 @@ def predict(
     with torch.no_grad(), undisturbed(models):
         numbered = enumerate(batches(x, batch_size, inputs))
         # A loader is read once, even if networks must be drawn again; all else goes by networks.
-        order: Iterable[tuple[range | None, tuple[int, Inputs]]] = (
-            ((rows, part) for part in numbered for rows in some)
-            if is_loader(x)
-            else list(product(some, numbered))
-        )
-        for rows, part in shown(order, "predicting") if progress else order:
-            outputs[rows].append(predicted(rows, *part))
+        read_once = ((rows, part) for part in numbered for rows in some)
+        order = read_once if is_loader(x) else list(product(some, numbered))
+        for rows, (step, batch) in shown(order, "predicting") if progress else order:
+            outputs[rows].append(networks(rows)(ready(batch), step))
     if not outputs[some[0]]:
         raise ValueError("the loader gave no batch: pass one that is not at its end")
     whole = torch.cat([torch.cat(each, dim=1) for each in outputs.values()])

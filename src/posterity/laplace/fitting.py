@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
 from posterity.inputs import Inputs, Pick, called, moved, pairs, undisturbed
-from posterity.laplace.evidence import Laplace, Prior, check_prior, positive
-from posterity.laplace.sums import Sums, log_probs
+from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
 from posterity.names import NameFilter
 from posterity.predict import Prediction, predict
 from posterity.progress import shown
@@ -88,7 +87,7 @@ def fit(
         >>> predict(model, found.posterior(), x).probs.shape
         torch.Size([40, 3])
     """
-    _check(likelihood, noise_variance, temperature, num_data, batch_size, samples)
+    _check(likelihood, noise_variance, temperature, num_data=num_data, batch_size=batch_size, samples=samples)
     if (prior_precision == "validation") != (validation is not None):
         raise ValueError("validation= and prior_precision='validation' go together: give both, or neither")
     priors: Sequence[Prior] = grid if prior_precision == "validation" else [prior_precision]
@@ -99,6 +98,8 @@ def fit(
     if isinstance(model, Variational):
         model = model.module
     params = chosen(model, names)
+    options: dict[str, Any] = {"structure": structure, "likelihood": likelihood, "names": list(params)}
+    options |= {"seed": seed, "fallback": fallback, "output": output}
     sums = Sums(likelihood)
     with torch.no_grad(), undisturbed(model):
         held_out = (
@@ -113,19 +114,8 @@ def fit(
             how: Kind = kind or ("exact" if out.shape[1] <= _FEW_OUTPUTS else "mc")
             labels = y.long() if likelihood == "classification" else y
             with _advised():
-                found = fisher(
-                    model,
-                    x,
-                    labels if how == "empirical" else None,
-                    kind=how,
-                    structure=structure,
-                    likelihood=likelihood,
-                    names=list(params),
-                    seed=seed,
-                    step=step,
-                    fallback=fallback,
-                    output=output,
-                )
+                seen = labels if how == "empirical" else None
+                found = fisher(model, x, seen, kind=how, step=step, **options)
             sums.add(out, y, found)
         if not sums.examples:
             raise ValueError("the loader gave no batch: pass the training data, not an iterator at its end")
@@ -152,14 +142,7 @@ def _score(
     return total / count if math.isfinite(total) else -math.inf
 
 
-def _check(
-    likelihood: str,
-    noise_variance: float | None,
-    temperature: float,
-    num_data: int | None,
-    batch_size: int,
-    samples: int,
-) -> None:
+def _check(likelihood: str, noise_variance: float | None, temperature: float, **counts: int | None) -> None:
     if likelihood not in ("classification", "regression"):
         raise ValueError(f"likelihood must be 'classification' or 'regression', not {likelihood!r}")
     positive("temperature", temperature)
@@ -167,7 +150,7 @@ def _check(
         if likelihood == "classification":
             raise ValueError("noise_variance is for likelihood='regression': classes have no such noise")
         positive("noise_variance", noise_variance)
-    for name, value in (("num_data", num_data), ("batch_size", batch_size), ("samples", samples)):
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
 

@@ -159,16 +159,9 @@ class Leaf(nn.Module, ABC):
 
     def noise(self, samples: range, *, seed: int, step: int, block: str) -> dict[str, Tensor]:
         """Standard normals ``[n, ...]`` for the given sample numbers, by name."""
+        at: dict[str, Any] = {"seed": seed, "step": step, "device": self.device, "dtype": self.dtype}
         return {
-            name: noise.normal(
-                samples,
-                shape,
-                seed=seed,
-                step=step,
-                block=f"{block}|{name}" if name else block,
-                device=self.device,
-                dtype=self.dtype,
-            )
+            name: noise.normal(samples, shape, block=f"{block}|{name}" if name else block, **at)
             for name, shape in self.noise_shapes.items()
         }
 

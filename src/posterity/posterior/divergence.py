@@ -90,15 +90,10 @@ def kl(
     if not isinstance(q, Factorised):
         raise TypeError(f"kl() has no rule for a {type(q).__name__}: pass a Factorised posterior or a leaf")
     given: Mapping[str, Tensor | None] = dict.fromkeys(q.blocks) if weights is None else q.join(weights)
-    terms = [
-        _leaf_kl(
-            leaf,
-            _prior(p, name, q.tensors[name], leaf),
-            given[name],
-            partial(leaf.noise, **at, block=f"kl|{name}"),
-        )
-        for name, leaf in q.blocks.items()
-    ]
+    terms = []
+    for name, leaf in q.blocks.items():
+        prior, draw = _prior(p, name, q.tensors[name], leaf), partial(leaf.noise, **at, block=f"kl|{name}")
+        terms.append(_leaf_kl(leaf, prior, given[name], draw))
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 

@@ -19,13 +19,13 @@ References: Ritter et al. 2018 (Kronecker Laplace), George et al. 2018 (a diagon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Self, cast, final
 
 import torch
 from torch import Tensor
 
-from posterity.posterior.kronecker import KroneckerGaussian
+from posterity.posterior.kronecker import KroneckerGaussian, Means
 from posterity.posterior.matrix import MatrixGaussian
 from posterity.precision import full_precision
 
@@ -58,13 +58,7 @@ class EigenGaussian(KroneckerGaussian):
     scale: Tensor
 
     def __init__(
-        self,
-        mean: Tensor | Sequence[Tensor],
-        rows: Tensor,
-        columns: Tensor,
-        scale: Tensor,
-        *,
-        keep: Tensor | None = None,
+        self, mean: Means, rows: Tensor, columns: Tensor, scale: Tensor, *, keep: Tensor | None = None
     ) -> None:
         super().__init__(mean, rows, columns, keep=keep)
         height, width = self.shape

@@ -167,29 +167,9 @@ class Factorised(Posterior):
         if _FORMAT not in metadata:
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")
         try:
-            return cls._restored(json.loads(metadata[_FORMAT]), tensors, path, model)
+            posterior = cls(_restored(json.loads(metadata[_FORMAT]), tensors, path))
         except (json.JSONDecodeError, AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-
-    @classmethod
-    def _restored(
-        cls,
-        header: dict[str, Any],
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        path: str | os.PathLike[str],
-        model: nn.Module | None,
-    ) -> Factorised:
-        if header["version"] > _VERSION:
-            raise ValueError(f"{path} was written by a newer Posterity: update to read it")
-        families = {family.__name__: family for family in _families(Leaf)}
-        blocks: dict[Key, Leaf] = {}
-        for name, config in header["blocks"].items():
-            if config["family"] not in families:
-                raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
-            # Files of before there were blocks of several tensors do not name them.
-            names = tuple(config.get("tensors", [name]))
-            blocks[names] = families[config["family"]].restore(tensors[name], config)
-        posterior = cls(blocks)
         return posterior if model is None else posterior.check(model)
 
     def _sample(self, samples: range, seed: int, step: int) -> dict[str, Tensor]:
@@ -203,6 +183,21 @@ class Factorised(Posterior):
 def _called(tensors: tuple[str, ...]) -> str:
     """What a block of some tensors is called."""
     return "+".join(tensors)
+
+
+def _restored(header: dict[str, Any], tensors: Mapping[str, Any], path: object) -> dict[Key, Leaf]:
+    """The leaves of a file, from its header and the tensors of each block."""
+    if header["version"] > _VERSION:
+        raise ValueError(f"{path} was written by a newer Posterity: update to read it")
+    families = {family.__name__: family for family in _families(Leaf)}
+    blocks: dict[Key, Leaf] = {}
+    for name, config in header["blocks"].items():
+        if config["family"] not in families:
+            raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
+        # Files of before there were blocks of several tensors do not name them.
+        names = tuple(config.get("tensors", [name]))
+        blocks[names] = families[config["family"]].restore(tensors[name], config)
+    return blocks
 
 
 def _families(base: type[Any]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from posterity.posterior.algebra import solved
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.precision import full_precision
+
+Means: TypeAlias = Tensor | Sequence[Tensor]
 
 # The covariance of a pruned block is written out up to this many weights: 128 MiB in float64.
 _DENSE = 4096
@@ -49,14 +51,7 @@ class KroneckerGaussian(Leaf):
     rows: Tensor
     columns: Tensor
 
-    def __init__(
-        self,
-        mean: Tensor | Sequence[Tensor],
-        rows: Tensor,
-        columns: Tensor,
-        *,
-        keep: Tensor | None = None,
-    ) -> None:
+    def __init__(self, mean: Means, rows: Tensor, columns: Tensor, *, keep: Tensor | None = None) -> None:
         tensors = (mean,) if isinstance(mean, Tensor) else tuple(mean)
         shapes = [each.shape for each in tensors]
         if not tensors or any(not shape or shape[0] != shapes[0][0] for shape in shapes):

@@ -16,14 +16,14 @@ References: Martens and Grosse 2015 (K-FAC), Zhang et al. 2018 (Noisy K-FAC), Ri
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Self, final
 
 import torch
 from torch import Tensor
 
 from posterity.posterior.algebra import SINGULAR, damped, inverse_cholesky, solved
-from posterity.posterior.kronecker import KroneckerGaussian
+from posterity.posterior.kronecker import KroneckerGaussian, Means
 from posterity.precision import full_precision
 
 
@@ -51,7 +51,7 @@ class MatrixGaussian(KroneckerGaussian):
     @classmethod
     def from_precision(
         cls,
-        mean: Tensor | Sequence[Tensor],
+        mean: Means,
         rows: Tensor,
         columns: Tensor,
         *,

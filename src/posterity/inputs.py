@@ -152,12 +152,11 @@ def tensor_of(result: Any, output: Pick | None = None) -> Tensor:
         >>> tensor_of((torch.ones(2), torch.zeros(3)), output=1)
         tensor([0., 0., 0.])
     """
-    if output is not None:
-        found = picked(result, output)
-    elif isinstance(result, Mapping):
-        found = result.get("logits", result)
-    else:
-        found = getattr(result, "logits", result)
+    found = result if output is None else picked(result, output)
+    if output is None and not isinstance(result, Tensor):
+        found = (
+            result.get("logits", result) if isinstance(result, Mapping) else getattr(result, "logits", result)
+        )
     if not isinstance(found, Tensor):
         raise TypeError(
             f"the model must return one tensor, not {type(found).__name__}: pick one by output=, a key, an "
@@ -176,19 +175,22 @@ def picked(whole: Any, pick: Pick) -> Any:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(*models: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards mode, buffers and torch's random numbers are as they were."""
+    model = models[0] if len(models) == 1 else nn.ModuleList(models)
     training = [module for module in model.modules() if module.training]
-    keeper = buffers.Keeper(model)
-    keeper.keep()
-    devices = {each.device.index for each in chain(model.parameters(), model.buffers()) if each.is_cuda}
+    kept = buffers.snapshot(model)
+    devices: set[int | None] = set()
+    if torch.cuda.default_generators:  # there are none before CUDA is used
+        devices = {each.device.index for each in chain(model.parameters(), model.buffers()) if each.is_cuda}
     # Loaders draw a seed whenever they start, shuffled or not.
     with torch.random.fork_rng(devices):
-        model.eval()
+        if training:
+            model.eval()
         try:
             yield
         finally:
-            keeper.restore()
+            buffers.restore(model, kept)
             for module in training:
                 module.training = True
 

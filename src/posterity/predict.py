@@ -207,7 +207,7 @@ def predict(
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     check_call(x, samples, batch_size)
     given = [model] if isinstance(model, nn.Module) else list(model)
-    models = nn.ModuleList(each.module if isinstance(each, Variational) else each for each in given)
+    models = [each.module if isinstance(each, Variational) else each for each in given]
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):
         raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
@@ -232,7 +232,7 @@ def predict(
     some: list[range | None] = [None] if mode == "mean" else [*chunks(samples, chunk)]
     outputs: dict[range | None, list[Tensor]] = {rows: [] for rows in some}
     # No inference_mode(): what a model remembers of it could never be trained with.
-    with torch.no_grad(), undisturbed(models):
+    with torch.no_grad(), undisturbed(*models):
         numbered = enumerate(batches(x, batch_size, inputs))
         # A loader is read once, even if networks must be drawn again; all else goes by networks.
         read_once = ((rows, part) for part in numbered for rows in some)
@@ -257,7 +257,7 @@ def check_call(x: Inputs, samples: int, batch_size: int) -> None:
 class _Ensemble:
     """Models as they are."""
 
-    def __init__(self, models: nn.ModuleList) -> None:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
         self.models = models
 
     def check(self, model: nn.Module) -> None:

@@ -48,7 +48,7 @@ class Posterior(nn.Module, ABC):
     def check(self, model: nn.Module) -> Self:
         """Raise, naming the first tensor that differs, unless every tensor fits a parameter of the model."""
         params = dict(model.named_parameters())
-        for name, mean in self.mean().items():
+        for name, shape in self.shapes().items():
             if name not in params:
                 own = f" (its first is {next(iter(params))!r})" if params else ""
                 raise ValueError(
@@ -56,9 +56,9 @@ class Posterior(nn.Module, ABC):
                     "itself, not a wrapper or a part of it, and build the optimizer from it or its "
                     "named_parameters()"
                 )
-            if params[name].shape != mean.shape:
+            if params[name].shape != shape:
                 raise ValueError(
-                    f"{name!r} has shape {tuple(mean.shape)} in the posterior and "
+                    f"{name!r} has shape {tuple(shape)} in the posterior and "
                     f"{tuple(params[name].shape)} in the model"
                 )
         return self
@@ -78,6 +78,10 @@ class Posterior(nn.Module, ABC):
     @abstractmethod
     def mean(self) -> dict[str, Tensor]:
         """The mean of every tensor."""
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of every tensor."""
+        return {name: mean.shape for name, mean in self.mean().items()}
 
     @abstractmethod
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:

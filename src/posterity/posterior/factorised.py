@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
 
@@ -93,6 +94,11 @@ class Factorised(Posterior):
             block: leaf.join([values[name] for name in self._tensors[block]])
             for block, leaf in self.blocks.items()
         }
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of every tensor."""
+        pairs = (zip(self._tensors[block], leaf.shapes, strict=True) for block, leaf in self.blocks.items())
+        return dict(chain.from_iterable(pairs))
 
     def mean(self) -> dict[str, Tensor]:
         """The mean of every tensor."""

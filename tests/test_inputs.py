@@ -229,6 +229,9 @@ def test_inputs_that_cannot_be_used_are_refused() -> None:
                 call(net, q, wrong)
         with pytest.raises(TypeError, match="inputs= picks from the batches of a loader, and x is a Tensor"):
             call(net, q, X, inputs=0)
+        for batch, message in (((X, Z[:9], Y), lengths), ((X[:0], Y[:0]), "there are no examples")):
+            with pytest.raises(ValueError, match=message):
+                call(net, q, iter([(X, Z, Y), batch]))
     with pytest.raises(ValueError, match="10 inputs and 9 targets"):
         laplace.fit(net, ({"first": X}, Y[:9]))
     assert net.training

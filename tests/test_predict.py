@@ -284,7 +284,7 @@ def test_a_list_of_models_is_a_deep_ensemble() -> None:
     assert (p.mutual_information > 0).all()
     votes = posterity.predict(nets, x=x, mode="vote")
     torch.testing.assert_close(votes.probs, Prediction(expected).vote)
-    with pytest.raises(ValueError, match="mode='mean' needs mean weights, which an ensemble has not"):
+    with pytest.raises(ValueError, match="an ensemble has no mean weights: choose another mode"):
         posterity.predict(nets, x=x, mode="mean")
     alone = posterity.predict(nets[0], x=x)
     torch.testing.assert_close(alone.samples, expected[:1])

@@ -110,8 +110,8 @@ def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_preci
         raise ValueError(f"prior_precision must be finite and greater than 0, not {prior_precision}")
     if not (isinstance(layers, Mapping) or _in_order(layers)):
         raise TypeError(
-            f"which weights dropout scales is not plain in a {type(layers).__name__}, which is no plain "
-            "nn.Sequential: pass {layer: drop rate}"
+            f"a {type(layers).__name__} does not say which weights dropout scales, as a plain nn.Sequential "
+            "does: pass {layer: drop rate}"
         )
     rates = dict(layers) if isinstance(layers, Mapping) else _found(layers)
     if not rates:
@@ -140,8 +140,8 @@ def _found(model: nn.Sequential) -> dict[nn.Module, float]:
             rates[module], waiting = waiting, None
         elif _dropping(module) or (waiting is not None and not isinstance(module, _TRANSPARENT)):
             raise ValueError(
-                f"which weights the dropout before or in {name!r}, a {type(module).__name__}, scales is not "
-                "plain: pass {layer: drop rate}"
+                f"cannot tell which weights are scaled by the dropout before or in {name!r}, a "
+                f"{type(module).__name__}: pass {{layer: drop rate}}"
             )
     if waiting is not None:
         raise ValueError("no layer follows the last dropout layer: pass {layer: drop rate}")

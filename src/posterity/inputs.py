@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -39,17 +40,18 @@ def is_loader(x: Inputs) -> bool:
     return isinstance(x, Iterable) and not (isinstance(x, str | list | tuple | Mapping) or _is_array(x))
 
 
-def batches(x: Inputs, batch_size: int, pick: Pick | None = None) -> Iterable[Inputs]:
+def batches(x: Inputs, batch_size: int, pick: Pick | None = None) -> Iterator[Inputs]:
     """Inputs in batches; of a loader's batches what ``pick`` picks, or else all but the targets."""
     if is_loader(x):
-        return (separated(batch)[0] if pick is None else picked(batch, pick) for batch in x)
-    if pick is not None:
+        for batch in x:
+            found = separated(batch)[0] if pick is None else picked(batch, pick)
+            length(found)
+            yield found
+    elif pick is not None:
         raise TypeError(f"inputs= picks from the batches of a loader, and x is a {type(x).__name__}")
-
-    def cut(start: int) -> Inputs:
-        return mapped(x, lambda each: each[start : start + batch_size])
-
-    return map(cut, range(0, length(x), batch_size))
+    else:
+        for start in range(0, length(x), batch_size):
+            yield mapped(x, itemgetter(slice(start, start + batch_size)))
 
 
 def pairs(data: Any, batch_size: int) -> Iterator[tuple[Inputs, Any]]:
@@ -152,11 +154,12 @@ def tensor_of(result: Any, output: Pick | None = None) -> Tensor:
         >>> tensor_of((torch.ones(2), torch.zeros(3)), output=1)
         tensor([0., 0., 0.])
     """
-    found = result if output is None else picked(result, output)
-    if output is None and not isinstance(result, Tensor):
-        found = (
-            result.get("logits", result) if isinstance(result, Mapping) else getattr(result, "logits", result)
-        )
+    if isinstance(result, Mapping):
+        found = result.get("logits", result) if output is None else picked(result, output)
+    elif output is not None:
+        found = picked(result, output)
+    else:
+        found = result if isinstance(result, Tensor) else getattr(result, "logits", result)
     if not isinstance(found, Tensor):
         raise TypeError(
             f"the model must return one tensor, not {type(found).__name__}: pick one by output=, a key, an "

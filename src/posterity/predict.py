@@ -266,8 +266,6 @@ class _Ensemble:
     def networks(self, model: nn.Module, samples: range | None, seed: int) -> Networks:
         """The models of the given numbers."""
         if samples is None and len(self.models) > 1:
-            raise ValueError(
-                "mode='mean' needs mean weights, which an ensemble has not: pass one of the models"
-            )
+            raise ValueError("an ensemble has no mean weights: choose another mode, or pass one model")
         chosen = [self.models[k] for k in samples or range(1)]  # one model is its own mean
         return lambda run, step: torch.cat([run(each, {}) for each in chosen])

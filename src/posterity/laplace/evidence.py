@@ -69,8 +69,8 @@ def best_precision(spectra: Sequence[Spectrum]) -> float:
     if square == 0.0 or top == 0.0:
         where = repr("+".join(spectra[0].tensors)) if len(spectra) == 1 else "all blocks"
         raise ValueError(
-            f"the {'weights' if square == 0.0 else 'eigenvalues'} of {where} are zero, for which no prior "
-            "precision has the largest evidence: give prior_precision as a number"
+            f"the {'weights' if square == 0.0 else 'eigenvalues'} of {where} are zero, so no prior "
+            "precision maximises the evidence: give prior_precision as a number"
         )
     # The slope is at least ½ (½ − δ ‖θ*‖²) below the largest λ, and at most ½ (size − δ ‖θ*‖²) anywhere.
     low, high = math.log(min(top, 0.5 / square)), math.log(size / square)
@@ -172,7 +172,7 @@ class Sums:
         self.likelihood = likelihood
         self.examples = 0
         self.outputs = 0
-        self.goodness: Tensor | float = 0.0  # Σ log p(y), or of regression the sum of squared errors
+        self.goodness: Tensor | float = 0.0  # Σ log p(y); for regression the sum of squared errors
         self.blocks: dict[str, Kronecker] = {}
         self.diagonal: dict[str, Tensor] = {}
 
@@ -187,7 +187,7 @@ class Sums:
         for key, block in found.kronecker.items():
             if block.rows is not None:
                 raise ValueError(
-                    f"{block.weight!r} is used in parts, which are no whole block: leave it out by names=, "
+                    f"{block.weight!r} is used in parts, not as one block: leave it out by names=, "
                     "or pass structure='diagonal'"
                 )
             a, s, seen = block.examples * block.A.double(), count * block.S.double(), block.examples
@@ -214,7 +214,7 @@ class Sums:
                 noise_variance = goodness / (self.examples * self.outputs)
                 if not 0.0 < noise_variance < math.inf:
                     raise ValueError(
-                        f"the mean squared error is {noise_variance}, which is no variance of noise: give "
+                        f"the mean squared error is {noise_variance}, which cannot be a noise variance: give "
                         "noise_variance="
                     )
             # Gradients of ½ (f − y)² / σ² are those of ½ (f − y)², of which the Fisher matrix is, over σ².

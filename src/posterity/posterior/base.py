@@ -192,7 +192,10 @@ class Leaf(nn.Module, ABC):
 
     @torch.no_grad()
     def share_mean(self, *parameters: nn.Parameter) -> None:
-        """Let a module's parameters, in the order of ``shapes``, be ``loc``; they take on its values."""
+        """Let a module's parameter be ``loc``, and take on its values.
+
+        A family of several tensors overrides this; it gets their parameters in the order of ``shapes``.
+        """
         (parameter,) = parameters
         if self.loc is not parameter:
             parameter.copy_(self.masked(self.loc))

@@ -224,7 +224,7 @@ def test_what_dropout_scales_is_never_guessed() -> None:
         (nn.Sequential(nn.Dropout(0.5), Residual(linear), nn.Linear(2, 2)), "'1', a Residual"),
         (nn.Sequential(nn.Dropout(0.5), linear, nn.Dropout(0.2), linear), "'3', a Linear"),
     ):
-        with pytest.raises(ValueError, match=f"dropout before or in {name}, scales is not plain: pass"):
+        with pytest.raises(ValueError, match=f"are scaled by the dropout before or in {name}: pass"):
             dropout_kl(net)
     with pytest.raises(ValueError, match="no layer follows the last dropout layer"):
         dropout_kl(nn.Sequential(linear, nn.Dropout(0.5)))
@@ -240,7 +240,9 @@ def test_what_dropout_scales_is_never_guessed() -> None:
 
 
 def test_a_module_that_is_no_sequential_is_refused_by_its_name() -> None:
-    with pytest.raises(TypeError, match=r"not plain in a Unused, .*: pass \{layer: drop rate\}"):
+    with pytest.raises(
+        TypeError, match=r"a Unused does not say which weights dropout scales, .*: pass \{layer: drop rate\}"
+    ):
         dropout_kl(Unused())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="not plain in a Residual, which is no plain "):
+    with pytest.raises(TypeError, match="a Residual does not say which weights dropout scales, as a plain "):
         dropout_kl(Residual(nn.Dropout(0.5), nn.Linear(2, 2)))

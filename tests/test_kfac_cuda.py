@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import posterity
 from posterity.optim.inverses import inverse_roots
-from posterity.posterior.matrix import damped
+from posterity.posterior.algebra import damped
 from posterity.train import compiled, cuda_graph
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

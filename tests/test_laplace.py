@@ -289,10 +289,10 @@ X, Y = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
         ({"names": "head.*"}, r"no parameter is named like 'head\.\*'; the names are 'weight', 'bias'"),
         ({"names": lambda name: False}, "names= picks no parameter"),
         ({"loader": []}, "the loader gave no batch"),
-        ({"loader": (X[:0], Y[:0])}, "there are no examples to fit: the data are empty"),
+        ({"loader": (X[:0], Y[:0])}, "there are no examples: the inputs, or those of a batch, are empty"),
         (
             {"loader": [(X, Y), (X[:0], Y[:0])]},
-            "there are no examples to fit: .* or a batch of the loader is",
+            "there are no examples: .* or those of a batch, are empty",
         ),
         ({"loader": (X, Y[:5])}, "6 inputs and 5 targets"),
         ({"loader": (X, Y + 3)}, "labels must be whole numbers from 0 to 2"),
@@ -313,12 +313,15 @@ def test_bad_input_is_refused(options: dict[str, object], message: str) -> None:
         laplace.fit(nn.Linear(4, 3), loader, **rest)
 
 
-def test_what_is_no_pair_of_tensors_is_refused() -> None:
+def test_data_without_targets_are_refused() -> None:
     for data, message in (
         (TensorDataset(X, Y), "a Dataset gives single examples: pass DataLoader"),
-        ([{"x": X, "y": Y}], r"a batch must be a pair of tensors \(x, y\), not dict"),
-        ([X, X, X], r"a batch must be a pair of tensors \(x, y\), not Tensor"),
-        ([(X, Y, Y)], r"a batch must be a pair of tensors \(x, y\), not tuple"),
+        ([{"x": X, "y": Y}], r"a batch must be \(inputs, targets\), or a mapping with 'labels', not a dict"),
+        ([X, X, X], r"a batch must be \(inputs, targets\), .* not a Tensor"),
+        ([(X,)], r"a batch must be \(inputs, targets\), .* not a tuple"),
+        ([(X, Y.tolist())], r"a batch must be \(inputs, targets\), .* not a tuple"),
+        (X, r"data must be \(inputs, targets\) or a DataLoader, not a Tensor"),
+        ([(X, Y, Y)], r"positional arguments"),  # the model takes one
     ):
         with pytest.raises(TypeError, match=message):
             laplace.fit(nn.Linear(4, 3), data)
@@ -379,7 +382,7 @@ def test_what_linearised_prediction_refuses() -> None:
     q = laplace.fit(net, (X, Y)).posterior()
     with pytest.raises(ValueError, match="samples and batch_size must be at least 1, not 0 and 256"):
         laplace.linearised(net, q, X, samples=0)
-    with pytest.raises(ValueError, match="x is empty"):
+    with pytest.raises(ValueError, match="there are no examples"):
         laplace.linearised(net, q, X[:0])
     with pytest.raises(ValueError, match="'weight' has shape"):
         laplace.linearised(nn.Linear(5, 3), q, X)

@@ -120,9 +120,9 @@ def test_a_variational_model_predicts_as_the_module_in_it() -> None:
 
 
 def test_one_logit_is_no_class_probability() -> None:
-    with pytest.raises(ValueError, match=r"two classes or more, not \[3, 4, 1\]"):
+    with pytest.raises(ValueError, match=r"outputs \[4, 1\] have 1 .* need two or more logits"):
         _ = Prediction(torch.zeros(3, 4, 1)).entropy
-    with pytest.raises(ValueError, match=r"two classes or more, not \[3, 4, 1\]"):
+    with pytest.raises(ValueError, match=r"outputs \[4, 1\] have 1 .* need two or more logits"):
         _ = Prediction(torch.zeros(3, 4, 1)).vote
 
 
@@ -139,31 +139,34 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict(model, q, x, mode="median")
     with pytest.raises(ValueError, match="must be at least 1, not 0"):
         posterity.predict(model, q, x, samples=0)
-    with pytest.raises(ValueError, match="x is empty"):
+    with pytest.raises(ValueError, match="there are no examples"):
         posterity.predict(model, q, x[:0])
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x))
-    for wrong, kind in ((loader, "DataLoader"), (x.numpy(), "ndarray"), ((x, x), "tuple")):
-        for call in (posterity.predict, posterity.laplace.linearised):
-            with pytest.raises(TypeError, match=f"x must be one tensor of inputs, not a {kind}: convert it"):
-                call(model, q, wrong)
+    with pytest.raises(TypeError, match=r"there are no inputs: call .* predict\(models, x=x\)"):
+        posterity.predict([model, model], x)
+    with pytest.raises(TypeError, match="a Tensor gives no networks: pass a posterior or MCDropout"):
+        posterity.predict(model, x, x)
+    with pytest.raises(ValueError, match="one model and its posterior, or a list of models alone, not 2"):
+        posterity.predict([model, model], q, x)
+    with pytest.raises(ValueError, match="the loader gave no batch"):
+        posterity.predict(model, q, iter([]))
     with pytest.raises(ValueError, match=r"'0.weight' has shape \(6, 4\) in the posterior and \(6, 5\)"):
         posterity.predict(nn.Sequential(nn.Linear(5, 6)), q, x)
 
 
 def test_a_posterior_of_other_names_says_which_module_to_pass() -> None:
     model, q, x = make()
-    advice = r": pass the very module .* and build the optimiser from it or its named_parameters\(\)$"
+    advice = r": pass the module itself, .* and build the optimizer from it or its named_parameters\(\)$"
     bare = posterity.BGD(model.parameters()).posterior()
     with pytest.raises(
-        ValueError, match="'param.0', which the model has not, whose first is '0.weight'" + advice
+        ValueError, match="'param.0', but the model has no such parameter .its first is '0.weight'." + advice
     ):
         posterity.predict(model, bare, x)
     for other, first in ((nn.DataParallel(model), "module.0.weight"), (model[0], "weight")):
         with pytest.raises(
-            ValueError, match=f"'0.weight', which the model has not, whose first is '{first}'"
+            ValueError, match=f"'0.weight', but the model has no such parameter .its first is '{first}'"
         ):
             posterity.predict(other, q, x)
-    with pytest.raises(ValueError, match=r"'0\.weight', which the model has not: pass"):
+    with pytest.raises(ValueError, match=r"'0\.weight', but the model has no such parameter: pass"):
         posterity.predict(nn.ReLU(), q, x)
 
 
@@ -209,3 +212,120 @@ def test_no_more_networks_are_drawn_at_once_than_asked_for(how: str, monkeypatch
     found = posterity.predict(model, q, x, samples=5, seed=1, chunk=2, how=how, batch_size=3)
     assert drawn == [range(2), range(2, 4), range(4, 5)]
     torch.testing.assert_close(found.samples, whole.samples)
+
+
+def test_classes_may_lie_on_another_axis() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(2, 3, 1), torch.randn(4, 2, 5, 6)
+    q = posterity.BGD(model, std_init=0.5).posterior()
+    plain = posterity.predict(model, q, x, samples=7)
+    for name in ("probs", "label", "entropy", "vote", "mutual_information"):
+        with pytest.raises(
+            ValueError, match=r"outputs \[4, 3, 5, 6\] may have classes on several axes: give"
+        ):
+            getattr(plain, name)
+    flat = Prediction(plain.samples.movedim(2, -1).reshape(7, -1, 3))
+    for class_dim in (1, -3):
+        for mode in ("average", "vote", "single"):
+            p = posterity.predict(model, q, x, samples=7, class_dim=class_dim, mode=mode)
+            expected = Prediction(flat.samples, mode)
+            assert p.probs.shape[-4:] == (4, 3, 5, 6)
+            torch.testing.assert_close(p.probs.movedim(-3, -1).flatten(-4, -2), expected.probs)
+            assert torch.equal(p.label.flatten(-3), expected.label)
+        for name in ("entropy", "expected_entropy", "mutual_information"):
+            assert getattr(p, name).shape == (4, 5, 6)
+            torch.testing.assert_close(getattr(p, name).flatten(), getattr(flat, name))
+    for wrong in (0, 4, -4):
+        with pytest.raises(ValueError, match=f"class_dim={wrong} is no axis of classes"):
+            _ = Prediction(plain.samples, class_dim=wrong).probs
+    last = Prediction(plain.samples, class_dim=-1)  # said, so meant
+    torch.testing.assert_close(last.probs, plain.samples.softmax(-1).mean(0))
+
+
+def test_one_logit_is_two_classes_if_told_so() -> None:
+    logits = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    one = torch.sigmoid(logits)
+    for samples in (logits, logits[..., None]):
+        p = Prediction(samples, binary=True)
+        torch.testing.assert_close(p.probs, torch.stack([1 - one.mean(0), one.mean(0)], -1))
+        torch.testing.assert_close(
+            Prediction(samples, "vote", binary=True).probs[:, 1], (one > 0.5).float().mean(0)
+        )
+        assert torch.equal(p.label, (one.mean(0) > 0.5).long())
+        assert 0.0 <= posterity.metrics.ece(p.probs, p.label) <= 1.0
+    masks = Prediction(logits.reshape(7, 1, 1, 5), class_dim=1, binary=True)
+    torch.testing.assert_close(masks.probs[0, 1], one.mean(0))
+    with pytest.raises(ValueError, match=r"outputs \[5, 3\] have 3 .* or one with binary=True"):
+        _ = Prediction(torch.zeros(7, 5, 3), binary=True).probs
+    with pytest.raises(ValueError, match=r"outputs \[5\] may have classes on several axes"):
+        _ = Prediction(logits).probs
+    model, x = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.randn(6, 4)
+    q = posterity.BGD(model).posterior()
+    assert posterity.predict(model, q, x, binary=True).probs.shape == (6, 2)
+    assert posterity.laplace.linearised(model, q, x, binary=True).probs.shape == (6, 2)
+
+
+def ensemble() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.Linear(4, 3),
+        nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)),
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().float(),
+    ]
+
+
+def test_a_list_of_models_is_a_deep_ensemble() -> None:
+    nets, x = ensemble(), torch.randn(10, 4)
+    p = posterity.predict(nets, x=x, batch_size=3, chunk=2)
+    assert nets[1].training
+    expected = torch.stack([net.eval()(x).detach() for net in nets])
+    torch.testing.assert_close(p.samples, expected)
+    torch.testing.assert_close(p.probs, expected.softmax(-1).mean(0))
+    assert (p.mutual_information > 0).all()
+    votes = posterity.predict(nets, x=x, mode="vote")
+    torch.testing.assert_close(votes.probs, Prediction(expected).vote)
+    with pytest.raises(ValueError, match="an ensemble has no mean weights: choose another mode"):
+        posterity.predict(nets, x=x, mode="mean")
+    alone = posterity.predict(nets[0], x=x)
+    torch.testing.assert_close(alone.samples, expected[:1])
+    torch.testing.assert_close(posterity.predict(nets[0], x=x, mode="mean").samples, expected[:1])
+    wrapped = posterity.predict([posterity.variational(nets[0]), nets[1]], x=x)
+    torch.testing.assert_close(wrapped.samples, expected[:2])
+
+
+def test_other_sources_of_networks_need_two_methods() -> None:
+    class Shrunk:
+        """The model's weights times 1, 1/2, 1/3, …"""
+
+        def check(self, model: nn.Module) -> None:
+            assert isinstance(model, nn.Linear)
+
+        def networks(self, model: nn.Module, samples: range | None, seed: int) -> object:
+            factors = torch.tensor([1.0] if samples is None else [1.0 / (k + 1) for k in samples])
+            weights = {name: factors.view(-1, *[1] * p.dim()) * p for name, p in model.named_parameters()}
+            return lambda run, step: run(model, weights)
+
+    model, x = nn.Linear(4, 3), torch.randn(10, 4)
+    expected = torch.stack([model(x).detach() / (k + 1) for k in range(5)])
+    torch.testing.assert_close(posterity.predict(model, Shrunk(), x, samples=5, chunk=2).samples, expected)
+
+
+def test_prediction_leaves_buffers_and_random_numbers_alone() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            torch.rand(1)
+            return self.layer(x)
+
+    model, x = Counting(), torch.randn(10, 4)
+    q = posterity.BGD(model).posterior()
+    before = torch.get_rng_state()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4, shuffle=True)
+    posterity.predict(model, q, loader, how="loop")
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), before)

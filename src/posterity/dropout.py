@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity import noise
-from posterity.mc import one_pass
+from posterity.posterior.base import Networks, Run
 
 _SCALING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _LAYERS = (*_SCALING, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -54,24 +54,32 @@ class MCDropout:
                 "nn.Dropout modules (F.dropout is not seen), or pass a posterior"
             )
 
-    def outputs(self, model: nn.Module, x: Tensor, *, samples: range, seed: int, step: int) -> Tensor:
-        """Outputs ``[samples, B, ...]`` of a model in evaluation mode, its dropout layers apart.
+    def networks(self, model: nn.Module, samples: range | None, seed: int) -> Networks:
+        """A model in evaluation mode under masks of the given numbers; without numbers, nothing dropped.
 
-        Masks are a pure function of (seed, step, sample) and the batch's shape, on one device; torch's
+        Masks are a pure function of (seed, batch, sample) and the batch's shape, on one device; torch's
         generators are left as they were.
         """
-        drawn: list[Tensor] = []
-        with _masks_of(model) as ran, _borrowed(model, x) as generators:
-            for sample in samples:
-                key = noise.address(seed, step, sample, "dropout", domain=noise.Domain.DROPOUT)
-                for generator in generators:
-                    generator.manual_seed(key)
-                drawn.append(one_pass(model, {}, {}, (x,), {}))
-        if not ran:
-            raise RuntimeError(
-                "no dropout layer of the model ran, so all passes are the same: let its forward() call them"
-            )
-        return torch.stack(drawn)
+
+        if samples is None:
+            return lambda run, step: run(model, {})
+
+        def masked(run: Run, step: int) -> Tensor:
+            drawn: list[Tensor] = []
+            with _masks_of(model) as ran, _borrowed() as generators:
+                for sample in samples:
+                    key = noise.address(seed, step, sample, "dropout", domain=noise.Domain.DROPOUT)
+                    for generator in generators:
+                        generator.manual_seed(key)
+                    drawn.append(run(model, {}))
+            if not ran:
+                raise RuntimeError(
+                    "no dropout layer of the model ran, so all passes are the same: let its forward() call "
+                    "them"
+                )
+            return torch.cat(drawn)
+
+        return masked
 
 
 def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_precision: float = 1.0) -> Tensor:
@@ -102,8 +110,8 @@ def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_preci
         raise ValueError(f"prior_precision must be finite and greater than 0, not {prior_precision}")
     if not (isinstance(layers, Mapping) or _in_order(layers)):
         raise TypeError(
-            f"which weights dropout scales is not plain in a {type(layers).__name__}, which is no plain "
-            "nn.Sequential: pass {layer: drop rate}"
+            f"a {type(layers).__name__} does not say which weights dropout scales, as a plain nn.Sequential "
+            "does: pass {layer: drop rate}"
         )
     rates = dict(layers) if isinstance(layers, Mapping) else _found(layers)
     if not rates:
@@ -132,8 +140,8 @@ def _found(model: nn.Sequential) -> dict[nn.Module, float]:
             rates[module], waiting = waiting, None
         elif _dropping(module) or (waiting is not None and not isinstance(module, _TRANSPARENT)):
             raise ValueError(
-                f"which weights the dropout before or in {name!r}, a {type(module).__name__}, scales is not "
-                "plain: pass {layer: drop rate}"
+                f"cannot tell which weights are scaled by the dropout before or in {name!r}, a "
+                f"{type(module).__name__}: pass {{layer: drop rate}}"
             )
     if waiting is not None:
         raise ValueError("no layer follows the last dropout layer: pass {layer: drop rate}")
@@ -177,12 +185,10 @@ def _masks_of(model: nn.Module) -> Iterator[set[nn.Module]]:
 
 
 @contextmanager
-def _borrowed(model: nn.Module, x: Tensor) -> Iterator[list[torch.Generator]]:
-    """torch's own generators of every device in use, from which its dropout draws; put back afterwards."""
-    tensors = [x, *model.parameters(), *model.buffers()]
-    devices = {each.device.index for each in tensors if each.device.type == "cuda"}
-    # One by one: torch.manual_seed would also seed the devices that are not in use, for good.
-    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+def _borrowed() -> Iterator[list[torch.Generator]]:
+    """torch's own generators, from which its dropout draws; put back afterwards."""
+    # One by one: torch.manual_seed would also seed devices that are not in use, for good.
+    generators = [torch.default_generator, *torch.cuda.default_generators]
     states = [generator.get_state() for generator in generators]
     try:
         yield generators

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from posterity import buffers
+from posterity.inputs import Pick, arguments, batches, is_loader, moved, tensor_of
 from posterity.routes import StackedRoutes
 
 How: TypeAlias = Literal["stack", "loop"]
@@ -27,19 +28,24 @@ _unstackable: WeakSet[nn.Module] = WeakSet()
 def run(
     model: nn.Module,
     weights: Mapping[str, Tensor],
+    /,
     *args: Any,
     how: How = "stack",
     chunk: int | None = None,
+    output: Pick | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Outputs ``[K, B, ...]`` of a model under K sets of weights.
 
     Args:
-        model: Any module that returns one tensor.
+        model: Any module.
         weights: Named parameters with a leading dimension K; those not named keep the model's values.
-        args: The model's inputs, the same for all samples.
+        args: The model's inputs, the same for all samples: tensors or arrays, alone or in tuples and dicts;
+            or a DataLoader of batches, whose outputs are joined.
         how: ``"stack"`` for one vectorised pass, ``"loop"`` for one pass per sample.
         chunk: At most this many samples at once, to cap the memory of a stacked pass.
+        output: Which of the model's outputs: a key, an index or a function. Without it the model must return
+            a tensor, or something with ``logits``.
         kwargs: The model's keyword arguments.
 
     Example:
@@ -49,6 +55,11 @@ def run(
     """
     if how not in ("stack", "loop"):
         raise ValueError(f"how must be 'stack' or 'loop', not {how!r}")
+    if len(args) == 1 and is_loader(args[0]):
+        options: dict[str, Any] = {"how": how, "chunk": chunk, "output": output, **kwargs}
+        calls = (arguments(batch) for batch in batches(args[0], 1))
+        return torch.cat([run(model, weights, *a, **k, **options) for a, k in calls], 1)
+    args, kwargs = moved((args, kwargs), model)
     samples = _count(weights)
     weights = _checked(model, weights, samples)
     before = buffers.snapshot(model)
@@ -56,10 +67,12 @@ def run(
     for rows in chunks(samples, 1 if how == "loop" else chunk):
         part = {name: value[rows.start : rows.stop] for name, value in weights.items()}
         with StackedRoutes():
-            output, moved = stacked_pass(model, part, before, args, kwargs, stacked=how == "stack")
-        outputs.append(output)
+            found, after = stacked_pass(
+                model, part, before, args, kwargs, stacked=how == "stack", output=output
+            )
+        outputs.append(found)
         if rows.start == 0:
-            buffers.restore(model, moved)
+            buffers.restore(model, after)
     return torch.cat(outputs)
 
 
@@ -69,12 +82,10 @@ def one_pass(
     state: Mapping[str, Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    output: Pick | None = None,
 ) -> Tensor:
     """Output under one set of weights; buffers are read from ``state``, and moved there."""
-    output = functional_call(model, {**weights, **state}, args, kwargs)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"the model must return one tensor, not {type(output).__name__}: wrap it")
-    return output
+    return tensor_of(functional_call(model, {**weights, **state}, args, kwargs), output)
 
 
 def stacked_pass(
@@ -86,6 +97,7 @@ def stacked_pass(
     *,
     stacked: bool,
     own: bool = False,
+    output: Pick | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Outputs under the given weights, each sample starting from buffers ``before``, and the first's.
 
@@ -97,24 +109,25 @@ def stacked_pass(
         kwargs: Its keyword arguments, the same for all.
         stacked: Whether in one pass, if it can be.
         own: Whether these are tensors ``[K, ...]``, each sample having its own; else all have the same.
+        output: Which of the model's outputs, as for :func:`run`.
     """
 
     def call(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *mine: Tensor) -> Tensor:
-        return one_pass(model, weights, state, mine if own else args, kwargs)
+        return one_pass(model, weights, state, mine if own else args, kwargs, output)
 
     rows = range(_count(weights))
     inputs = args if own else ()
     reason = ""
     if stacked and len(rows) > 1 and model not in _unstackable:
-        moved = buffers.copied(
+        after = buffers.copied(
             {name: value.expand(len(rows), *value.shape) for name, value in before.items()}
         )
         try:
             with warnings.catch_warnings():
                 # Operations without a batching rule still run, one sample after another.
                 warnings.filterwarnings("ignore", message="There is a performance drop")
-                outputs = vmap(call, randomness="different")(weights, moved, *inputs)
-            return outputs, {name: value[0] for name, value in moved.items()}
+                outputs = vmap(call, randomness="different")(weights, after, *inputs)
+            return outputs, {name: value[0] for name, value in after.items()}
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

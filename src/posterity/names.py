@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 
+T = TypeVar("T")
 NameFilter: TypeAlias = str | Iterable[str] | Callable[[str], bool]
 
 
@@ -32,6 +33,19 @@ def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
             raise ValueError(f"no parameter is named like {pattern!r}; the names are {_listed(names)}")
         picked |= matching
     return picked
+
+
+def first_match(patterns: Mapping[str, T], name: str) -> T:
+    """What belongs to the first pattern, in order, that matches a name.
+
+    Example:
+        >>> first_match({"*.bias": 1, "*": 2}, "fc.weight")
+        2
+    """
+    for pattern, value in patterns.items():
+        if name == pattern or fnmatchcase(name, pattern):
+            return value
+    raise KeyError(f"no pattern matches {name!r}: add one, or '*' as the last")
 
 
 def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:

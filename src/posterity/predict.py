@@ -1,19 +1,19 @@
-"""Posterior or dropout → predictive samples → what a person wants to know of each input."""
+"""Posterior, dropout or ensemble → predictive samples → what a person wants to know of each input."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, TypeAlias
+from functools import lru_cache, partial
+from itertools import product
+from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from posterity.dropout import MCDropout
+from posterity.inputs import Inputs, Pick, arguments, batches, is_loader, moved, undisturbed
 from posterity.mc import How, chunks, one_pass, run
-from posterity.posterior import Posterior
+from posterity.posterior.base import Networks, Run
 from posterity.progress import shown
 from posterity.variational import Variational
 
@@ -21,14 +21,28 @@ Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
 MODES: tuple[Mode, ...] = ("average", "mean", "single", "vote")
 
 
+@runtime_checkable
+class Predictive(Protocol):
+    """What gives predictive samples: a posterior, :class:`~posterity.MCDropout`, or a class of your own."""
+
+    def check(self, model: nn.Module) -> object:
+        """Raise unless it can be used with the model."""
+
+    def networks(self, model: nn.Module, samples: range | None, seed: int) -> Networks:
+        """The networks of the given numbers; without numbers, the one at the mean."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Outputs of S sampled networks for B inputs, and what follows from them.
 
     Attributes:
-        samples: The networks' outputs ``[S, B, ...]``; for classification, logits in the last dimension. What
-            follows from those in half precision, as under autocast, is computed in single precision.
+        samples: The networks' outputs ``[S, B, ...]``; for classification, logits ``[S, B, C]``. What follows
+            from those in half precision, as under autocast, is computed in single precision.
         mode: How ``probs`` combines them.
+        class_dim: Axis of the classes, which probabilities keep, in outputs that are not ``[B, C]``: 1 for
+            ``[B, C, H, W]``.
+        binary: Whether outputs are one logit, ``[B]`` or ``[B, 1]``: that of the second of two classes.
 
     Example:
         >>> two_networks = torch.tensor([[[9.0, 0.0]], [[0.0, 9.0]]])  # sure of opposite labels
@@ -39,11 +53,13 @@ class Prediction:
 
     samples: Tensor
     mode: Mode = "average"
+    class_dim: int | None = None
+    binary: bool = False
 
     @property
     def sample_probs(self) -> Tensor:
         """Class probabilities of every sampled network, ``[S, B, C]``."""
-        return self._logits.softmax(-1)
+        return self._logits.softmax(self._axis)
 
     @property
     def probs(self) -> Tensor:
@@ -59,25 +75,25 @@ class Prediction:
     @property
     def label(self) -> Tensor:
         """The class with the highest probability."""
-        return self.probs.argmax(-1)
+        return self.probs.argmax(self._axis)
 
     @property
     def vote(self) -> Tensor:
         """Share of the sampled networks that choose each class, ``[B, C]``; ``label`` is the majority's."""
-        logits = self._logits
-        votes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
-        # A network whose logits are no numbers has none to give.
-        return torch.where(logits.isnan().any(-1, keepdim=True), torch.nan, votes).mean(0)
+        logits, axis = self._logits, self._axis
+        votes = nn.functional.one_hot(logits.argmax(axis), logits.shape[axis]).movedim(-1, axis)
+        # A network with NaN among its logits has no vote to give.
+        return torch.where(logits.isnan().any(axis, keepdim=True), torch.nan, votes.to(logits)).mean(0)
 
     @property
     def entropy(self) -> Tensor:
         """Entropy of the averaged probabilities, in nats: all uncertainty about the label."""
-        return _entropy(self.sample_probs.mean(0))
+        return self._entropy(self.sample_probs.mean(0))
 
     @property
     def expected_entropy(self) -> Tensor:
         """Mean entropy of the single networks: what more data would not remove."""
-        return _entropy(self.sample_probs).mean(0)
+        return self._entropy(self.sample_probs).mean(0)
 
     @property
     def mutual_information(self) -> Tensor:
@@ -95,23 +111,48 @@ class Prediction:
         return self._wide.var(0, correction=0)
 
     @property
-    def _logits(self) -> Tensor:
-        if self.samples.dim() < 3 or self.samples.shape[-1] < 2:
+    def _axis(self) -> int:
+        """That of the classes, counted from the end: whether S is in front or not."""
+        outputs = list(self.samples.shape[1:])
+        if self.binary and len(outputs) == 1:
+            return -1
+        if self.class_dim is None and len(outputs) != 2:
             raise ValueError(
-                f"class probabilities need logits [S, B, C] of two classes or more, not "
-                f"{list(self.samples.shape)}; for regression see .mean and .variance"
+                f"outputs {outputs} may have classes on several axes: give class_dim=, such as 1 for "
+                "[B, C, H, W]; for regression see .mean and .variance"
             )
-        return self._wide
+        axis = -1 if self.class_dim is None else self.class_dim
+        axis -= len(outputs) if axis > 0 else 0
+        if not -len(outputs) < axis < 0:
+            raise ValueError(f"class_dim={self.class_dim} is no axis of classes in outputs {outputs}")
+        if (outputs[axis] == 1) != self.binary:
+            raise ValueError(
+                f"outputs {outputs} have {outputs[axis]} on the axis of classes: probabilities need two or "
+                "more logits, or one with binary=True; for regression see .mean and .variance"
+            )
+        return axis
+
+    @property
+    def _logits(self) -> Tensor:
+        logits = self._wide
+        if self.binary:  # softmax(0, logit) is (1 − sigmoid(logit), sigmoid(logit))
+            axis = self._axis
+            logits = logits[..., None] if logits.dim() == 2 else logits
+            logits = torch.cat([torch.zeros_like(logits), logits], axis)
+        return logits
 
     @property
     def _wide(self) -> Tensor:
         return self.samples.to(torch.promote_types(self.samples.dtype, torch.float32))
 
+    def _entropy(self, probs: Tensor) -> Tensor:
+        return (-torch.xlogy(probs, probs)).sum(self._axis)
+
 
 def predict(
-    model: nn.Module,
-    posterior: Posterior | MCDropout,
-    x: Tensor,
+    model: nn.Module | Sequence[nn.Module],
+    posterior: Predictive | None = None,
+    x: Inputs = None,
     *,
     samples: int = 10,
     mode: Mode = "average",
@@ -119,25 +160,40 @@ def predict(
     seed: int = 0,
     how: How = "stack",
     chunk: int | None = None,
+    inputs: Pick | None = None,
+    output: Pick | None = None,
+    class_dim: int | None = None,
+    binary: bool = False,
     progress: bool = False,
 ) -> Prediction:
-    """Predict with weights drawn from the posterior, or masks of dropout; the model runs in evaluation mode.
+    """Predict with sampled networks: weights of a posterior, masks of dropout, or models of an ensemble.
+
+    All run in evaluation mode; afterwards the model is as it was.
 
     Args:
         model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
-            does not name keep their values.
+            does not name keep their values. Without a posterior, a list of models, of any architectures, is
+            a deep ensemble, ``predict([net1, net2], x=x)``, and one model predicts with its own weights.
         posterior: Where weights come from; or :class:`~posterity.MCDropout`, for the model's own weights and
-            the masks of its dropout layers.
-        x: Inputs, as many as you like: they are run in batches.
-        samples: Sampled networks S; the same ones for every batch.
+            the masks of its dropout layers; or none.
+        x: Inputs, as many as you like: a tensor or NumPy array; a tuple or dict of them, for models that
+            take several, called as ``model(*x)`` or ``model(**x)``; or a DataLoader, whose predictions come
+            in the order of its batches. They are moved to the model's device.
+        samples: Sampled networks S; the same ones for every batch. An ensemble has one for each model.
         mode: ``"average"`` of probabilities, ``"mean"`` weights (one network, nothing dropped), ``"single"``
             networks each for itself, or their ``"vote"``.
-        batch_size: Inputs at once. With dropout every input has masks of its own, and another size gives
-            others.
+        batch_size: Inputs at once, unless a loader decides. With dropout every input has masks of its own,
+            and another size gives others.
         seed: Chooses the networks; the same seed gives the same prediction.
-        how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another. Dropout is
-            always run one after another.
+        how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another. Dropout and
+            ensembles are always run one after another.
         chunk: At most this many networks drawn and run at once, to cap memory.
+        inputs: What of a loader's batch goes into the model: a key, an index or a function. Without it, all
+            but the targets: the last element of a tuple or list of two or more, or a mapping's ``"labels"``.
+        output: Which of the model's outputs: a key, an index or a function. Without it the model must return
+            a tensor, or something with ``logits``.
+        class_dim: Axis of the classes in outputs that are not ``[B, C]``: 1 for ``[B, C, H, W]``.
+        binary: Whether the model gives one logit, ``[B]`` or ``[B, 1]``, that of the second of two classes.
         progress: Show a progress bar (needs the extra ``lab``).
 
     Example:
@@ -150,67 +206,66 @@ def predict(
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     check_call(x, samples, batch_size)
-    if isinstance(model, Variational):
-        model = model.module
-    posterior.check(model)
-    network = _networks(model, posterior, mode=mode, seed=seed, how=how)
-    batches = torch.split(x, batch_size)
-    some = [range(1)] if mode == "mean" else list(chunks(samples, chunk))
-    parts = [(rows, step) for rows in some for step in range(len(batches))]
+    given = [model] if isinstance(model, nn.Module) else list(model)
+    models = [each.module if isinstance(each, Variational) else each for each in given]
+    source = _Ensemble(models) if posterior is None else posterior
+    if len(models) != 1 and (posterior is not None or not models):
+        raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
+    if not isinstance(source, Predictive):
+        raise TypeError(f"a {type(source).__name__} gives no networks: pass a posterior or MCDropout()")
+    source.check(models[0])
+    samples = len(models) if posterior is None else samples
+
+    # The same networks for one batch after another.
+    networks = lru_cache(maxsize=1)(partial(source.networks, models[0], seed=seed))
+
+    def ready(batch: Inputs) -> Run:
+        def run_batch(model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+            args, kwargs = arguments(batch)
+            if weights:
+                return run(model, weights, *args, how=how, output=output, **kwargs)
+            args, kwargs = moved((args, kwargs), model)
+            return one_pass(model, {}, {}, args, kwargs, output)[None]
+
+        return run_batch
+
+    some: list[range | None] = [None] if mode == "mean" else [*chunks(samples, chunk)]
+    outputs: dict[range | None, list[Tensor]] = {rows: [] for rows in some}
     # No inference_mode(): what a model remembers of it could never be trained with.
-    with torch.no_grad(), _evaluating(model):
-        outputs = [network(rows, step, batches[step]) for rows, step in shown(parts, "predicting", progress)]
-    each = len(batches)
-    whole = [torch.cat(outputs[i : i + each], dim=1) for i in range(0, len(outputs), each)]
-    return Prediction(torch.cat(whole), mode)
+    with torch.no_grad(), undisturbed(*models):
+        numbered = enumerate(batches(x, batch_size, inputs))
+        # A loader is read once, even if networks must be drawn again; all else goes by networks.
+        read_once = ((rows, part) for part in numbered for rows in some)
+        order = read_once if is_loader(x) else list(product(some, numbered))
+        for rows, (step, batch) in shown(order, "predicting") if progress else order:
+            outputs[rows].append(networks(rows)(ready(batch), step))
+    if not outputs[some[0]]:
+        raise ValueError("the loader gave no batch: pass one that is not at its end")
+    whole = torch.cat([torch.cat(each, dim=1) for each in outputs.values()])
+    return Prediction(whole, mode, class_dim, binary)
 
 
-def check_call(x: Tensor, samples: int, batch_size: int) -> None:
-    """Refuse what is no tensor of inputs, and numbers below 1."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"x must be one tensor of inputs, not a {type(x).__name__}: convert it, predict the batches of a "
-            "loader one by one, and let a module of your own take inputs apart that have several tensors"
-        )
+def check_call(x: Inputs, samples: int, batch_size: int) -> None:
+    """Refuse a call without inputs, and numbers below 1."""
+    if x is None:
+        raise TypeError("there are no inputs: call predict(model, posterior, x), or predict(models, x=x)")
     if samples < 1 or batch_size < 1:
         raise ValueError(f"samples and batch_size must be at least 1, not {samples} and {batch_size}")
-    if len(x) == 0:
-        raise ValueError("there is nothing to predict: x is empty")
 
 
-def _networks(
-    model: nn.Module,
-    posterior: Posterior | MCDropout,
-    *,
-    mode: Mode,
-    seed: int,
-    how: How,
-) -> Callable[[range, int, Tensor], Tensor]:
-    """From numbers of networks, and a batch with its own, to their outputs ``[S, B, ...]``."""
-    if isinstance(posterior, MCDropout):
-        if mode == "mean":
-            return lambda rows, step, x: one_pass(model, {}, {}, (x,), {})[None]
-        return lambda rows, step, x: posterior.outputs(model, x, samples=rows, seed=seed, step=step)
+@final
+class _Ensemble:
+    """Models as they are."""
 
-    @lru_cache(maxsize=1)
-    def weights(rows: range) -> dict[str, Tensor]:
-        if mode == "mean":
-            return {name: value[None] for name, value in posterior.mean().items()}
-        return posterior._sample(rows, seed, 0)
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.models = models
 
-    return lambda rows, step, x: run(model, weights(rows), x, how=how)
+    def check(self, model: nn.Module) -> None:
+        """Nothing has to fit."""
 
-
-def _entropy(probs: Tensor) -> Tensor:
-    return (-torch.xlogy(probs, probs)).sum(-1)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    def networks(self, model: nn.Module, samples: range | None, seed: int) -> Networks:
+        """The models of the given numbers."""
+        if samples is None and len(self.models) > 1:
+            raise ValueError("an ensemble has no mean weights: choose another mode, or pass one model")
+        chosen = [self.models[k] for k in samples or range(1)]  # one model is its own mean
+        return lambda run, step: torch.cat([run(each, {}) for each in chosen])

@@ -8,15 +8,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def shown(parts: Iterable[T], doing: str, wanted: bool) -> Iterable[T]:
-    """The same parts, with a bar that says what is being done to them if it is wanted.
+def shown(parts: Iterable[T], doing: str) -> Iterable[T]:
+    """The same parts, with a bar that says what is being done to them.
 
     Example:
-        >>> list(shown([1, 2], "counting", False))
+        >>> list(shown([1, 2], "counting"))
         [1, 2]
     """
-    if not wanted:
-        return parts
     try:
         from rich.console import Console
         from rich.progress import track

@@ -14,17 +14,20 @@ so a method is this wrapper, a prior, :func:`~posterity.elbo` and any torch opti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from posterity.mc import How, run
-from posterity.names import NameFilter, select
+from posterity.names import NameFilter, first_match, select
 from posterity.noise import Domain, new_seed
 from posterity.posterior import ByName, Density, DiagonalGaussian, Factorised, Leaf, Posterior, kl
+
+Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
 
 
 @final
@@ -33,7 +36,7 @@ class Variational(nn.Module):
 
     The wrapped ``module`` is the user's own and holds the means: call it for predictions at the mean, pass it
     to :func:`~posterity.predict` together with ``posterior`` for all others. A posterior from elsewhere gives
-    its means to the module. One that can be trained shares them from then on; of one that cannot, as rules
+    its means to the module. One that can be trained shares them from then on; for one that cannot, as rules
     and ``frozen()`` give, ``posterior`` is a trainable copy. Pruned weights stay zero.
 
     Args:
@@ -79,8 +82,9 @@ class Variational(nn.Module):
         The weights are those that were drawn last, if the posterior is as it was then; else others.
         """
         # Weights of what the posterior was before it changed would give no KL.
-        drawn = self._weights if self._versions == self._now() else None
-        return kl(self.posterior, prior, weights=drawn)
+        if self._weights is None or self._versions != self._now():
+            return kl(self.posterior, prior)
+        return kl(self.posterior, prior, weights=self._weights, seed=self.seed, step=self.draws)
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
@@ -109,13 +113,20 @@ class Variational(nn.Module):
 
 
 def variational(
-    module: nn.Module, *, std_init: float = 0.02, deterministic: NameFilter = (), seed: int | None = None
+    module: nn.Module,
+    *,
+    family: Family | Mapping[str, Family] = DiagonalGaussian,
+    std_init: float = 0.02,
+    deterministic: NameFilter = (),
+    seed: int | None = None,
 ) -> Variational:
-    """Give a module's weights a trainable diagonal-Gaussian posterior.
+    """Give a module's weights a posterior that is trained by gradient.
 
     Args:
         module: Any module; it is not copied, and its parameters become the means. A hook on its layers
             refuses to run them inside a backward pass.
+        family: From a parameter and ``std_init`` to its leaf; or families by name patterns, in order, of
+            which the first that matches counts: ``{"conv*.weight": MyFamily, "*": DiagonalGaussian}``.
         std_init: Std of every weight at the start.
         deterministic: Filter of names that stay plain parameters.
         seed: Seed of the weight noise; see :class:`Variational` for the default.
@@ -130,12 +141,15 @@ def variational(
         >>> loss = elbo(nn.functional.cross_entropy(model(x), y), model.kl(IsotropicGaussian()), num_data=8)
         >>> loss.backward(); opt.step()
     """
+    if not 0.0 < std_init < math.inf:
+        raise ValueError(f"std_init must be finite and greater than 0, not {std_init}")
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     fixed = select(params, deterministic)
-    drawn = [name for name in params if name not in fixed]
+    drawn = {name: p for name, p in params.items() if name not in fixed}
     if not drawn:
         raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
-    leaves = {name: DiagonalGaussian(params[name], std_init, trainable=True) for name in drawn}
+    families = family if isinstance(family, Mapping) else {"*": family}
+    leaves = {name: first_match(families, name)(p, std_init) for name, p in drawn.items()}
     return Variational(module, Factorised(leaves), seed)
 
 
@@ -144,34 +158,18 @@ def _refuse_again(module: nn.Module, args: object) -> None:
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             f"activation checkpointing would run a {type(module).__name__} again at its means, not at the "
-            "weights that were drawn: do without it, or train by an optimiser's step(closure)"
+            "weights that were drawn: do without it, or train by an optimizer's step(closure)"
         )
 
 
-@torch.no_grad()
 def _shared(posterior: Factorised, params: Mapping[str, nn.Parameter]) -> Factorised:
     """The posterior with leaves that can be trained, whose means are the parameters."""
-    trained = posterior.rebuilt({name: _trainable(name, leaf) for name, leaf in posterior.blocks.items()})
-    for name, leaf in trained.blocks.items():
-        if isinstance(leaf, DiagonalGaussian) and leaf.loc is not params[name]:
-            params[name].copy_(leaf.mean())
-            leaf.loc = params[name]
-            leaf.to(leaf.device, leaf.dtype)  # ρ and mask where the means are
-    return trained
-
-
-def _trainable(name: str, leaf: Leaf) -> Leaf:
-    """The leaf itself, or a copy with gradients of one that has none."""
-    if any(p.requires_grad for p in leaf.parameters()):
-        return leaf
-    if not isinstance(leaf, DiagonalGaussian):
-        raise TypeError(
-            f"{name!r} is a {type(leaf).__name__}, which is not trained by gradient: pass a Factorised of "
-            "DiagonalGaussian(mean, std, keep=kept), with .mean(), .std() and .kept() of the posterior"
-        )
-    if not bool((leaf.filled_std() > 0).all()):
-        raise ValueError(
-            f"{name!r} has weights of std 0, which no gradient widens: give them a std, or leave it out of "
-            "the posterior"
-        )
-    return DiagonalGaussian(leaf.mean(), leaf.std(), trainable=True, keep=leaf.keep)
+    leaves: dict[str, Leaf] = {}
+    for name, leaf in posterior.blocks.items():
+        try:
+            leaves[name] = leaf.trainable()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name!r} cannot be trained: {error}") from None
+    for name, leaf in leaves.items():  # the module is touched only when all leaves will do
+        leaf.share_mean(*(params[each] for each in posterior.tensors[name]))
+    return posterior.rebuilt(leaves)

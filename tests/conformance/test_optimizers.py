@@ -431,7 +431,7 @@ def test_named_parameters_and_bare_tensors_will_do(rule: Rule) -> None:
     assert set(opt.posterior().mean()) == {"weight", "bias"}
     opt = rule.make(model.parameters())
     opt.step(lambda: loss_fn(model), batch_size=16)
-    with pytest.raises(ValueError, match=r"'param.0', which the model has not"):
+    with pytest.raises(ValueError, match=r"'param.0', but the model has no such parameter"):
         posterity.predict(model, opt.posterior(), X)
 
 

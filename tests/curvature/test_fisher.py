@@ -261,10 +261,10 @@ def test_what_has_no_gradients_is_said_so() -> None:
 def test_outputs_and_labels_are_looked_at() -> None:
     class Dict(nn.Linear):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"logits": super().forward(x)}
+            return {"scores": super().forward(x)}
 
     x = torch.randn(5, 4)
-    with pytest.raises(ValueError, match=r"must give outputs \[B, C\], for two classes or more, not dict"):
+    with pytest.raises(TypeError, match=r"the model must return one tensor, not dict: pick one by output="):
         fisher(Dict(4, 3), x)
     for y in (torch.full((5,), 3), torch.full((5,), -1), torch.zeros(5)):
         with pytest.raises(ValueError, match="labels must be whole numbers from 0 to 2"):

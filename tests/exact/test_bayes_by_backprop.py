@@ -152,7 +152,7 @@ def test_what_no_gradient_trains_is_refused_and_the_module_left_as_it_was() -> N
     leaf = MatrixGaussian((other.weight, other.bias), 0.1 * torch.eye(3), torch.eye(7))
     correlated = Factorised({("weight", "bias"): leaf})
     with pytest.raises(
-        TypeError, match=r"'weight\+bias' is a MatrixGaussian, which is not trained by gradient"
+        TypeError, match=r"'weight\+bias' cannot be trained: a MatrixGaussian is not trained by gradient"
     ):
         Variational(net, correlated)
     certain = Factorised(
@@ -161,9 +161,11 @@ def test_what_no_gradient_trains_is_refused_and_the_module_left_as_it_was() -> N
             "bias": DiagonalGaussian(other.bias.detach(), 0.0),
         }
     )
-    with pytest.raises(ValueError, match="'bias' has weights of std 0, which no gradient widens"):
+    with pytest.raises(
+        ValueError, match="'bias' cannot be trained: it has weights of std 0, which no gradient widens"
+    ):
         Variational(net, certain)
-    with pytest.raises(ValueError, match="'weight' has weights of std 0"):
+    with pytest.raises(ValueError, match="'weight' cannot be trained: it has weights of std 0"):
         Variational(net, prune(point_mass(other), 0.5))
     assert torch.equal(net.weight, before)
     # What the first error advises.
@@ -212,7 +214,7 @@ def test_draws_of_many_samples_and_a_shared_estimate_of_the_divergence() -> None
     assert not torch.equal(first, kl(model.posterior, prior))
     with pytest.raises(ValueError, match="no parameter is left to draw"):
         variational(nn.Linear(2, 3), deterministic="*")
-    with pytest.raises(ValueError, match="std must be finite and greater than 0"):
+    with pytest.raises(ValueError, match="std_init must be finite and greater than 0, not 0"):
         variational(nn.Linear(2, 3), std_init=0.0)
 
 

@@ -20,7 +20,7 @@ from posterity.noise import normal
 from posterity.optim.inverses import inverse_roots, undamped
 from posterity.optim.statistics import Statistics
 from posterity.optim.step import collecting, draw
-from posterity.posterior.matrix import damped
+from posterity.posterior.algebra import damped
 
 B = 6
 HYPER = {

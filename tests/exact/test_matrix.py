@@ -24,7 +24,7 @@ from posterity import (
     snr,
 )
 from posterity.compress import sparsity
-from posterity.posterior.matrix import damped, inverse_cholesky, inverse_triangle
+from posterity.posterior.algebra import damped, inverse_cholesky, inverse_triangle
 
 F64 = torch.float64
 BLOCK = ("conv.weight", "conv.bias")
@@ -329,14 +329,14 @@ def test_large_triangles_are_inverted_in_parts(monkeypatch: pytest.MonkeyPatch) 
     generator = torch.Generator().manual_seed(0)
     lower = torch.randn(2, 11, 11, generator=generator).double().tril() + 4 * torch.eye(11).double()
     for together in (3, 11, 12):
-        monkeypatch.setattr("posterity.posterior.matrix._TOGETHER", together)
+        monkeypatch.setattr("posterity.posterior.algebra._TOGETHER", together)
         found = inverse_triangle(lower)
         torch.testing.assert_close(found, torch.linalg.inv(lower))
         assert not found.triu(1).any()
 
 
 def test_inverse_roots_of_matrices_of_any_sizes_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posterity.posterior.matrix._TOGETHER", 5)
+    monkeypatch.setattr("posterity.posterior.algebra._TOGETHER", 5)
     generator = torch.Generator().manual_seed(0)
     halves = [torch.randn(n, n, generator=generator).double() for n in (3, 7, 3, 1, 7)]
     matrices = [half @ half.T for half in halves]

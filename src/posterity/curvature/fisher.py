@@ -28,6 +28,7 @@ from posterity.curvature.collector import Curvature
 from posterity.curvature.conv import wide_dtype
 from posterity.curvature.factors import Factors
 from posterity.curvature.squares import Squares
+from posterity.inputs import Inputs, Pick, called, tensor_of
 from posterity.names import NameFilter, select
 
 Kind: TypeAlias = Literal["empirical", "mc", "exact"]
@@ -37,7 +38,7 @@ Likelihood: TypeAlias = Literal["classification", "regression"]
 
 def fisher(
     model: nn.Module,
-    x: Tensor,
+    x: Inputs,
     y: Tensor | None = None,
     *,
     kind: Kind = "exact",
@@ -50,6 +51,7 @@ def fisher(
     batch_dim: int = 0,
     fallback: Literal["vmap"] | None = None,
     chunk: int = 32,
+    output: Pick | None = None,
 ) -> Curvature:
     """The mean Fisher matrix of single examples, at the model's parameters and in the model's mode.
 
@@ -58,7 +60,7 @@ def fisher(
 
     Args:
         model: A module that gives logits or means, ``[B, C]``.
-        x: A batch of inputs.
+        x: A batch of inputs, as for :func:`~posterity.predict`.
         y: Labels ``[B]``, or targets ``[B, C]``; for the empirical Fisher only.
         kind: ``"empirical"``, ``"mc"`` with sampled labels, or ``"exact"``, one backward pass per output.
         structure: ``"diagonal"`` or ``"kronecker"``, see :class:`~posterity.curvature.Factors`.
@@ -70,6 +72,7 @@ def fisher(
         batch_dim: As for :class:`~posterity.curvature.Squares`.
         fallback: ``"vmap"`` for the diagonal of parameters that collectors refuse, see :func:`vmap_squares`.
         chunk: Examples at once there.
+        output: Which of the model's outputs, as for :func:`~posterity.predict`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -86,7 +89,7 @@ def fisher(
         params, batch_dim=batch_dim, strict=fallback is None
     )
     with torch.enable_grad(), collector:
-        out = checked(model(x), y, likelihood)
+        out = checked(called(model, x, output), y, likelihood)
         if seed is None:
             seed, step = noise.fresh()
         columns = list(_columns(out.detach(), y, kind, likelihood, draws, seed, step))
@@ -103,11 +106,15 @@ def fisher(
         mean = collector.mean(len(out))
         found = mean if isinstance(mean, Curvature) else Curvature({}, mean)
     if collector.refused:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                "fallback='vmap' takes inputs of one tensor only: leave out what is refused by names="
+            )
         rest = {name: params[name] for name in collector.refused}
         examples = x.movedim(batch_dim, 0)
 
         def loss(call: Callable[[Tensor], Tensor], example: Tensor, column: Tensor) -> Tensor:
-            return (call(example.movedim(0, batch_dim)) * column).sum()
+            return (tensor_of(call(example.movedim(0, batch_dim)), output) * column).sum()
 
         for column in columns:
             for name, terms in vmap_squares(model, loss, (examples, column), rest, chunk=chunk).items():

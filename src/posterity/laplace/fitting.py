@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
-from posterity.laplace.evidence import Laplace, Prior, check_prior, positive
-from posterity.laplace.inputs import Batches, batches, log_probs, pair, undisturbed
-from posterity.laplace.sums import Sums
+from posterity.inputs import Inputs, Pick, called, moved, pairs, undisturbed
+from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
 from posterity.names import NameFilter
 from posterity.predict import Prediction, predict
 from posterity.progress import shown
@@ -29,7 +28,7 @@ _GRID = tuple(10.0 ** (0.5 * k) for k in range(-4, 9))
 
 def fit(
     model: nn.Module,
-    loader: Batches,
+    loader: Any,
     *,
     likelihood: Likelihood = "classification",
     structure: Structure = "kronecker",
@@ -39,13 +38,14 @@ def fit(
     noise_variance: float | None = None,
     temperature: float = 1.0,
     num_data: int | None = None,
-    validation: Batches | None = None,
+    validation: Any = None,
     grid: Sequence[float] = _GRID,
     samples: int = 20,
     predictive: Callable[..., Prediction] = predict,
     seed: int = 0,
     fallback: Literal["vmap"] | None = None,
     batch_size: int = 256,
+    output: Pick | None = None,
     progress: bool = False,
 ) -> Laplace:
     """Fit a Laplace approximation to a trained model.
@@ -55,8 +55,10 @@ def fit(
 
     Args:
         model: Any module that gives logits or means ``[B, C]``, trained in any way.
-        loader: The training data: a DataLoader or other iterable of batches ``(x, y)``, read once; or a
-            pair of tensors. Labels are ``[B]``, targets ``[B, C]``.
+        loader: The training data: a DataLoader or other iterable of batches, read once, or a pair
+            ``(inputs, targets)``. A batch is ``(x, y)``, ``(x1, x2, y)`` for a model of several inputs, or a
+            dict with ``"labels"``; inputs are as for :func:`~posterity.predict`. Labels are ``[B]``, targets
+            ``[B, C]``.
         likelihood: ``"classification"`` or ``"regression"``.
         structure: ``"kronecker"`` for linear layers and convolutions (others have a diagonal), or
             ``"diagonal"`` for all.
@@ -74,7 +76,8 @@ def fit(
         predictive: How to predict there: ``posterity.predict``, or :func:`~posterity.laplace.linearised`.
         seed: Of sampled labels and networks.
         fallback: ``"vmap"`` for layers whose curvature cannot be collected: any, slowly, with a diagonal.
-        batch_size: Examples at once where data are tensors.
+        batch_size: Examples at once, unless a loader decides.
+        output: Which of the model's outputs, as for :func:`~posterity.predict`.
         progress: Show a progress bar (needs the extra ``lab``).
 
     Example:
@@ -84,7 +87,7 @@ def fit(
         >>> predict(model, found.posterior(), x).probs.shape
         torch.Size([40, 3])
     """
-    _check(likelihood, noise_variance, temperature, num_data, batch_size, samples)
+    _check(likelihood, noise_variance, temperature, num_data=num_data, batch_size=batch_size, samples=samples)
     if (prior_precision == "validation") != (validation is not None):
         raise ValueError("validation= and prior_precision='validation' go together: give both, or neither")
     priors: Sequence[Prior] = grid if prior_precision == "validation" else [prior_precision]
@@ -95,45 +98,38 @@ def fit(
     if isinstance(model, Variational):
         model = model.module
     params = chosen(model, names)
-    device = next(iter(params.values())).device
+    options: dict[str, Any] = {"structure": structure, "likelihood": likelihood, "names": list(params)}
+    options |= {"seed": seed, "fallback": fallback, "output": output}
     sums = Sums(likelihood)
     with torch.no_grad(), undisturbed(model):
-        held_out = [
-            pair(batch, device) for batch in batches([] if validation is None else validation, batch_size)
-        ]
+        held_out = (
+            [] if validation is None else [moved(pair, model) for pair in pairs(validation, batch_size)]
+        )
         if validation is not None and not held_out:
             raise ValueError("the validation loader gave no batch: pass held-out data")
-        for step, batch in enumerate(shown(batches(loader, batch_size), "collecting curvature", progress)):
-            x, y = pair(batch, device)
-            out = checked(model(x), y, likelihood)
+        data: Iterable[tuple[Inputs, Any]] = pairs(loader, batch_size)
+        for step, pair in enumerate(shown(data, "collecting curvature") if progress else data):
+            x, y = moved(pair, model)
+            out = checked(called(model, x, output), y, likelihood)
             how: Kind = kind or ("exact" if out.shape[1] <= _FEW_OUTPUTS else "mc")
             labels = y.long() if likelihood == "classification" else y
             with _advised():
-                found = fisher(
-                    model,
-                    x,
-                    labels if how == "empirical" else None,
-                    kind=how,
-                    structure=structure,
-                    likelihood=likelihood,
-                    names=list(params),
-                    seed=seed,
-                    step=step,
-                    fallback=fallback,
-                )
+                seen = labels if how == "empirical" else None
+                found = fisher(model, x, seen, kind=how, step=step, **options)
             sums.add(out, y, found)
         if not sums.examples:
             raise ValueError("the loader gave no batch: pass the training data, not an iterator at its end")
         result = sums.result(params, kind == "empirical", noise_variance, temperature, num_data)
         if validation is None:
             return result.with_prior(priors[0])
-        predicted = partial(predictive, model, samples=samples, seed=seed)
+        more = {} if output is None else {"output": output}
+        predicted = partial(predictive, model, samples=samples, seed=seed, **more)
         candidates = [result.with_prior(each) for each in priors]
         return max(candidates, key=lambda each: _score(each, held_out, predicted))
 
 
 def _score(
-    found: Laplace, held_out: list[tuple[Tensor, Tensor]], predicted: Callable[..., Prediction]
+    found: Laplace, held_out: list[tuple[Inputs, Tensor]], predicted: Callable[..., Prediction]
 ) -> float:
     """Mean log-probability of held-out targets under the average of sampled networks."""
     likelihood: Likelihood = "classification" if found.noise_variance is None else "regression"
@@ -146,14 +142,7 @@ def _score(
     return total / count if math.isfinite(total) else -math.inf
 
 
-def _check(
-    likelihood: str,
-    noise_variance: float | None,
-    temperature: float,
-    num_data: int | None,
-    batch_size: int,
-    samples: int,
-) -> None:
+def _check(likelihood: str, noise_variance: float | None, temperature: float, **counts: int | None) -> None:
     if likelihood not in ("classification", "regression"):
         raise ValueError(f"likelihood must be 'classification' or 'regression', not {likelihood!r}")
     positive("temperature", temperature)
@@ -161,7 +150,7 @@ def _check(
         if likelihood == "classification":
             raise ValueError("noise_variance is for likelihood='regression': classes have no such noise")
         positive("noise_variance", noise_variance)
-    for name, value in (("num_data", num_data), ("batch_size", batch_size), ("samples", samples)):
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
 

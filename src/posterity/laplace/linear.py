@@ -13,7 +13,7 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posterity import buffers
-from posterity.laplace.inputs import undisturbed
+from posterity.inputs import Inputs, Pick, arguments, batches, moved, undisturbed
 from posterity.mc import one_pass
 from posterity.posterior import Posterior
 from posterity.predict import Prediction, check_call
@@ -23,12 +23,16 @@ from posterity.variational import Variational
 def linearised(
     model: nn.Module,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     *,
     samples: int = 10,
     batch_size: int = 256,
     seed: int = 0,
     chunk: int | None = None,
+    inputs: Pick | None = None,
+    output: Pick | None = None,
+    class_dim: int | None = None,
+    binary: bool = False,
 ) -> Prediction:
     """Predict with the model linear in its weights around the means: f(x, μ) + J(x) (θ − μ), θ drawn from q.
 
@@ -39,11 +43,15 @@ def linearised(
         model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
             does not name keep their values.
         posterior: Where weights come from.
-        x: Inputs, as many as you like: they are run in batches.
+        x: Inputs, as many as you like, of any kind that ``predict`` takes.
         samples: Sampled networks S; the same ones for every batch.
-        batch_size: Inputs at once.
+        batch_size: Inputs at once, unless a loader decides.
         seed: Chooses the networks, the same as in ``predict``.
         chunk: At most this many networks at once, to cap memory.
+        inputs: What of a loader's batch goes into the model, as for ``predict``.
+        output: Which of the model's outputs, as for ``predict``.
+        class_dim: Axis of the classes, as for ``predict``.
+        binary: Whether the model gives one logit, as for ``predict``.
 
     Example:
         >>> from posterity.laplace import fit
@@ -61,11 +69,12 @@ def linearised(
     drawn = posterior.sample(samples, seed=seed)
     shifts = {name: (each - posterior.mean()[name]).to(own[name].dtype) for name, each in drawn.items()}
 
-    def outputs(inputs: Tensor) -> Tensor:
+    def outputs(batch: Inputs) -> Tensor:
+        args, kwargs = arguments(moved(batch, model))
+
         def network(weights: dict[str, Tensor]) -> Tensor:
             # Copies: a transformed function may not change what it was not given.
-            state = buffers.snapshot(model)
-            return one_pass(model, weights, state, (inputs,), {})
+            return one_pass(model, weights, buffers.snapshot(model), args, kwargs, output)
 
         def network_along(shift: dict[str, Tensor]) -> Tensor:
             at_mean, moved = cast("tuple[Tensor, Tensor]", jvp(network, (mean,), (shift,)))
@@ -76,7 +85,8 @@ def linearised(
     with torch.no_grad(), undisturbed(model), _differentiable(), warnings.catch_warnings():
         # torch's own, when it first reads its forward derivatives.
         warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
-        return Prediction(torch.cat([outputs(each) for each in torch.split(x, batch_size)], dim=1))
+        found = torch.cat([outputs(each) for each in batches(x, batch_size, inputs)], dim=1)
+    return Prediction(found, class_dim=class_dim, binary=binary)
 
 
 @contextmanager

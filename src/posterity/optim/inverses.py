@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posterity.optim.matrices import Refused
-from posterity.posterior.matrix import SINGULAR, inverse_cholesky, shares, solved
+from posterity.posterior.algebra import SINGULAR, inverse_cholesky, shares, solved
 
 # Inverses are made in double precision, which few GPUs are fast in, where damping is less than this part of a
 # factor's diagonal: single precision keeps two to four digits there, more than one batch's factors are worth.

@@ -7,13 +7,18 @@ A :class:`Posterior` is the one thing that every method ends in and every use st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from posterity import noise
+
+# Runs a model on one batch under K sets of weights, or, given none, under its own: outputs [K, B, ...].
+Run: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+# Some numbered networks: their outputs [S, B, ...] on a batch, given a Run of it and its number.
+Networks: TypeAlias = Callable[[Run, int], Tensor]
 
 
 class Posterior(nn.Module, ABC):
@@ -43,20 +48,28 @@ class Posterior(nn.Module, ABC):
     def check(self, model: nn.Module) -> Self:
         """Raise, naming the first tensor that differs, unless every tensor fits a parameter of the model."""
         params = dict(model.named_parameters())
-        for name, mean in self.mean().items():
+        for name, shape in self.shapes().items():
             if name not in params:
-                own = f", whose first is {next(iter(params))!r}" if params else ""
+                own = f" (its first is {next(iter(params))!r})" if params else ""
                 raise ValueError(
-                    f"the posterior has {name!r}, which the model has not{own}: pass the very module that "
-                    "the posterior is of, neither in a wrapper nor as a part, and build the optimiser from "
-                    "it or its named_parameters()"
+                    f"the posterior has {name!r}, but the model has no such parameter{own}: pass the module "
+                    "itself, not a wrapper or a part of it, and build the optimizer from it or its "
+                    "named_parameters()"
                 )
-            if params[name].shape != mean.shape:
+            if params[name].shape != shape:
                 raise ValueError(
-                    f"{name!r} has shape {tuple(mean.shape)} in the posterior and "
+                    f"{name!r} has shape {tuple(shape)} in the posterior and "
                     f"{tuple(params[name].shape)} in the model"
                 )
         return self
+
+    def networks(self, model: nn.Module, samples: range | None, seed: int) -> Networks:
+        """The model under the weights of the given sample numbers; without numbers, under the means."""
+        if samples is None:
+            weights = {name: mean[None] for name, mean in self.mean().items()}
+        else:
+            weights = self._sample(samples, seed, 0)
+        return lambda run, step: run(model, weights)
 
     @abstractmethod
     def _sample(
@@ -68,6 +81,10 @@ class Posterior(nn.Module, ABC):
     def mean(self) -> dict[str, Tensor]:
         """The mean of every tensor."""
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of every tensor."""
+        return {name: mean.shape for name, mean in self.mean().items()}
+
     @abstractmethod
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """Log-density of the given weights, summed over them; leading dimensions are kept."""
@@ -78,10 +95,14 @@ class Posterior(nn.Module, ABC):
 
 
 class Leaf(nn.Module, ABC):
-    """q over one block: a reparametrised map from standard normals of the block's shape to weights.
+    """q over one block: a reparametrised map from standard normals to weights.
 
     A block is one tensor, or several that are treated as one: then its shape is that of a matrix, in which
     each tensor, flattened to a row for each of its first dimension, has some of the columns.
+
+    A family implements ``_draw``, ``std``, ``pruned``, ``config`` and ``restore``; ``log_prob`` if it has a
+    density; ``noise_shapes`` if it needs more than one normal per weight. One that is trained by gradient
+    holds parameters, ``loc`` among them.
 
     Args:
         shape: Shape of the block.
@@ -95,7 +116,7 @@ class Leaf(nn.Module, ABC):
         (True, tensor([[1., 0.]]))
     """
 
-    loc: Tensor  # means, of pruned weights too
+    loc: Tensor  # means, or what gives them; of pruned weights too
     keep: Tensor | None
 
     def __init__(
@@ -132,9 +153,66 @@ class Leaf(nn.Module, ABC):
         ]
         return torch.cat(columns, -1)
 
-    def draw(self, noise: Tensor) -> Tensor:
-        """Weights ``[n, *shape]`` from standard normals ``[n, *shape]``; pruned weights are zero."""
-        return self.masked(self._draw(noise))
+    @property
+    def joined(self) -> bool:
+        """Whether the block has another shape than its tensor: it holds several, or flattens one."""
+        return self.shapes != (self.shape,)
+
+    @property
+    def noise_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the standard normals behind one draw, by name; one per weight is called ``""``."""
+        return {"": self.shape}
+
+    def noise(
+        self,
+        samples: range,
+        *,
+        seed: int,
+        step: int,
+        block: str,
+        domain: noise.Domain = noise.Domain.SAMPLE,
+    ) -> dict[str, Tensor]:
+        """Standard normals ``[n, ...]`` for the given sample numbers, by name."""
+        at: dict[str, Any] = {"seed": seed, "step": step, "device": self.device, "dtype": self.dtype}
+        return {
+            name: noise.normal(
+                samples, shape, block=f"{block}|{name}" if name else block, domain=domain, **at
+            )
+            for name, shape in self.noise_shapes.items()
+        }
+
+    def draw(self, noise: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Weights ``[n, *shape]`` from the normals of :meth:`noise`; pruned weights are zero.
+
+        Where one normal per weight is all that a family needs, a tensor ``[n, *shape]`` will do.
+        """
+        return self.masked(self._draw({"": noise} if isinstance(noise, Tensor) else noise))
+
+    def copy(self) -> Self:
+        """The same distribution in memory of its own."""
+        state = {key: value.detach().clone() for key, value in self.state_dict().items()}
+        return type(self).restore(state, self.config())
+
+    def trainable(self) -> Self:
+        """This leaf if gradients reach it, else a copy that they reach; fitted families refuse."""
+        if not any(True for _ in self.parameters()):
+            raise TypeError(
+                f"a {type(self).__name__} is not trained by gradient: pass a Factorised of "
+                "DiagonalGaussian(mean, std, keep=kept), with .mean(), .std() and .kept() of the posterior"
+            )
+        return self if any(p.requires_grad for p in self.parameters()) else self.copy().requires_grad_()
+
+    @torch.no_grad()
+    def share_mean(self, *parameters: nn.Parameter) -> None:
+        """Let a module's parameter be ``loc``, and take on its values.
+
+        A family of several tensors overrides this; it gets their parameters in the order of ``shapes``.
+        """
+        (parameter,) = parameters
+        if self.loc is not parameter:
+            parameter.copy_(self.masked(self.loc))
+            self.loc = parameter
+            self.to(self.device, self.dtype)  # the rest follows the module
 
     def masked(self, values: Tensor) -> Tensor:
         """The values with those of pruned weights set to zero."""
@@ -171,9 +249,11 @@ class Leaf(nn.Module, ABC):
     def std(self) -> Tensor:
         """Standard deviation of each weight."""
 
-    @abstractmethod
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density summed over the kept weights; leading dimensions stay."""
+        raise TypeError(
+            f"a {type(self).__name__} has no log-density: use a prior for which register_kl() has a formula"
+        )
 
     @abstractmethod
     def pruned(self, keep: Tensor) -> Self:
@@ -189,5 +269,5 @@ class Leaf(nn.Module, ABC):
         """Build the leaf again from ``state_dict`` tensors and ``config``."""
 
     @abstractmethod
-    def _draw(self, noise: Tensor) -> Tensor:
+    def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
         """Reparametrised draw, before pruned weights are zeroed."""

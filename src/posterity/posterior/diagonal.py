@@ -46,7 +46,7 @@ class DiagonalGaussian(Leaf):
         if not mean.is_floating_point():
             raise TypeError(f"means must be floating-point numbers, not {mean.dtype}: pass mean.float()")
         super().__init__(mean.shape, keep)
-        self.trainable = trainable
+        self._trainable = trainable
         spread = torch.as_tensor(std, dtype=mean.dtype, device=mean.device).detach().expand(mean.shape)
         alive = spread if self.keep is None else spread[self.keep]
         lowest_allowed = "greater than 0" if trainable else "0 or more"
@@ -70,7 +70,7 @@ class DiagonalGaussian(Leaf):
 
     def filled_std(self) -> Tensor:
         """The same with 1 for pruned weights, so that logarithms and quotients stay finite."""
-        return softplus(self.raw) if self.trainable else self.raw
+        return softplus(self.raw) if self._trainable else self.raw
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density summed over the kept weights; leading dimensions stay."""
@@ -79,14 +79,24 @@ class DiagonalGaussian(Leaf):
             -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
         )
 
+    def trainable(self) -> Self:
+        """This leaf if gradients reach it, else a copy that they reach."""
+        if self._trainable:
+            return super().trainable()
+        if not bool((self.filled_std() > 0).all()):
+            raise ValueError(
+                "it has weights of std 0, which no gradient widens: give them a std, or leave the block out"
+            )
+        return type(self)(self.mean(), self.std(), trainable=True, keep=self.keep)
+
     def pruned(self, keep: Tensor) -> Self:
         """The same distribution with the weights outside ``keep`` removed: mean and std zero."""
         keep = keep if self.keep is None else keep & self.keep
-        return type(self)(self.loc.detach() * keep, self.std(), trainable=self.trainable, keep=keep)
+        return type(self)(self.loc.detach() * keep, self.std(), trainable=self._trainable, keep=keep)
 
     def config(self) -> dict[str, Any]:
         """Whether mean and std are trainable."""
-        return {"trainable": self.trainable}
+        return {"trainable": self._trainable}
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
@@ -97,8 +107,8 @@ class DiagonalGaussian(Leaf):
             raise ValueError(f"a saved std is {_lowest(leaf.filled_std()):g}: the file is damaged")
         return leaf
 
-    def _draw(self, noise: Tensor) -> Tensor:
-        return torch.addcmul(self.loc, self.filled_std(), noise)
+    def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
+        return torch.addcmul(self.loc, self.filled_std(), noise[""])
 
 
 def _lowest(values: Tensor) -> float:

@@ -1,14 +1,14 @@
-"""``kl(q, p)``: a sum over weights, closed form where there is one, Monte-Carlo otherwise.
+"""``kl(q, p)``: a sum over weights, by formula where there is one, by Monte Carlo otherwise.
 
-Pairs of families register their formula with :func:`register_kl`, as torch.distributions does. A new leaf or
-prior without one falls back to Monte-Carlo, which needs nothing but log-densities.
+Pairs of families register their formula with :func:`register_kl`, as torch.distributions does; a formula may
+ask for a draw of its own. A pair without a formula falls back to Monte Carlo, which needs log-densities only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast, final
+from functools import partial
+from typing import Any, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -18,16 +18,24 @@ from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.eigen import EigenGaussian
 from posterity.posterior.factorised import Factorised
-from posterity.posterior.matrix import MatrixGaussian, solved
+from posterity.posterior.kronecker import KroneckerGaussian
+from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian
 
-Formula = Callable[[Any, Any], Tensor]
+Formula: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Formula)
-_FORMULAS: dict[tuple[type, type], Formula] = {}
+# By pair of families: the formula, and whether it wants a draw.
+_FORMULAS: dict[tuple[type, type], tuple[Formula, bool]] = {}
 
 
-def register_kl(q_type: type, p_type: type) -> Callable[[F], F]:
-    """Register a closed form of KL(q ‖ p) for a pair of families; it returns the sum over weights.
+def register_kl(q_type: type, p_type: type, *, needs_draw: bool = False) -> Callable[[F], F]:
+    """Register a formula for KL(q ‖ p) of a pair of families; it returns the sum over weights.
+
+    Args:
+        q_type: Family of q.
+        p_type: Family of p, or a prior.
+        needs_draw: Whether to call it as ``formula(q, p, noise)``, for a KL, or a bound on one, that is
+            estimated; ``noise`` has ``kl``'s ``samples`` of the normals in ``q.noise_shapes``, by name.
 
     Example:
         >>> class Flat(Density):
@@ -39,7 +47,7 @@ def register_kl(q_type: type, p_type: type) -> Callable[[F], F]:
     """
 
     def add(formula: F) -> F:
-        _FORMULAS[q_type, p_type] = formula
+        _FORMULAS[q_type, p_type] = formula, needs_draw
         return formula
 
     return add
@@ -51,6 +59,8 @@ def kl(
     *,
     weights: Mapping[str, Tensor] | None = None,
     samples: int = 1,
+    seed: int | None = None,
+    step: int = 0,
 ) -> Tensor:
     """KL(q ‖ p), summed over all weights of q; differentiable.
 
@@ -60,9 +70,11 @@ def kl(
     Args:
         q: A posterior, or the leaf of one block.
         p: Another posterior, or a prior.
-        weights: Draws of q (as ``q.sample`` gives them) on which blocks without a closed form are estimated;
-            those of the likelihood term may be used again. Without them ``samples`` fresh ones are drawn.
-        samples: How many, then.
+        weights: Draws of q (as ``q.sample`` gives them) on which blocks without a formula are estimated;
+            those of the likelihood term may be used again. Without them ``samples`` new ones are drawn.
+        samples: How many, then; and how many a formula gets that needs a draw.
+        seed: Makes what is drawn a pure function of it; without one every call draws anew.
+        step: Chooses, with the seed, what is drawn.
 
     Example:
         >>> kl(DiagonalGaussian(torch.zeros(3), 1.0), IsotropicGaussian(1.0))
@@ -70,24 +82,30 @@ def kl(
     """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, not {samples}")
+    domain = noise.Domain.SAMPLE
+    if seed is None:
+        (seed, step), domain = noise.fresh(), noise.Domain.FRESH
+    at: dict[str, Any] = {"samples": range(samples), "seed": seed, "step": step, "domain": domain}
     if isinstance(q, Leaf):
-        return _leaf_kl(q, cast("Leaf | Density", p), None, samples)
+        return _leaf_kl(q, cast("Leaf | Density", p), None, partial(q.noise, **at, block="kl"))
     if not isinstance(q, Factorised):
-        raise TypeError(f"kl() has no rule for a {type(q).__name__}; pass a Factorised posterior or a leaf")
-    drawn: Mapping[str, Tensor | None] = dict.fromkeys(q.blocks) if weights is None else q.join(weights)
-    terms = [
-        _leaf_kl(leaf, _prior(cast(Any, p), name, q.tensors[name], leaf), drawn[name], samples)
-        for name, leaf in q.blocks.items()
-    ]
+        raise TypeError(f"kl() has no rule for a {type(q).__name__}: pass a Factorised posterior or a leaf")
+    given: Mapping[str, Tensor | None] = dict.fromkeys(q.blocks) if weights is None else q.join(weights)
+    terms = []
+    for name, leaf in q.blocks.items():
+        prior, draw = _prior(p, name, q.tensors[name], leaf), partial(leaf.noise, **at, block=f"kl|{name}")
+        terms.append(_leaf_kl(leaf, prior, given[name], draw))
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
 def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density:
     """What p says of one of q's blocks, in the block's shape."""
-    if q.shapes == (q.shape,):
+    if isinstance(p, Density):
+        return p
+    if not q.joined:
         return cast("Leaf | Density", p.block(name))
     held = p.block(name) if isinstance(p, Factorised) and name in p.tensors else None
-    if held is not None and not isinstance(held, DiagonalGaussian):
+    if held is not None and held.joined:
         return held
     parts = [p.block(tensor) for tensor in tensors]
     if isinstance(parts[0], Density) and all(part is parts[0] for part in parts):
@@ -127,46 +145,37 @@ class _Beside(Density):
         return self.whole.join([p.log_density(each) for p, each in zip(self.parts, tensors, strict=True)])
 
 
-def _leaf_kl(q: Leaf, p: Leaf | Density, weights: Tensor | None, samples: int) -> Tensor:
+def _leaf_kl(
+    q: Leaf, p: Leaf | Density, weights: Tensor | None, draw: Callable[[], Mapping[str, Tensor]]
+) -> Tensor:
     if isinstance(p, Leaf):
         if p.shape != q.shape:
             raise ValueError(f"q has shape {tuple(q.shape)} and p {tuple(p.shape)}: they must be equal")
         if p.keep is not None and bool((q.kept & ~p.keep).any()):
             raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
-    formula = _formula(type(q), type(p))
+    formula, needs_draw = _formula(type(q), type(p))
     if formula is not None:
-        return formula(q, p)
+        return formula(q, p, draw()) if needs_draw else formula(q, p)
     if not isinstance(p, Leaf | Density):
         raise TypeError(
-            f"kl() to a {type(p).__name__} has neither a closed form nor a log-density: give it one with "
+            f"kl() to a {type(p).__name__} has neither a formula nor a log-density: give it one with "
             "register_kl(), or derive it from Density"
         )
     if isinstance(p, Leaf) and not torch.equal(q.kept, p.kept):
         raise ValueError("an estimated KL needs q and p pruned at the same places: prune both alike")
     if weights is None:
-        seed, step = noise.fresh()
-        weights = q.draw(
-            noise.normal(
-                range(samples),
-                q.shape,
-                seed=seed,
-                step=step,
-                block="kl",
-                device=q.device,
-                dtype=q.dtype,
-            )
-        )
+        weights = q.draw(draw())
     log_p = p.log_prob(weights) if isinstance(p, Leaf) else q.total(p.log_density(weights))
     return (q.log_prob(weights) - log_p).mean()
 
 
-def _formula(q_type: type, p_type: type) -> Formula | None:
-    """The registered formula of the nearest pair of ancestors."""
+def _formula(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
+    """The registered formula of the nearest pair of ancestors, and whether it needs a draw."""
     for q_base in q_type.__mro__:
         for p_base in p_type.__mro__:
             if (q_base, p_base) in _FORMULAS:
                 return _FORMULAS[q_base, p_base]
-    return None
+    return None, False
 
 
 def _gaussian_kl(q: DiagonalGaussian, mean: Tensor | float, std: Tensor | float) -> Tensor:
@@ -186,45 +195,14 @@ def _(q: DiagonalGaussian, p: IsotropicGaussian) -> Tensor:
     return _gaussian_kl(q, p.mean, p.std)
 
 
-@register_kl(MatrixGaussian, DiagonalGaussian)
-@register_kl(MatrixGaussian, IsotropicGaussian)
-@register_kl(EigenGaussian, DiagonalGaussian)
-@register_kl(EigenGaussian, IsotropicGaussian)
-def _(q: MatrixGaussian | EigenGaussian, p: DiagonalGaussian | IsotropicGaussian) -> Tensor:
+@register_kl(KroneckerGaussian, DiagonalGaussian)
+@register_kl(KroneckerGaussian, IsotropicGaussian)
+def _(q: KroneckerGaussian, p: DiagonalGaussian | IsotropicGaussian) -> Tensor:
     # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
     return q.correlation() + kl(q.marginals(), p)
 
 
 @register_kl(MatrixGaussian, MatrixGaussian)
-def _(q: MatrixGaussian, p: MatrixGaussian) -> Tensor:
-    """½ (tr(Σp⁻¹ Σq) + ‖Lp⁻¹ (μq−μp)‖² − n) + log|Lp| − log|Lq|, of the kept weights.
-
-    The trace of a Kronecker product is the product of the factors' traces.
-    """
-    if q.keep is not None:
-        p = p.pruned(q.keep)
-    pairs = list(zip(p.factors(), q.factors(), strict=True))
-    # In double precision: trace and n are large, and nearly equal where q has barely moved.
-    trace = torch.stack([solved(lp.double(), lq.double(), 0).square().sum() for lp, lq in pairs]).prod()
-    excess = (trace - math.prod(len(lq) for _, lq in pairs)).to(q.dtype)
-    shift = p.whitened(q.mean() - p.mean()).square().sum()
-    return 0.5 * (excess + shift) + p.log_volume() - q.log_volume()
-
-
 @register_kl(EigenGaussian, EigenGaussian)
-def _(q: EigenGaussian, p: EigenGaussian) -> Tensor:
-    """The same, where tr(Σp⁻¹ Σq) is Σ over both grids of (Rᵀp Rq)² (Cᵀp Cq)² scale_q² / scale_p²."""
-    if q.keep is not None:
-        p = p.pruned(q.keep)
-    if q.thinned:
-        trace = solved(p.cholesky().double(), q.cholesky().double(), 0).square().sum()
-    else:
-        turn_rows, turn_columns = (
-            (ours.double().mT @ theirs.double()).square()
-            for ours, theirs in ((p.rows, q.rows), (p.columns, q.columns))
-        )
-        seen = turn_rows @ q.scale.double().square() @ turn_columns.mT
-        trace = (seen / p.scale.double().square()).sum()
-    excess = (trace - int(q.kept.sum())).to(q.dtype)
-    shift = p.whitened(q.mean() - p.mean()).square().sum()
-    return 0.5 * (excess + shift) + p.log_volume() - q.log_volume()
+def _(q: KroneckerGaussian, p: KroneckerGaussian) -> Tensor:
+    return q.divergence(p)

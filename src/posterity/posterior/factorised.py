@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, cast, final
 
@@ -95,6 +96,11 @@ class Factorised(Posterior):
             for block, leaf in self.blocks.items()
         }
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of every tensor."""
+        pairs = (zip(self._tensors[block], leaf.shapes, strict=True) for block, leaf in self.blocks.items())
+        return dict(chain.from_iterable(pairs))
+
     def mean(self) -> dict[str, Tensor]:
         """The mean of every tensor."""
         return self.split({block: leaf.mean() for block, leaf in self.blocks.items()})
@@ -117,12 +123,7 @@ class Factorised(Posterior):
 
     def frozen(self) -> Factorised:
         """A detached copy, for use as the next prior or for keeping."""
-        return self.rebuilt(
-            {
-                name: type(leaf).restore(_copied(leaf.state_dict()), leaf.config())
-                for name, leaf in self.blocks.items()
-            }
-        ).requires_grad_(False)
+        return self.rebuilt({name: leaf.copy() for name, leaf in self.blocks.items()}).requires_grad_(False)
 
     def rebuilt(self, leaves: Mapping[str, Leaf]) -> Factorised:
         """The same blocks with other leaves, given by the blocks' names."""
@@ -132,9 +133,9 @@ class Factorised(Posterior):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
         tensors = {
-            f"{name}|{key}": value.contiguous()
+            f"{name}|{key}": value.clone().contiguous()  # tensors of one file may not share memory
             for name, leaf in self.blocks.items()
-            for key, value in _copied(leaf.state_dict()).items()
+            for key, value in leaf.state_dict().items()
         }
         config = {
             name: {"family": type(leaf).__name__, "tensors": self._tensors[name], **leaf.config()}
@@ -173,47 +174,16 @@ class Factorised(Posterior):
         if _FORMAT not in metadata:
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")
         try:
-            return cls._restored(json.loads(metadata[_FORMAT]), tensors, path, model)
+            posterior = cls(_restored(json.loads(metadata[_FORMAT]), tensors, path))
         except (json.JSONDecodeError, AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-
-    @classmethod
-    def _restored(
-        cls,
-        header: dict[str, Any],
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        path: str | os.PathLike[str],
-        model: nn.Module | None,
-    ) -> Factorised:
-        if header["version"] > _VERSION:
-            raise ValueError(f"{path} was written by a newer Posterity: update to read it")
-        families = {family.__name__: family for family in Leaf.__subclasses__()}
-        blocks: dict[Key, Leaf] = {}
-        for name, config in header["blocks"].items():
-            if config["family"] not in families:
-                raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
-            # Files of before there were blocks of several tensors do not name them.
-            names = tuple(config.get("tensors", [name]))
-            blocks[names] = families[config["family"]].restore(tensors[name], config)
-        posterior = cls(blocks)
         return posterior if model is None else posterior.check(model)
 
     def _sample(
         self, samples: range, seed: int, step: int, domain: noise.Domain = noise.Domain.SAMPLE
     ) -> dict[str, Tensor]:
         draws = {
-            name: leaf.draw(
-                noise.normal(
-                    samples,
-                    leaf.shape,
-                    seed=seed,
-                    step=step,
-                    block=name,
-                    device=leaf.device,
-                    dtype=leaf.dtype,
-                    domain=domain,
-                )
-            )
+            name: leaf.draw(leaf.noise(samples, seed=seed, step=step, block=name, domain=domain))
             for name, leaf in self.blocks.items()
         }
         return self.split(draws)
@@ -224,6 +194,22 @@ def _called(tensors: tuple[str, ...]) -> str:
     return "+".join(tensors)
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detached copies: a trainable leaf may share its means with a model."""
-    return {key: value.detach().clone() for key, value in tensors.items()}
+def _restored(header: dict[str, Any], tensors: Mapping[str, Any], path: object) -> dict[Key, Leaf]:
+    """The leaves of a file, from its header and the tensors of each block."""
+    if header["version"] > _VERSION:
+        raise ValueError(f"{path} was written by a newer Posterity: update to read it")
+    families = {family.__name__: family for family in _families(Leaf)}
+    blocks: dict[Key, Leaf] = {}
+    for name, config in header["blocks"].items():
+        if config["family"] not in families:
+            raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
+        # Files of before there were blocks of several tensors do not name them.
+        names = tuple(config.get("tensors", [name]))
+        blocks[names] = families[config["family"]].restore(tensors[name], config)
+    return blocks
+
+
+def _families(base: type[Any]) -> Iterator[Any]:
+    for family in base.__subclasses__():
+        yield family
+        yield from _families(family)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import final
 
 import torch
 from torch import Tensor
+
+from posterity.names import first_match
 
 
 class Density(ABC):
@@ -29,10 +30,6 @@ class Density(ABC):
     @abstractmethod
     def log_density(self, value: Tensor) -> Tensor:
         """Log-density of each weight, same shape as ``value``."""
-
-    def block(self, name: str) -> Density:
-        """The density of a block: the same for all."""
-        return self
 
 
 @final
@@ -112,7 +109,4 @@ class ByName:
 
     def block(self, name: str) -> Density:
         """The density whose pattern matches the name first."""
-        for pattern, density in self.priors.items():
-            if fnmatchcase(name, pattern):
-                return density
-        raise KeyError(f"no pattern of the prior matches {name!r}; add one, or '*' as the last")
+        return first_match(self.priors, name)

@@ -1,0 +1,202 @@
+"""What goes into a model and what comes out: inputs of any form in batches, and the tensor among its outputs.
+
+Inputs are a tensor, a NumPy array, or a tuple, list or mapping of them, nested at will, with examples along
+the first axis of each. A model is called as ``model(x)``; with a tuple or list as ``model(*x)``, with a
+mapping as ``model(**x)``. Anything else that can be iterated, such as a DataLoader, gives batches of inputs.
+If such a batch has targets, too, they are
+
+- the last element of a tuple or list of two or more: ``(x, y)``, ``(ids, mask, labels)``;
+- the entry ``"labels"`` of a mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from operator import itemgetter
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from posterity import buffers
+
+Inputs: TypeAlias = Any
+# A key or attribute, an index, or a function.
+Pick: TypeAlias = str | int | Callable[[Any], Any]
+
+
+def is_loader(x: Inputs) -> bool:
+    """Whether it gives batches one by one, and is not itself made of tensors.
+
+    Example:
+        >>> is_loader(iter([torch.ones(3)])), is_loader([torch.ones(3)])
+        (True, False)
+    """
+    if isinstance(x, Dataset):
+        raise TypeError("a Dataset gives single examples: pass DataLoader(dataset, batch_size=…)")
+    return isinstance(x, Iterable) and not (isinstance(x, str | list | tuple | Mapping) or _is_array(x))
+
+
+def batches(x: Inputs, batch_size: int, pick: Pick | None = None) -> Iterator[Inputs]:
+    """Inputs in batches; of a loader's batches what ``pick`` picks, or else all but the targets."""
+    if is_loader(x):
+        for batch in x:
+            found = separated(batch)[0] if pick is None else picked(batch, pick)
+            length(found)
+            yield found
+    elif pick is not None:
+        raise TypeError(f"inputs= picks from the batches of a loader, and x is a {type(x).__name__}")
+    else:
+        for start in range(0, length(x), batch_size):
+            yield mapped(x, itemgetter(slice(start, start + batch_size)))
+
+
+def pairs(data: Any, batch_size: int) -> Iterator[tuple[Inputs, Any]]:
+    """Batches of inputs and targets: those of a pair ``(inputs, targets)``, or of an iterable of batches."""
+    several = isinstance(data, tuple | list)
+    whole = isinstance(data, Mapping) or (several and len(data) == 2 and _is_array(data[1]))
+    if not (whole or several or is_loader(data)):
+        raise TypeError(f"data must be (inputs, targets) or a DataLoader, not a {type(data).__name__}")
+    for batch in [data] if whole else data:
+        x, y = separated(batch)
+        if y is None or not _is_array(y):
+            raise TypeError(
+                f"a batch must be (inputs, targets), or a mapping with 'labels', not a {type(batch).__name__}"
+            )
+        if length(x) != len(y):
+            raise ValueError(f"a batch has {length(x)} inputs and {len(y)} targets: give one for each")
+        yield from batches((x, y), batch_size) if whole else [(x, y)]
+
+
+def separated(batch: Any) -> tuple[Inputs, Any]:
+    """The inputs of a batch and its targets, or None where it has no targets.
+
+    Example:
+        >>> separated(["a", "b", "labels"]), separated({"x": 1, "labels": 2}), separated([1])
+        ((('a', 'b'), 'labels'), ({'x': 1}, 2), (1, None))
+    """
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key != "labels"}, batch.get("labels")
+    if not isinstance(batch, list | tuple) or not batch:
+        return batch, None
+    *inputs, last = batch
+    if not inputs:
+        return last, None
+    return inputs[0] if len(inputs) == 1 else tuple(inputs), last
+
+
+def length(x: Inputs) -> int:
+    """The number of examples; refused unless all tensors have the same, and at least one.
+
+    Example:
+        >>> length({"ids": torch.ones(4, 7), "more": (torch.ones(4),)})
+        4
+    """
+    shapes: list[tuple[int, ...]] = []
+    mapped(x, lambda each: shapes.append(tuple(each.shape)))
+    if not shapes:
+        raise TypeError(f"the inputs must hold tensors or arrays, which a {type(x).__name__} does not")
+    if len({shape[:1] for shape in shapes}) > 1 or not shapes[0]:
+        raise ValueError(f"all inputs need the same number of examples on axis 0, not the shapes {shapes}")
+    if shapes[0][0] == 0:
+        raise ValueError("there are no examples: the inputs, or those of a batch, are empty")
+    return shapes[0][0]
+
+
+def moved(x: Inputs, model: nn.Module) -> Inputs:
+    """The inputs as tensors on the model's device; arrays of floats take its dtype, tensors keep theirs."""
+    own = chain(model.parameters(), model.buffers())
+    like = next((each for each in own if each.is_floating_point()), None)
+
+    def move(each: Any) -> Tensor:
+        dtype = None
+        if not isinstance(each, Tensor):
+            each = torch.as_tensor(each.__array__().copy())  # torch takes no read-only or reversed arrays
+            dtype = like.dtype if like is not None and each.is_floating_point() else None
+        return cast(Tensor, each if like is None else each.to(like.device, dtype))
+
+    return mapped(x, move)
+
+
+def mapped(x: Inputs, function: Callable[[Any], Any]) -> Inputs:
+    """The same structure with a function of each tensor or array; all else stays as it is."""
+    if isinstance(x, Mapping):
+        new = {key: mapped(value, function) for key, value in x.items()}
+        return x if all(new[key] is value for key, value in x.items()) else new  # of its own type
+    if isinstance(x, list | tuple):
+        parts = [mapped(value, function) for value in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    return function(x) if _is_array(x) else x
+
+
+def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the model's call."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    return (tuple(x) if isinstance(x, list | tuple) else (x,)), {}
+
+
+def called(model: nn.Module, x: Inputs, output: Pick | None = None) -> Tensor:
+    """The model's output for a batch of inputs."""
+    args, kwargs = arguments(x)
+    return tensor_of(model(*args, **kwargs), output)
+
+
+def tensor_of(result: Any, output: Pick | None = None) -> Tensor:
+    """What a model returned if that is a tensor, else its ``logits``; or what ``output`` picks.
+
+    Example:
+        >>> tensor_of({"logits": torch.ones(2), "loss": torch.zeros(())})
+        tensor([1., 1.])
+        >>> tensor_of((torch.ones(2), torch.zeros(3)), output=1)
+        tensor([0., 0., 0.])
+    """
+    if isinstance(result, Mapping):
+        found = result.get("logits", result) if output is None else picked(result, output)
+    elif output is not None:
+        found = picked(result, output)
+    else:
+        found = result if isinstance(result, Tensor) else getattr(result, "logits", result)
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"the model must return one tensor, not {type(found).__name__}: pick one by output=, a key, an "
+            "index or a function"
+        )
+    return found
+
+
+def picked(whole: Any, pick: Pick) -> Any:
+    """One part of a batch or an output, by key or attribute, by index, or by a function."""
+    if callable(pick):
+        return pick(whole)
+    if isinstance(pick, str) and not isinstance(whole, Mapping):
+        return getattr(whole, pick)
+    return whole[pick]
+
+
+@contextmanager
+def undisturbed(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards mode, buffers and torch's random numbers are as they were."""
+    model = models[0] if len(models) == 1 else nn.ModuleList(models)
+    training = [module for module in model.modules() if module.training]
+    kept = buffers.snapshot(model)
+    devices: set[int | None] = set()
+    if torch.cuda.default_generators:  # there are none before CUDA is used
+        devices = {each.device.index for each in chain(model.parameters(), model.buffers()) if each.is_cuda}
+    # Loaders draw a seed whenever they start, shuffled or not.
+    with torch.random.fork_rng(devices):
+        if training:
+            model.eval()
+        try:
+            yield
+        finally:
+            buffers.restore(model, kept)
+            for module in training:
+                module.training = True
+
+
+def _is_array(x: object) -> bool:
+    return isinstance(x, Tensor) or hasattr(x, "__array__")

@@ -1,0 +1,221 @@
+"""A family of leaves from outside the library, with two noises and no density, goes through all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+from torch.nn import functional as F
+
+from posterity import (
+    BGD,
+    ByName,
+    DiagonalGaussian,
+    Factorised,
+    IsotropicGaussian,
+    Leaf,
+    ScaleMixture,
+    Variational,
+    elbo,
+    kl,
+    names_of,
+    predict,
+    prune,
+    register_kl,
+    snr,
+    variational,
+)
+from posterity.noise import Domain, normal
+
+SPREAD = 0.3  # std of the scales
+
+
+class ScaledGaussian(Leaf):
+    """``z · (loc + std · noise)`` with one scale z ~ N(1, SPREAD²) per row: a product of normals."""
+
+    def __init__(self, mean: Tensor, std: float, keep: Tensor | None = None) -> None:
+        super().__init__(mean.shape, keep)
+        self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
+        self.log_std = nn.Parameter(torch.full_like(mean.detach(), std).log())
+
+    @property
+    def noise_shapes(self) -> dict[str, torch.Size]:
+        return {"": self.shape, "z": self.shape[:1]}
+
+    def scales(self, noise: Mapping[str, Tensor]) -> Tensor:
+        z = 1.0 + SPREAD * noise["z"]
+        return z.reshape(*z.shape, *[1] * (len(self.shape) - 1))
+
+    def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
+        return self.scales(noise) * (self.loc + self.log_std.exp() * noise[""])
+
+    def std(self) -> Tensor:
+        square = self.loc.square() + (2 * self.log_std).exp()
+        return self.masked(((1 + SPREAD**2) * square - self.loc.square()).sqrt())
+
+    def pruned(self, keep: Tensor) -> Self:
+        keep = keep & self.kept
+        leaf = type(self)(self.loc.detach() * keep, 1.0, keep)
+        leaf.log_std.data.copy_(self.log_std)
+        return leaf
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        leaf = cls(tensors["loc"], 1.0, tensors.get("keep"))
+        leaf.load_state_dict(dict(tensors))
+        return leaf
+
+
+@register_kl(ScaledGaussian, IsotropicGaussian, needs_draw=True)
+def _(q: ScaledGaussian, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> Tensor:
+    """E_z[KL(q(w | z) ‖ p)], a bound on the KL as a flow's is."""
+    z = q.scales(noise)
+    terms = kl_divergence(Normal(z * q.loc, z.abs() * q.log_std.exp()), Normal(p.mean, p.std))
+    return q.total(terms).mean()
+
+
+def posterior(seed: int = 0) -> Factorised:
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(3, 4, generator=g, dtype=torch.float64)
+    return Factorised({"weight": ScaledGaussian(weight, 0.2), "bias": DiagonalGaussian(weight[:, 0], 0.1)})
+
+
+def test_both_noises_reach_a_draw() -> None:
+    q, n = posterior(), 40_000
+    draws = q.sample(n, seed=1)["weight"]
+    leaf = q.block("weight")
+    at = {"seed": 1, "step": 0, "dtype": torch.float64, "domain": Domain.SAMPLE}
+    eps = normal(range(n), (3, 4), block="weight", **at)
+    z = 1 + SPREAD * normal(range(n), (3,), block="weight|z", **at)
+    torch.testing.assert_close(draws, z[:, :, None] * (leaf.loc + 0.2 * eps))
+    mean, std = q.mean()["weight"], q.std()["weight"]
+    assert ((draws.mean(0) - mean).abs() < 5 * std / n**0.5).all()
+    square = (draws - mean).square()
+    assert ((square.mean(0) - std.square()).abs() < 5 * square.std(0) / n**0.5).all()
+    # Weights of one row share a scale, those of others do not.
+    rest = torch.corrcoef((draws / leaf.loc)[:, :2, :2].flatten(1).T)
+    assert rest[0, 1] > 0.2
+    assert abs(rest[0, 2]) < 5 / n**0.5
+
+
+def test_a_sample_is_the_same_alone_and_among_others() -> None:
+    q = posterior()
+    whole, part = q._sample(range(5), 3, 2), q._sample(range(3, 5), 3, 2)
+    assert torch.equal(whole["weight"][3:], part["weight"])
+
+
+def test_a_formula_gets_the_draw_that_it_asked_for() -> None:
+    q, prior = posterior(), IsotropicGaussian(0.7)
+    leaf, n = q.block("weight"), 50_000
+    z = 1 + SPREAD * torch.randn(n, 3, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    terms = kl_divergence(Normal(z * leaf.loc, z.abs() * 0.2), Normal(0.0, 0.7)).flatten(1).sum(1)
+    found = kl(leaf, prior, samples=n)
+    assert abs(found - terms.mean()) < 5 * terms.std() * (2 / n) ** 0.5
+    # Its own draw at every call; with a seed always the same; blocks draw apart.
+    assert kl(leaf, prior) != kl(leaf, prior)
+    assert kl(q, prior, seed=1) == kl(q, prior, seed=1) != kl(q, prior, seed=1, step=1)
+    twins = Factorised({"a": leaf, "b": leaf})
+    assert kl(twins, prior, seed=1) != 2 * kl(Factorised({"a": leaf}), prior, seed=1)
+    kl(q, prior).backward()
+    assert all(bool(p.grad.any()) for p in leaf.parameters())
+
+
+def test_a_missing_density_is_named_where_it_is_needed() -> None:
+    q = posterior()
+    for call in (
+        lambda: q.log_prob(q.sample(2)),
+        lambda: kl(q, ScaleMixture()),
+        lambda: kl(q, q.frozen()),
+    ):
+        with pytest.raises(
+            TypeError, match=r"a ScaledGaussian has no log-density: use a prior for which reg"
+        ):
+            call()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(27, 2))
+
+
+def test_training_moves_mean_and_spread_of_a_chosen_family() -> None:
+    module = net()
+    chosen = dict.fromkeys(names_of(module, nn.Conv2d), ScaledGaussian)
+    model = variational(module, family=chosen | {"*": DiagonalGaussian}, std_init=0.05, seed=4)
+    families = {name: type(leaf) for name, leaf in model.posterior.blocks.items()}
+    assert families == {
+        "0.weight": ScaledGaussian,
+        "0.bias": ScaledGaussian,
+        "2.weight": DiagonalGaussian,
+        "2.bias": DiagonalGaussian,
+    }
+    assert model.posterior.block("0.weight").loc is module[0].weight
+    x, y = torch.randn(20, 1, 4, 4), torch.randint(0, 2, (20,))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    elbo(F.cross_entropy(model(x), y), model.kl(IsotropicGaussian()), num_data=20).backward()
+    opt.step()
+    assert all(bool((p != old).all()) for p, old in zip(model.parameters(), before, strict=True))
+    assert torch.equal(model.posterior.mean()["0.weight"], module[0].weight)
+    p = predict(module, model.posterior, x, samples=3)
+    assert len(p.samples.unique(dim=0)) == 3
+    mean = predict(module, model.posterior, x, mode="mean").samples[0]
+    torch.testing.assert_close(mean, module(x))
+
+
+def test_a_resumed_run_estimates_the_same_divergence() -> None:
+    x, prior = torch.randn(5, 1, 4, 4), IsotropicGaussian()
+    model, other = (variational(net(), family=ScaledGaussian, seed=seed) for seed in (3, 5))
+    model(x)
+    other.load_state_dict(model.state_dict())
+    model(x), other(x)
+    assert model.kl(prior) == other.kl(prior)
+    before = model.kl(prior)
+    model(x)
+    assert model.kl(prior) != before
+
+
+def test_a_pattern_must_match_every_parameter() -> None:
+    with pytest.raises(KeyError, match=r"no pattern matches '0.bias': add one, or '\*' as the last"):
+        variational(net(), family={"*.weight": DiagonalGaussian})
+    prior = ByName({"0.*": IsotropicGaussian(0.5), "*": IsotropicGaussian()})
+    assert torch.isfinite(variational(net(), family=ScaledGaussian).kl(prior))
+
+
+def test_saved_and_frozen_bit_for_bit(tmp_path: Path) -> None:
+    q = prune(posterior(), 0.3)
+    q.save(tmp_path / "q")
+    for other in (Factorised.load(tmp_path / "q"), q.frozen()):
+        assert type(other.block("weight")) is ScaledGaussian
+        assert torch.equal(other.sample(4, seed=2)["weight"], q.sample(4, seed=2)["weight"])
+    assert not any(p.requires_grad for p in q.frozen().parameters())
+    frozen = q.frozen()
+    linear = nn.Linear(4, 3).double()
+    model = Variational(linear, frozen)
+    assert all(p.requires_grad for p in model.posterior.parameters())
+    assert model.posterior.block("weight").loc is linear.weight
+    assert frozen.block("weight").loc is not linear.weight
+
+
+def test_pruned_by_moments() -> None:
+    q = prune(posterior(), 0.5)
+    assert sum(int((~kept).sum()) for kept in q.kept().values()) == 8  # of 15
+    for name, kept in q.kept().items():
+        assert not q.sample(3, seed=0)[name][:, ~kept].any()
+        assert not snr(q)[name][~kept].any()
+    assert torch.isfinite(kl(q, IsotropicGaussian()))
+
+
+def test_a_rule_takes_over_its_moments() -> None:
+    q = posterior()
+    opt = BGD(nn.Linear(4, 3).double(), std_init=0.1)
+    opt.load_posterior(q)
+    torch.testing.assert_close(opt.posterior().std()["weight"], q.std()["weight"].detach())

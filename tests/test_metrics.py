@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posterity import metrics
+from posterity import Prediction, metrics
 
 G = torch.Generator().manual_seed(0)
 PROBS = torch.randn(4, 200, 5, generator=G).mul(2).softmax(-1)
@@ -109,3 +109,14 @@ def test_who_is_sure_is_in_the_last_bin() -> None:
     for metric in (metrics.ece, metrics.reliability):
         with pytest.raises(ValueError, match="bins must be at least 1, not 0"):
             metric(probs, target, bins=0)
+
+
+def test_nll_of_a_prediction_does_not_saturate() -> None:
+    logits = torch.tensor([[[0.0, 300.0]], [[0.0, 200.0]]])
+    wrong = torch.tensor([0])
+    assert metrics.nll(Prediction(logits).probs, wrong) < 88
+    exact = -(logits.double().log_softmax(-1)[..., 0].logsumexp(0) - math.log(2)).item()
+    assert metrics.nll(Prediction(logits), wrong) == pytest.approx(exact)
+    assert metrics.nll(Prediction(logits, "single"), wrong) == pytest.approx(250.0)
+    with pytest.raises(ValueError, match=r"labels|target"):
+        metrics.nll(Prediction(logits), torch.tensor([5]))

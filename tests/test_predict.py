@@ -57,7 +57,8 @@ def test_a_probability_of_zero_has_no_nan_entropy() -> None:
 def test_regression_has_mean_and_epistemic_variance() -> None:
     p = Prediction(torch.tensor([[[1.0], [2.0]], [[3.0], [2.0]]]))
     assert p.mean.flatten().tolist() == [2.0, 2.0]
-    assert p.variance.flatten().tolist() == [1.0, 0.0]
+    assert p.variance.flatten().tolist() == [2.0, 0.0]  # of two networks, S − 1 = 1
+    assert Prediction(torch.ones(1, 3, 1)).variance.flatten().tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

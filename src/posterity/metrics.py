@@ -7,7 +7,7 @@ Metrics that torchmetrics has are taken from there (extra ``metrics``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,17 +40,36 @@ def accuracy(probs: Tensor, target: Tensor) -> float:
     return float((_checked(probs, target).argmax(-1) == target).double().mean())
 
 
-def nll(probs: Tensor, target: Tensor) -> float:
+class HasLogProbs(Protocol):
+    """A prediction that knows its log-probabilities."""
+
+    @property
+    def log_probs(self) -> Tensor:
+        """``[B, C]``, or ``[S, B, C]``."""
+        ...
+
+
+def nll(probs: Tensor | HasLogProbs, target: Tensor) -> float:
     """Mean negative log-probability of the right class, in nats.
+
+    Args:
+        probs: Probabilities, of which one that underflowed to 0 counts as the smallest number, 87 nats in
+            single precision; or a prediction, whose logits know better.
+        target: Labels ``[B]``.
 
     Example:
         >>> round(nll(torch.tensor([[0.5, 0.5]]), torch.tensor([1])), 4)
         0.6931
+        >>> from posterity import Prediction
+        >>> nll(Prediction(torch.tensor([[[0.0, 200.0]]])), torch.tensor([0]))
+        200.0
     """
-    probs = _checked(probs, target)
-    right = probs.gather(-1, target.long().expand(probs.shape[:-1])[..., None])
-    # A probability that underflowed to 0 counts as the smallest number, not as an infinite loss.
-    return float(-right.clamp_min(torch.finfo(probs.dtype).tiny).log().mean())
+    if isinstance(probs, Tensor):
+        logs = _checked(probs, target).clamp_min(torch.finfo(probs.dtype).tiny).log()
+    else:
+        logs = probs.log_probs
+        _checked(logs.exp(), target)
+    return float(-logs.gather(-1, target.long().expand(logs.shape[:-1])[..., None]).mean())
 
 
 def brier(probs: Tensor, target: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -73,6 +74,14 @@ class Prediction:
         return self.vote if self.mode == "vote" else self.sample_probs.mean(0)
 
     @property
+    def log_probs(self) -> Tensor:
+        """Logarithms of ``probs``, from the logits: where a probability would underflow these stay finite."""
+        if self.mode == "vote":
+            return self.vote.log()
+        logs = self._logits.log_softmax(self._axis)
+        return logs if self.mode == "single" else logs.logsumexp(0) - math.log(len(logs))
+
+    @property
     def label(self) -> Tensor:
         """The class with the highest probability."""
         return self.probs.argmax(self._axis)
@@ -107,8 +116,8 @@ class Prediction:
 
     @property
     def variance(self) -> Tensor:
-        """Regression: epistemic variance, that of the output over weight samples."""
-        return self._wide.var(0, correction=0)
+        """Regression: epistemic variance, that of the output over weight samples; 0 of a single one."""
+        return self._wide.var(0, correction=min(1, len(self.samples) - 1))
 
     @property
     def _axis(self) -> int:

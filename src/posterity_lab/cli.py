@@ -402,7 +402,7 @@ def _modes(drawn: Prediction, mean: Prediction, y: Tensor) -> dict[str, dict[str
     return {
         mode: {
             "accuracy": metrics.accuracy(prediction.probs, y),
-            "nll": metrics.nll(prediction.probs, y),
+            "nll": metrics.nll(prediction, y),
             "brier": metrics.brier(prediction.probs, y),
             "ece": metrics.ece(prediction.probs, y),
         }

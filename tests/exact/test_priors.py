@@ -140,3 +140,16 @@ def test_numbers_that_would_give_none_are_refused() -> None:
         IsotropicGaussian(1.0, math.nan)
     with pytest.raises(TypeError, match=r"means must be floating-point numbers, not torch.int64: pass"):
         DiagonalGaussian(torch.tensor([1, 2]), 0.5)
+
+
+@pytest.mark.parametrize("growth", [1e-6, 1e-4, 1e-2, 0.049, 0.051, 0.5, -1e-6, -1e-3, -0.5])
+def test_kl_of_a_posterior_that_barely_moved_keeps_its_digits(growth: float) -> None:
+    start = torch.full((1000,), 0.02)
+    moved = start * (1 + growth)
+    found = kl(DiagonalGaussian(torch.zeros(1000), moved), DiagonalGaussian(torch.zeros(1000), start))
+    exact = torch.distributions.kl_divergence(
+        torch.distributions.Normal(torch.zeros(1000).double(), moved.double()),
+        torch.distributions.Normal(torch.zeros(1000).double(), start.double()),
+    ).sum()
+    # The float64 reference itself loses digits of 1e-12 where numbers of order 1 cancel.
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-12)

@@ -180,9 +180,18 @@ def _formula(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
 
 def _gaussian_kl(q: DiagonalGaussian, mean: Tensor | float, std: Tensor | float) -> Tensor:
     """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the kept weights."""
-    ratio = q.filled_std() / std
+    growth = (q.filled_std() - std) / std
     shift = (q.mean() - mean) / std
-    return 0.5 * q.total(ratio * ratio + shift * shift - 1.0 - 2.0 * torch.log(ratio))
+    return 0.5 * q.total(shift * shift + _spread_gap(growth))
+
+
+def _spread_gap(growth: Tensor) -> Tensor:
+    """r² − 1 − 2 log r of r = 1 + growth, to all digits where it is next to 1."""
+    near = growth.abs() < 0.05
+    small = torch.where(near, growth, 0.0)
+    # 2 g − 2 log(1 + g) = Σ 2 (−g)^k / k from k = 2 on; what is left out is below a single's last digit.
+    series = sum(2.0 / k * (-small) ** k for k in range(2, 9))
+    return torch.where(near, small * small + series, growth * (2.0 + growth) - 2.0 * torch.log1p(growth))
 
 
 @register_kl(DiagonalGaussian, DiagonalGaussian)

@@ -206,8 +206,7 @@ class Graph:
     def _restore(self, before: list[tuple[Tensor, Tensor]]) -> None:
         for tensor, value in before:
             tensor.copy_(value)
-        for flat in self.step.optimizer.cache.groups():
-            flat.load()
+        self.step.optimizer.cache.groups()  # else a capture would begin with what the cache reads anew
 
 
 def flat_batch(batch: tuple[Any, ...]) -> tuple[Sequence[Any], TreeSpec | None]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from posterity import buffers
-from posterity.routes import StackedRoutes
+from posterity.layers import Intercept
 
 How: TypeAlias = Literal["stack", "loop"]
 
@@ -55,7 +55,7 @@ def run(
     outputs: list[Tensor] = []
     for rows in chunks(samples, 1 if how == "loop" else chunk):
         part = {name: value[rows.start : rows.stop] for name, value in weights.items()}
-        with StackedRoutes():
+        with Intercept():
             output, moved = stacked_pass(model, part, before, args, kwargs, stacked=how == "stack")
         outputs.append(output)
         if rows.start == 0:

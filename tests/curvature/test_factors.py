@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from curvature.problems import PROBLEMS, Problem
 from posterity import buffers
-from posterity.curvature import Factors, Kronecker, conv, fisher
+from posterity.curvature import Factors, Kronecker, fisher
+from posterity.layers import calls
 from posterity.mc import stacked_pass
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -60,7 +61,7 @@ def test_factors_are_those_of_a_loop_over_examples(
 ) -> None:
     problem = PROBLEMS[name]
     model, x, target = problem.build()
-    monkeypatch.setitem(conv._AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(calls.AT_ONCE, "cpu", at_once)
     plain = torch.autograd.grad(problem.loss(model, x, target), list(model.parameters()))
     factors = Factors(model)
     with factors:

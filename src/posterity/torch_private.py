@@ -1,7 +1,7 @@
 """The private functions of torch that the library uses outside its kernels, each with its reason.
 
-What torch drops fails here, by name, when the library is imported; ``tests/test_torch_private.py`` checks that
-nothing private is used anywhere else.
+What torch drops fails here, by name, when the library is imported; ``tests/test_torch_private.py`` checks
+that nothing private is used anywhere else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # which tensors vmap has stacked, on which axis, at which level
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack  # autograd functions inside vmap
+from torch._utils import _flatten_dense_tensors as flatten_dense_tensors  # many tensors end to end
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # the base class of all BatchNorm modules
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # tensors inside dicts, lists, tuples
@@ -27,8 +28,10 @@ __all__ = [
     "any_autocast_enabled",
     "dynamo_config",
     "fast_apply",
+    "flatten_dense_tensors",
     "foreach_add",
     "foreach_add_",
+    "foreach_addcmul_",
     "foreach_copy_",
     "foreach_mul",
     "foreach_mul_",
@@ -57,6 +60,7 @@ function_modes = cast("Callable[[], list[TorchFunctionMode]]", _get_current_func
 # One launch for many tensors.
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
+foreach_addcmul_ = torch._foreach_addcmul_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
@@ -64,8 +68,8 @@ foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
 # A view with a version of its own, which autograd does not take for a view.
 unsafe_view = torch.ops.aten._unsafe_view.default
-# Whether the running backward pass keeps its graph, and so what its nodes have saved. A torch without it keeps
-# what we hold as long as the graph itself lives.
+# Whether the running backward pass keeps its graph, and so what its nodes have saved. Without it we hold what
+# layers report as long as the graph itself lives.
 keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
@@ -73,12 +77,12 @@ keeps_graph: Callable[[], bool] = getattr(
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What ``Function.apply`` calls where no transform of torch.func runs; the rest takes as long again."""
-    return cast("Callable[..., Any]", super(torch.autograd.Function, function).apply)
+    return cast("Callable[..., Any]", super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 
 
 def add_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     """``tensor.register_hook(hook)`` for the result of an operation, without the handle that removes it."""
-    hooks = tensor._backward_hooks
+    hooks: Any = tensor._backward_hooks
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
         node = tensor.grad_fn
@@ -88,7 +92,7 @@ def add_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 def hooks_of(tensor: Tensor) -> dict[Any, Callable[[Tensor], None]]:
-    """The hooks on a tensor's gradient, to add to and take from many at once: handles cost more than hooks."""
+    """The hooks on a tensor's gradient, to be changed without handles, which cost more than hooks."""
     if tensor._backward_hooks is None:  # torch makes the place for them
         tensor.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
     return cast("dict[Any, Callable[[Tensor], None]]", tensor._backward_hooks)

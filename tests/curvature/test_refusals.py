@@ -213,9 +213,7 @@ def test_a_pass_that_is_seen_is_no_excuse_for_one_in_another_thread() -> None:
     def backward() -> None:
         model(x).square().mean().backward()
 
-    refused = pytest.raises(
-        RuntimeError, match=f"'bias', 'weight' {UNKNOWN}"
-    )
+    refused = pytest.raises(RuntimeError, match=f"'bias', 'weight' {UNKNOWN}")
     with refused, Squares(model):
         backward()
         away = Thread(target=backward)

@@ -63,9 +63,11 @@ class Collector(ABC):
         self._intercept: Intercept | None = None
         self.refused: dict[str, str] = {}
         self.only: set[str] | None = None
-        # In the last context, names that a backward pass reported, and passes whose sums were cleared.
-        self._reported: defaultdict[int, set[str]] = defaultdict(set)
-        self._dropped: set[int] = set()
+        # Names that the running backward pass has reported, those of the passes since sums were cleared in
+        # the last context, and whether there was any in it.
+        self.reported: set[str] = set()
+        self._passes: list[set[str]] = []
+        self._collected = False
         self._run = _Run()
         self.watch({} if params is None else params)
         self.clear()
@@ -89,12 +91,11 @@ class Collector(ABC):
         self.sums: dict[str, Tensor] = {}
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
-        if self._intercept is not None:  # what a forward pass has shown is not forgotten
-            self._dropped.update(self._reported)
-        else:
+        self._passes = []
+        if self._intercept is None:  # inside, what a forward pass has shown is not forgotten
             self.refused.clear()
-        # Squares of a backward pass that are not yet summed over examples, and reports of weights that several
-        # layers use.
+        # Squares of a backward pass that are not yet summed over examples, and reports of weights that
+        # several layers use.
         self._late: list[tuple[LayerCall, Tensor]] = []
         self._held: list[Report] = []
         self._task = -1
@@ -106,9 +107,7 @@ class Collector(ABC):
             raise RuntimeError(
                 "a collector has nothing to watch: no parameter that needs a gradient was given"
             )
-        self._run = _Run()
-        self._reported.clear()
-        self._dropped.clear()
+        self._run, self.reported, self._passes, self._collected = _Run(), set(), [], False
         self._versions = [
             (tensor, tensor._version) for tensor, _ in self._watched if tensor.grad_fn is not None
         ]
@@ -137,15 +136,16 @@ class Collector(ABC):
         if changed:
             names = [part.name for tensor, part in self._watched if id(tensor) in changed]
             self.refuse(names, "was changed in place")
-        if not (self._reported or self.refused):
+        if not (self._collected or self.refused):
             raise NothingCollected(
                 "nothing was collected: run forward and backward inside, with the tensors that are watched"
             )
 
     def several(self) -> set[str]:
         """Names that several backward passes have reported since :meth:`clear`, in the last context."""
-        told = [names for task, names in self._reported.items() if task not in self._dropped]
-        return {name for names in told[1:] for name in names if sum(name in each for each in told) > 1}
+        return {
+            name for names in self._passes for name in names if sum(map({name}.issubset, self._passes)) > 1
+        }
 
     # What layers ask and report.
 
@@ -199,7 +199,7 @@ class Collector(ABC):
         if task != self._task:
             self.end_pass()  # of one that nobody has seen end
             self._task = task
-        self._reported[task].update(names)
+        self.reported.update(names)
         if self.only is not None and not self.only.issuperset(names):
             self.refuse(
                 [name for name in names if name not in self.only],
@@ -254,8 +254,11 @@ class Collector(ABC):
     # What the methods share.
 
     def end_pass(self) -> None:
-        """A backward pass is over: add what has waited for that."""
+        """A backward pass is over: add what has waited for it."""
         self._add_late()
+        if self.reported:
+            self._passes.append(self.reported)
+            self.reported, self._collected = set(), True
         if self._run.begun:
             self._run = _Run()
         if self._held:

@@ -59,8 +59,8 @@ def gathered(reports: list[Report]) -> tuple[list[Report], list[tuple[Part, list
 def several_batches(group: list[_Use]) -> bool:
     """Whether uses may be those of several batches, whose examples have nothing to do with each other.
 
-    Different inputs from outside the model give no other sign. An embedding has no others; there it is one that
-    every parameter is used several times.
+    Different inputs from outside the model are the sign. An embedding has no others; there it is a second one
+    that every parameter is used several times.
     """
     data = [use.report for use in group if use.role == 0 and use.report.call.from_data]
     if len({each.x.data_ptr() for each in data if each.x is not None}) < 2:
@@ -70,7 +70,7 @@ def several_batches(group: list[_Use]) -> bool:
 
 
 def added_squares(group: list[_Use]) -> Tensor:
-    """Σ_i (Σ_u g_iu)² over uses u, for some examples i after others; of all rows unless all uses have the same."""
+    """Σ_i (Σ_u g_iu)² over uses u; of all rows, unless all uses have the same."""
     tensors, numbers = [], 0
     for _, role, (call, x, grad) in group:
         own = grad if role == 1 or x is None else spread(call.prepared(x), grad)

@@ -1,4 +1,4 @@
-"""The one place that knows layers: their arguments, their forms for stacks, and what single examples say of them."""
+"""The one place that knows layers: arguments, forms for stacks, and what single examples say of weights."""
 
 from posterity.layers.calls import Found, LayerCall, Multiplying, Part, Sink, chunks, wide_dtype
 from posterity.layers.intercept import Intercept

@@ -1,4 +1,4 @@
-"""``F.scaled_dot_product_attention`` of stacks, and ``F.multi_head_attention_forward`` with its layers in sight."""
+"""``F.scaled_dot_product_attention`` of stacks, and attention modules with their layers in sight."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Attention(Call):
         enable_gqa: bool = False,
     ) -> None:
         self._texts, self._mask = (query, key, value), attn_mask
-        self._options = {
+        self._options: dict[str, Any] = {
             "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa,
         }  # fmt: skip
 
@@ -52,8 +52,9 @@ class Attention(Call):
             texts, mask = [_folded(each, samples, query) for each in self._texts], self._mask
             if mask is not None and (batched(mask) or (mask.dim() == query.dim() and len(mask) > 1)):
                 mask = _folded(mask, samples, query)
-            out = F.scaled_dot_product_attention(*texts, mask, **self._options)
-        return stack(out.unflatten(0, (samples, -1)), level)
+            query, key, value = texts
+            out = F.scaled_dot_product_attention(query, key, value, mask, **self._options)
+        return stack(out.view(samples, -1, *out.shape[1:]), level)
 
 
 def _folded(x: Tensor, samples: int, query: Tensor) -> Tensor:

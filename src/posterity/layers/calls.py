@@ -74,8 +74,8 @@ class Found(NamedTuple):
         weight: Σ g² of the weight, over examples and samples.
         bias: Σ g² of the bias, if it was asked for.
         gradient: The weight's Σ g, with samples in front if there are several, if the layer brings it.
-        by_example: Squares of weight and bias, which are as long, ``[2, N, n]``, in the place of sums: those of
-            many layers are summed at once.
+        by_example: Squares of weight and bias, which are as long, ``[2, N, n]``, in the place of sums: many
+            layers' are summed at once.
     """
 
     weight: Tensor | None = None
@@ -91,11 +91,13 @@ class Listener(Protocol):
         stacked: Whether watched tensors are stacks of samples, to be used by vmap or one by one.
         batch_dim: The axis that counts examples, where a layer leaves a choice.
         only: Names whose gradients the running backward pass makes; None for all.
+        reported: Names that it has reported.
     """
 
     stacked: bool
     batch_dim: int
     only: set[str] | None
+    reported: set[str]
 
     def begin(self, call: LayerCall) -> None:
         """A layer is called."""
@@ -107,7 +109,7 @@ class Listener(Protocol):
         """Whether report() gives the gradient of such a layer's weight."""
 
     def report(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
-        """A layer's inputs and its outputs' gradient, as it had them; the weight's gradient, if it brings it."""
+        """A layer's inputs and its outputs' gradient, as it had them; the weight's gradient, if brought."""
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Parameters are used in a way that nothing can be collected from."""
@@ -141,11 +143,12 @@ class LayerCall(Call, ABC):
         from_data: Whether inputs come from outside the model.
         fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
         version: Of the inputs when the layer was called.
+        alias: Of the weight, to be given the gradient that the listener brings; None if autograd brings it.
     """
 
     __slots__ = (
-        "axis", "bias", "counted", "examples", "folded", "fresh", "from_data", "grad_axis", "leading",
-        "listener", "names", "parts", "run", "samples", "version", "weight", "x", "x_axis",
+        "alias", "axis", "bias", "counted", "examples", "folded", "fresh", "from_data", "grad_axis",
+        "leading", "listener", "names", "parts", "run", "samples", "version", "weight", "x", "x_axis",
     )  # fmt: skip
     # Whether squares() brings the gradient too, so that autograd need not make it again.
     brings_gradient: ClassVar[bool] = False
@@ -167,6 +170,7 @@ class LayerCall(Call, ABC):
     from_data: bool
     fresh: bool
     version: int
+    alias: Tensor | None
 
     # What an operation says of itself.
 
@@ -213,7 +217,10 @@ class LayerCall(Call, ABC):
 
     def __call__(self, grad: Tensor) -> None:
         """The hook on the layer's outputs."""
-        self.report(grad)
+        into, alias = self.report(grad), self.alias
+        if into is not None and alias is not None:
+            into = into if into.dtype is alias.dtype else into.to(alias.dtype)
+            alias.grad = into if alias.grad is None else alias.grad + into
 
     def report(self, grad: Tensor) -> Tensor | None:
         """Tell the listener of the gradient in the outputs; the weight's gradient, if it brings it."""
@@ -244,7 +251,7 @@ class LayerCall(Call, ABC):
         return into
 
     def rows(self, x: Tensor, samples_axis: int | None) -> Tensor:
-        """``[N, …]`` of inputs or gradients as the layer had them; one row an example if all samples share it."""
+        """``[N, …]`` of inputs or gradients as the layer had them; of shared ones a row for each example."""
         x = x.unsqueeze(0) if samples_axis is None else x.movedim(samples_axis, 0)
         x = x.reshape(x.shape[0], -1, self.examples, *x.shape[2:]) if self.folded else x
         return (x.movedim(self.axis + 1, 1) if self.axis else x).flatten(0, 1)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -33,7 +32,7 @@ class Sizes(NamedTuple):
         stride: From one output to the next.
         padding: Zeros at the top and bottom, and at the left and right.
         dilation: From one tap to the next.
-        before: Zeros that padding="same" puts on the sides of each axis, last axis first; none if it puts none.
+        before: Zeros that padding="same" puts on the sides of each axis, last axis first, if it puts any.
     """
 
     taps: tuple[int, int]
@@ -108,11 +107,10 @@ class Conv(Multiplying):
         lines = grad.dim() == 3
         if lines or self.sizes.before or x.dtype is not grad.dtype:
             x, grad = self._planes(x), grad.unsqueeze(2) if lines else grad
+        if self.samples > 1:
+            grad = grad.view(self.samples, self.examples, *grad.shape[1:])
+            x = x.view(-1, self.examples, *x.shape[1:]).expand(len(grad), -1, -1, -1, -1)
         if self.groups == 1 and kernels is not None and kernels.multiplies(grad):
-            if self.samples > 1:
-                grad = grad.unflatten(0, (self.samples, -1))
-                shared = x.shape[0] == grad.shape[1]
-                x = x.expand(len(grad), *x.shape) if shared else x.unflatten(0, grad.shape[:2])
             sums, squares = kernels.conv2d_squares(x, grad, *self.sizes[:4])
         else:
             sums, squares = self._sums(x, grad)
@@ -121,14 +119,17 @@ class Conv(Multiplying):
         return Found(squares, shift, sums)
 
     def _sums(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_i g_i of every sample and Σ_i g_i² of all, of pictures."""
-        sums, squares = [], []
-        for own in grad.chunk(self.samples):
-            mine = x if len(x) == len(own) else x[len(sums) * len(own) :][: len(own)]
-            made = [self._products(*some) for some in chunks(self.held(mine, own), mine, own)]
-            sums.append(torch.stack([each.sum(0) for each in made]).sum(0))
-            squares.append(torch.stack([each.square_().sum(0) for each in made]).sum(0))
-        return torch.stack(sums) if len(sums) > 1 else sums[0], torch.stack(squares).sum(0)
+        """Σ_i g_i of every sample and Σ_i g_i² of all, of pictures ``[K, B, …]``, or ``[B, …]`` of one."""
+        shape = (grad.shape[-3], x.shape[-3] // self.groups, *self.sizes.taps)
+        sums = grad.new_zeros(*grad.shape[:-4], *shape, dtype=wide_dtype(grad.dtype))
+        squares = grad.new_zeros(shape, dtype=sums.dtype)
+        stacks = (sums, x, grad) if self.samples > 1 else (sums[None], x[None], grad[None])
+        for total, mine, own in zip(*stacks, strict=True):
+            for some, each in chunks(self.held(mine, own), mine, own):
+                terms = self._products(some, each)
+                total += terms.sum(0)
+                squares += terms.square_().sum(0)
+        return sums, squares
 
     def held(self, x: Tensor, grad: Tensor) -> int:
         """Filters, and what each output sees."""

@@ -1,10 +1,10 @@
 """The one mode that sees calls of torch: fast forms for stacks of samples, and reports of watched layers.
 
-Inside vmap a known operation takes its fast form for stacks. A layer with a watched weight is given an *alias*
+Inside vmap a known operation takes its fast form for stacks. A layer with a watched weight gets an *alias*
 of it, a leaf in the same memory, and reports its inputs and its outputs' gradient in the backward pass. So
 autograd delivers a known layer's gradient to the alias, never to the weight: a gradient that reaches the
 weight itself was reported by no layer, and is refused by the parameter's name. After each backward pass the
-aliases' gradients are delivered to the weights.
+gradients of aliases are delivered to the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posterity.layers.embedding import Embedding
 from posterity.layers.linear import Linear
 from posterity.layers.loss import CrossEntropy
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
-from posterity.layers.passes import Watched, deliver, tap
+from posterity.layers.passes import Watched, deliver, leaves, tap
 from posterity.layers.pool import MaxPool2d
 from posterity.layers.positions import Positions
 from posterity.layers.stacks import inside, samples_axis, stack, stacking
@@ -78,6 +78,7 @@ class Intercept(TorchFunctionMode):
         self._reasons: dict[str, str] = {}  # why a layer reports nothing, by the parameter's name
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
+        self._edgeless = False
         self._positions = Positions()
 
     @staticmethod
@@ -103,6 +104,7 @@ class Intercept(TorchFunctionMode):
     def listen(self, listener: Listener, parts: Iterable[tuple[Tensor, Part]]) -> None:
         """From here on, layers that use these tensors report to a listener."""
         self._listeners.append(listener)
+        self._edgeless = False
         self._memory.clear()
         for tensor, part in parts:
             watched = self._watched.get(id(tensor))
@@ -134,45 +136,67 @@ class Intercept(TorchFunctionMode):
 
     # Backward passes.
 
-    def _backward(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _backward(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if not self._watched:
-            return func(*args, **kwargs)
+            func(*args, **kwargs)
+            return
+        kept: list[tuple[Tensor, Tensor | None]] = []
         if kwargs.get("inputs") is not None:
-            inputs = kwargs["inputs"]
-            inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-            kwargs = {**kwargs, "inputs": [*self._aliases(inputs), *inputs]}
+            given = kwargs["inputs"]
+            given = (given,) if isinstance(given, Tensor) else tuple(given)
+            inputs = [*self._aliases(given), *given]
+            more = self._more(args[0], inputs)
+            kwargs = {**kwargs, "inputs": [*inputs, *more]}
+            kept = [(leaf, leaf.grad) for leaf in more]
         try:
+            for leaf, _ in kept:
+                leaf.grad = None
             func(*args, **kwargs)
         except BaseException:
             self._drop()
             raise
+        finally:
+            for leaf, grad in kept:
+                leaf.grad = grad
         self._end_pass(bool(kwargs.get("retain_graph")))
 
     def _grad(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Gradients of watched inputs are those of their aliases."""
         if not self._watched:
             return func(*args, **kwargs)
-        outputs, inputs = args
-        own = [each for each in inputs if id(each) in self._watched]
-        may_lack = kwargs.get("allow_unused") or kwargs.get("materialize_grads") or not own
-        if own:
-            kwargs = {**kwargs, "allow_unused": True}
+        outputs, given = args
+        watched = [self._watched.get(id(each)) for each in given]
+        inputs = [*self._aliases(given), *(each.tensor for each in watched if each)]
+        may_lack = kwargs.get("allow_unused") or kwargs.get("materialize_grads")
         try:
-            grads = list(func(outputs, [*self._aliases(inputs), *own], **kwargs))
-        except BaseException:
-            self._drop()
-            raise
+            more = self._more(outputs, inputs)
+            grads = list(func(outputs, [*inputs, *more], **{**kwargs, "allow_unused": True}))
+            brought = [each and each.alias.grad for each in watched]
+            unreported = iter(grads[len(given) :])
+            found = [
+                _sum(grad, each, None if own is None else next(unreported))
+                for grad, each, own in zip(grads, brought, watched, strict=False)
+            ]
+        finally:
+            for each in self._watched.values():
+                each.alias.grad = None
         self._end_pass()
-        extra = grads[len(inputs) :]  # of no layer's, and refused
-        for number, each in enumerate(inputs):
-            if id(each) in self._watched and (more := extra.pop(0)) is not None:
-                grads[number] = more if grads[number] is None else grads[number] + more
-        found = tuple(grads[: len(inputs)])
         if not may_lack and any(each is None for each in found):
             raise RuntimeError(
                 "one of the tensors to differentiate in was not used: pass allow_unused=True if that is meant"
             )
-        return found
+        return tuple(found)
+
+    def _more(self, outputs: Any, inputs: Sequence[Any]) -> list[Tensor]:
+        """What else a backward pass to some inputs must reach, so that all layers report.
+
+        A layer whose gradient a listener brings has no edge to its weight's alias.
+        """
+        if not self._edgeless:
+            return []
+        there = set(map(id, inputs))
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        return [leaf for leaf in leaves(outputs) if id(leaf) not in there]
 
     def _aliases(self, inputs: Sequence[Any]) -> list[Any]:
         """What a backward pass is to be restricted to instead of some inputs."""
@@ -185,6 +209,11 @@ class Intercept(TorchFunctionMode):
         """Refuse what no layer reported, let listeners add up, and deliver gradients."""
         unreported = list(self._unreported.values())
         self._forget()
+        for watched in self._watched.values():
+            if watched.alias.grad is not None:  # by a layer whose hook was lost
+                for listener, part in watched.parts.items():
+                    if part.name not in listener.reported:
+                        unreported.append((watched, _UNREPORTED))
         try:
             for listener in self._listeners:
                 reasons: dict[str, list[str]] = {}
@@ -302,7 +331,7 @@ class Intercept(TorchFunctionMode):
             each.x = None if each.parts[0] is None else x  # a bias has no need of inputs
             each.version, each.from_data, each.x_axis, each.grad_axis = x._version, x.is_leaf, x_axis, axis
             each.keep(y)
-            each.weight = each.bias = None
+            each.weight = each.bias = each.alias = None
             if not shared:
                 each.listener.begin(each)
             if not (shared or brought):
@@ -310,10 +339,14 @@ class Intercept(TorchFunctionMode):
         if weight is not None and shared:
             return self._positions.share(out, calls, level, partial(self._unreport, weight))
         if weight is not None and brought:
-            with temporarily_pop_interpreter_stack() if stacked else _NOTHING:
-                y = tap(y, weight.alias, call, weight_axis, stacked)
+            if stacked or not (y.requires_grad and weight.alias.is_leaf):
+                with temporarily_pop_interpreter_stack() if stacked else _NOTHING:
+                    y = tap(y, weight.alias, call, weight_axis, stacked)
+            else:
+                call.alias, self._edgeless = weight.alias, True
+                add_hook(y, call)
         out = y if level is None else stack(y, level, axis)
-        if type(call) is Embedding and x.dim() == 1:
+        if type(call) is Embedding and call.leading == 1:
             self._positions.remember(out, calls)
         return out
 
@@ -324,7 +357,9 @@ class Intercept(TorchFunctionMode):
         """
         found, listener = [part for part in call.parts if part is not None], call.listener
         if graph_task_id() != -1:
-            listener.refuse([part.name for part in found], "is used in a backward pass, as checkpointing does")
+            listener.refuse(
+                [part.name for part in found], "is used in a backward pass, as checkpointing does"
+            )
             return False
         if stacked and (
             level is None or not listener.stacked or any(part.sample is not None for part in found)
@@ -378,6 +413,11 @@ class Intercept(TorchFunctionMode):
             one, other = args
             args = self._positions.told_apart(one, other), self._positions.told_apart(other, one)
         return func(*args, **kwargs)
+
+
+def _sum(*grads: Tensor | None) -> Tensor | None:
+    found = [each for each in grads if each is not None]
+    return sum(found[1:], found[0]) if found else None
 
 
 _HANDLERS: dict[Any, Callable[[Intercept, Callable[..., Any], Sequence[Any], dict[str, Any]], Any]] = {

@@ -56,15 +56,15 @@ class Linear(Multiplying):
             own = (grad if grad.dtype is wide else grad.to(wide)).square()
             shift = own.sum(0) if bias else None
             if len(x) != len(grad):  # what all samples share is multiplied once
-                own = own.view(-1, *x.shape[:1], own.shape[1]).sum(0)
+                own = own.view(self.samples, -1, own.shape[1]).sum(0)
             return Found(own.mT @ (x if x.dtype is wide else x.to(wide)).square(), shift)
         if kernels is None or not kernels.multiplies(grad):
             return super().squares(x, grad, bias)
         # A convolution by one tap, over a picture of one row.
         rows, own = (each.flatten(1, -2).mT.unsqueeze(2) for each in (x, grad))
         if len(rows) != len(own):
-            own = own.unflatten(0, (-1, len(rows)))
-            rows = rows.expand(len(own), *rows.shape)
+            own = own.view(self.samples, *rows.shape[:1], *own.shape[1:])
+            rows = rows.expand(self.samples, *rows.shape)
         squares = kernels.conv2d_squares(rows, own, (1, 1))[1].flatten(1)
         return Found(squares, self.bias_squares(grad) if bias else None)
 

@@ -33,10 +33,8 @@ class CrossEntropy(Call):
         label_smoothing: float = 0.0,
     ) -> None:
         self._both, self._ignore_index = (input, target), ignore_index
-        self._plain = weight is size_average is reduce is None and (reduction, label_smoothing) == (
-            "mean",
-            0.0,
-        )
+        unasked = all(each is None for each in (weight, size_average, reduce))
+        self._plain = unasked and (reduction, label_smoothing) == ("mean", 0.0)
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """By a kernel."""

@@ -35,7 +35,7 @@ class BatchNorm(ByChannel):
     """What an example does to the batch's statistics is in ``grad`` already."""
 
     __slots__ = ("eps", "momentum", "running", "statistics", "training")
-    # By the name of torch's own autograd node: under which names it keeps the batch's mean and 1 / √(var + eps).
+    # By the name of torch's own node: under which names it keeps the batch's mean and 1 / √(var + eps).
     saved: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
         ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "NativeBatchNormBackward0"),
         ("_saved_result1", "_saved_result2"),
@@ -65,7 +65,7 @@ class BatchNorm(ByChannel):
         return func(self.x, *self.running, self.weight, self.bias, self.training, self.momentum, self.eps)
 
     def keep(self, out: Tensor) -> None:
-        """Mean and 1 / √(var + eps) that inputs were normalised by, if they are known: ``[C]`` or ``[K, C]``."""
+        """Mean and 1 / √(var + eps) that inputs were normalised by, ``[C]`` or ``[K, C]``, if known."""
         self.statistics: tuple[Tensor, Tensor] | None = None
         mean, var = self.running
         if not self.training and mean is not None and var is not None:
@@ -84,8 +84,8 @@ class BatchNorm(ByChannel):
         mean, rstd = self._statistics(x)
         if self.samples == 1:
             return Found(by_example=kernels.batch_norm_squares(x, grad, mean, rstd, axis=1))
-        grad = grad.unflatten(0, (self.samples, -1))
-        x = x.unflatten(0, (-1, grad.shape[1])).expand(len(grad), *[-1] * x.dim())
+        grad = grad.view(self.samples, self.examples, *grad.shape[1:])
+        x = x.view(-1, self.examples, *x.shape[1:]).expand(grad.shape)
         return Found(by_example=kernels.batch_norm_squares(x, grad, mean, rstd))
 
     def prepared(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class BatchNorm(ByChannel):
         mean, rstd = self._statistics(x)
         own = mean.view(-1, 1, *mean.shape[-1:], *[1] * (x.dim() - 2))
         scale = rstd.view(own.shape)
-        rows = x.unflatten(0, (-1, self.examples)).to(mean.dtype)
+        rows = x.reshape(-1, self.examples, *x.shape[1:]).to(mean.dtype)
         return ((rows - own) * scale).flatten(0, 1)
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class Watched(NamedTuple):
     parts: dict[Listener, Part]
 
     def part(self, some: Tensor, samples_axis: int | None) -> Watched | None:
-        """The rows, or the sample, or rows of a sample that another tensor is in the same memory; None if none.
+        """The rows, the sample, or the rows of a sample that another tensor is in the same memory, if any.
 
         Args:
             some: The other tensor.
@@ -78,7 +78,7 @@ tap = fast_apply(_Tap)
 
 
 class _Deliver(torch.autograd.Function):
-    """A node with an edge to every weight, so that autograd adds gradients as it always does, hooks included."""
+    """A node with an edge to every weight: autograd adds gradients as it always does, and calls hooks."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor], *weights: Tensor) -> Tensor:
@@ -91,6 +91,20 @@ class _Deliver(torch.autograd.Function):
         grads = (None, *ctx.grads)
         ctx.grads = None
         return grads
+
+
+def leaves(outputs: Iterable[Any]) -> list[Tensor]:
+    """All leaves that outputs depend on, as far as their gradients are wanted."""
+    nodes = {each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs} - {None}
+    waiting, found = list(nodes), []
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        below = {each for each, _ in node.next_functions if each is not None} - nodes
+        nodes |= below
+        waiting += below
+    return found
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Embeddings of positions, which all examples share: examples are told apart where the rows are added to theirs.
+"""Embeddings of positions that all examples share: these are told apart where the rows are added to theirs.
 
 The embedding itself gives a leaf. An addition (or a difference, or a product) that is given this leaf and the
 examples' own rows gets, in its place, the rows expanded to all examples, whose gradients are reported. Any
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from posterity.layers.calls import LayerCall
-from posterity.layers.passes import Watched
 from posterity.layers.stacks import inside, samples_axis, stack
 from posterity.torch_private import add_hook, temporarily_pop_interpreter_stack
 
@@ -25,13 +24,20 @@ _SHARED = (
     "positions [B, T])"
 )
 _ALIKE = (
-    "has a row for each example, which is added to all of them (make positions by torch.arange() in forward(), "
-    "or as [1, T])"
+    "has a row for each example, which is added to all of them (make positions by torch.arange() in "
+    "forward(), or as [1, T])"
 )
 
 
 class _Rows(NamedTuple):
-    """The outputs of an embedding: as they were given, behind their calls; or one row for each example, perhaps."""
+    """The outputs of an embedding.
+
+    Attributes:
+        given: To the model.
+        out: As the embedding made them.
+        calls: Of the embedding, one for each listener.
+        shared: Whether all examples share them; else there is, perhaps, a row for each example.
+    """
 
     given: Tensor
     out: Tensor
@@ -97,17 +103,22 @@ class Positions:
                 for call in rows.calls:
                     call.listener.refuse(call.names, _ALIKE)
             return one
-        shape = torch.broadcast_shapes(one.shape, other.shape)
+        shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
         more, out = len(shape) - one.dim(), rows.out
         for call in rows.calls:
-            if call.x.dim() == 1 and more <= call.listener.batch_dim:
+            if call.leading == 1 and more <= call.listener.batch_dim:
                 return one  # no axis for the examples
         whole = out.expand(shape)
         for call in rows.calls:
             each = copy(call)
-            each.axis = call.listener.batch_dim if call.x.dim() == 1 else call.axis + more
-            each.x, each.examples, each.counted = call.x.expand(shape[:-1]), shape[each.axis], each.axis
-            each.version, each.grad_axis = each.x._version, samples_axis(whole)
+            each.axis = call.listener.batch_dim if call.leading == 1 else call.axis + more
+            each.examples, each.counted, each.grad_axis = shape[each.axis], each.axis, samples_axis(whole)
+            ids, samples = call.x, ()
+            if call.x_axis is not None:
+                ids = ids.movedim(call.x_axis, 0)
+                samples, each.x_axis = ids.shape[:1], 0
+            ids = ids.reshape(*samples, *[1] * more, *ids.shape[len(samples) :])
+            each.x, each.version = ids.expand(*samples, *shape[:-1]), ids._version
             each.listener.begin(each)
             add_hook(inside(whole), each)
         return whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from posterity.torch_private import functorch
 
 
-def batched(x: Tensor | None) -> bool:
+def batched(x: Tensor | None) -> TypeGuard[Tensor]:
     """Whether vmap has stacked it."""
     return x is not None and functorch.is_batchedtensor(x)
 
@@ -28,7 +28,8 @@ def samples_axis(x: Tensor | None) -> int | None:
 def front(x: Tensor) -> Tensor:
     """The tensor with its samples in front, if it has any."""
     axis = samples_axis(x)
-    return x if axis is None else inside(x).movedim(axis, 0)
+    moved: Tensor = x if axis is None else inside(x).movedim(axis, 0)
+    return moved
 
 
 def stack(x: Tensor, level: int, axis: int | None = 0) -> Tensor:
@@ -41,7 +42,7 @@ def level_of(*tensors: Tensor | None) -> int | None:
 
     A user's own vmap inside the model stacks at another level: what it does is not ours to take apart.
     """
-    found = [each for each in tensors if batched(each)]
+    found: list[Tensor] = [each for each in tensors if batched(each)]
     levels = {functorch.maybe_get_level(each) for each in found}
     if len(levels) != 1 or any(batched(inside(each)) for each in found):
         return None
@@ -57,7 +58,7 @@ def stacking() -> tuple[int | None, int]:
 
 
 def rows_of(some: Tensor, whole: Tensor, at: int = 0) -> tuple[int, int] | None:
-    """Which rows of a tensor, along an axis, another one is, in the same memory; None if it is anything else."""
+    """Which rows of a tensor, along an axis, another one is in the same memory; None if it is none."""
     if some.dim() != whole.dim() or whole.dim() <= at:
         return None
     same = (
@@ -66,7 +67,7 @@ def rows_of(some: Tensor, whole: Tensor, at: int = 0) -> tuple[int, int] | None:
         and some.dtype == whole.dtype
         and [*some.shape[:at], *some.shape[at + 1 :]] == [*whole.shape[:at], *whole.shape[at + 1 :]]
     )
-    start, rest = divmod(some.storage_offset() - whole.storage_offset(), max(whole.stride(at), 1))
+    start, rest = divmod(int(some.storage_offset() - whole.storage_offset()), max(whole.stride(at), 1))
     if not same or rest or start < 0 or start + some.shape[at] > whole.shape[at]:
         return None
     return start, start + some.shape[at]

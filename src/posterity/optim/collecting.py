@@ -90,16 +90,16 @@ class Collecting:
                 )
         for name in grads:
             if not (name in collector.sums or name in inside) or name in collector.refused:
-                reason = collector.refused.get(name, "has a gradient that no layer has told of")
+                reason = collector.refused.get(name, "has a gradient that no layer reported")
                 raise RuntimeError(
-                    f"{name!r} {reason}, from which {self._rule} has no single examples' gradients: freeze "
-                    "it, or use a method without curvature"
+                    f"{name!r} {reason}, from which {self._rule} has no single examples' gradients: "
+                    f"{_advice(name)}"
                 )
         for each in layers.values():
             if each.rows is not None:
                 raise RuntimeError(
                     f"{each.weight!r} is used in parts of its rows, of which {self._rule} has no blocks: "
-                    "freeze it, or use a method without curvature"
+                    f"{_advice(each.weight)}"
                 )
         told = Told(collector.sums, layers, collector.examples // samples)
         collector.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
@@ -109,3 +109,10 @@ class Collecting:
 def due(group: Group) -> bool:
     """Whether the step that comes next is one of those that collect curvature, as the first group says."""
     return bool(group["steps"] % group.get("factors_every", 1) == 0)
+
+
+def _advice(name: str) -> str:
+    return (
+        f"leave it without noise and let Adam train it (deterministic={name!r}, deterministic_lr=1e-3), or "
+        "freeze it"
+    )

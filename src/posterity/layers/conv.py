@@ -15,8 +15,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from posterity.layers.calls import Found, Multiplying, Sink, chunks, wide_dtype
-from posterity.layers.stacked import StackedLayer, column_sums, operands, pair
-from posterity.layers.stacks import autocast_dtype, batched, inside, level_of, stack
+from posterity.layers.stacks import (
+    StackedLayer,
+    autocast_dtype,
+    batched,
+    column_sums,
+    inside,
+    level_of,
+    operands,
+    pair,
+    stack,
+)
 from posterity.noise import kernels
 
 # A convolution of shared inputs with at most so many weights for each output is done as a linear layer: the
@@ -106,7 +115,7 @@ class Conv(Multiplying):
         shift = self.bias_squares(grad) if bias else None
         lines = grad.dim() == 3
         if lines or self.sizes.before or x.dtype is not grad.dtype:
-            x, grad = self._planes(x), grad.unsqueeze(2) if lines else grad
+            x, grad = self._planes(x.to(grad.dtype)), grad.unsqueeze(2) if lines else grad
         if self.samples > 1:
             grad = grad.view(self.samples, self.examples, *grad.shape[1:])
             x = x.view(-1, self.examples, *x.shape[1:]).expand(len(grad), -1, -1, -1, -1)

@@ -9,8 +9,8 @@ gradients of aliases are delivered to the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, final
@@ -25,10 +25,9 @@ from posterity.layers.calls import Call, LayerCall, Listener, Part, Sink
 from posterity.layers.conv import Conv
 from posterity.layers.embedding import Embedding
 from posterity.layers.linear import Linear
-from posterity.layers.loss import CrossEntropy
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
+from posterity.layers.operations import CrossEntropy, MaxPool2d
 from posterity.layers.passes import Watched, deliver, leaves, tap
-from posterity.layers.pool import MaxPool2d
 from posterity.layers.positions import Positions
 from posterity.layers.stacks import inside, samples_axis, stack, stacking
 from posterity.torch_private import (
@@ -78,7 +77,7 @@ class Intercept(TorchFunctionMode):
         self._reasons: dict[str, str] = {}  # why a layer reports nothing, by the parameter's name
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
-        self._edgeless = False
+        self._edgeless = False  # whether a layer has no edge to its weight's alias
         self._positions = Positions()
 
     @staticmethod
@@ -104,7 +103,6 @@ class Intercept(TorchFunctionMode):
     def listen(self, listener: Listener, parts: Iterable[tuple[Tensor, Part]]) -> None:
         """From here on, layers that use these tensors report to a listener."""
         self._listeners.append(listener)
-        self._edgeless = False
         self._memory.clear()
         for tensor, part in parts:
             watched = self._watched.get(id(tensor))
@@ -141,24 +139,22 @@ class Intercept(TorchFunctionMode):
             func(*args, **kwargs)
             return
         kept: list[tuple[Tensor, Tensor | None]] = []
-        if kwargs.get("inputs") is not None:
-            given = kwargs["inputs"]
+        if (given := kwargs.get("inputs")) is not None:
             given = (given,) if isinstance(given, Tensor) else tuple(given)
             inputs = [*self._aliases(given), *given]
             more = self._more(args[0], inputs)
-            kwargs = {**kwargs, "inputs": [*inputs, *more]}
             kept = [(leaf, leaf.grad) for leaf in more]
-        try:
+            kwargs = {**kwargs, "inputs": [*inputs, *more]}
+        with self._one_pass(bool(kwargs.get("retain_graph"))):
             for leaf, _ in kept:
                 leaf.grad = None
-            func(*args, **kwargs)
-        except BaseException:
-            self._drop()
-            raise
-        finally:
-            for leaf, grad in kept:
-                leaf.grad = grad
-        self._end_pass(bool(kwargs.get("retain_graph")))
+            try:
+                func(*args, **kwargs)
+            finally:
+                for leaf, grad in kept:
+                    leaf.grad = grad
+                if given is not None:
+                    self._keep_grads(given)
 
     def _grad(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Gradients of watched inputs are those of their aliases."""
@@ -168,24 +164,38 @@ class Intercept(TorchFunctionMode):
         watched = [self._watched.get(id(each)) for each in given]
         inputs = [*self._aliases(given), *(each.tensor for each in watched if each)]
         may_lack = kwargs.get("allow_unused") or kwargs.get("materialize_grads")
-        try:
-            more = self._more(outputs, inputs)
-            grads = list(func(outputs, [*inputs, *more], **{**kwargs, "allow_unused": True}))
-            brought = [each and each.alias.grad for each in watched]
+        with self._one_pass():
+            inputs += self._more(outputs, inputs)
+            grads = func(outputs, inputs, **{**kwargs, "allow_unused": True})
             unreported = iter(grads[len(given) :])
-            found = [
-                _sum(grad, each, None if own is None else next(unreported))
-                for grad, each, own in zip(grads, brought, watched, strict=False)
-            ]
-        finally:
-            for each in self._watched.values():
-                each.alias.grad = None
-        self._end_pass()
+            found: list[Tensor | None] = []
+            for grad, each in zip(grads, watched, strict=False):
+                parts = [grad] if each is None else [grad, each.alias.grad, next(unreported)]
+                parts = [part for part in parts if part is not None]
+                found.append(sum(parts[1:], parts[0]) if parts else None)
+            self._keep_grads(())
         if not may_lack and any(each is None for each in found):
             raise RuntimeError(
                 "one of the tensors to differentiate in was not used: pass allow_unused=True if that is meant"
             )
         return tuple(found)
+
+    def _keep_grads(self, inputs: Sequence[Any]) -> None:
+        """Drop the gradients of all aliases but those of some inputs."""
+        kept = set(map(id, inputs))
+        for key, watched in self._watched.items():
+            if key not in kept:
+                watched.alias.grad = None
+
+    @contextmanager
+    def _one_pass(self, keep_graph: bool = True) -> Iterator[None]:
+        """Inside, a backward pass runs; if it fails, nothing is left of it."""
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+        self._end_pass(keep_graph)
 
     def _more(self, outputs: Any, inputs: Sequence[Any]) -> list[Tensor]:
         """What else a backward pass to some inputs must reach, so that all layers report.
@@ -235,8 +245,7 @@ class Intercept(TorchFunctionMode):
     def _drop(self) -> None:
         """Forget the gradients of a pass that failed."""
         self._forget()
-        for watched in self._watched.values():
-            watched.alias.grad = None
+        self._keep_grads(())
 
     def _forget(self) -> None:
         self._unreported.clear()
@@ -413,11 +422,6 @@ class Intercept(TorchFunctionMode):
             one, other = args
             args = self._positions.told_apart(one, other), self._positions.told_apart(other, one)
         return func(*args, **kwargs)
-
-
-def _sum(*grads: Tensor | None) -> Tensor | None:
-    found = [each for each in grads if each is not None]
-    return sum(found[1:], found[0]) if found else None
 
 
 _HANDLERS: dict[Any, Callable[[Intercept, Callable[..., Any], Sequence[Any], dict[str, Any]], Any]] = {

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from posterity.layers.calls import Found, Multiplying, Sink, positions, wide_dtype
-from posterity.layers.stacked import StackedLayer, column_sums, operands
-from posterity.layers.stacks import batched, inside, level_of, stack
+from posterity.layers.stacks import StackedLayer, batched, column_sums, inside, level_of, operands, stack
 from posterity.noise import kernels
 
 # More rows than these fill a GPU, and torch's own products are the faster.

@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from posterity.layers.calls import Found, LayerCall, Sink, wide_dtype
-from posterity.layers.stacked import Stacked, channels_last
-from posterity.layers.stacks import batched, front, level_of, stack
+from posterity.layers.stacks import Stacked, batched, channels_last, front, level_of, stack
 from posterity.noise import kernels
 
 

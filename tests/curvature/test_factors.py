@@ -150,14 +150,29 @@ def test_a_look_at_the_model_changes_no_block() -> None:
     model, x, target = problem.build()
     for looks in (False, True):
         with Factors(model) as factors:
-            loss = problem.loss(model, x, target)
-            if looks:
-                model(x[:3]).argmax(-1)
-            loss.backward()
-        blocks = factors.mean().kronecker
+            for rows in (slice(0, 3), slice(3, 7)):
+                loss = problem.loss(model, x[rows], target[rows]) * len(target[rows]) / 7
+                if looks:
+                    model(x[:3]).argmax(-1)
+                loss.backward()
+        blocks = factors.mean(7).kronecker
         assert blocks["0.weight"].bias == "0.bias"
         found.append({key: (block.A, block.S) for key, block in blocks.items()})
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("often", [(1, 2), (2, 1)])
+def test_a_weight_with_squares_in_some_passes_only_is_refused(often: tuple[int, int]) -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(4, 3)
+    with Factors(layer, strict=False) as factors:
+        for times in often:
+            out = x
+            for _ in range(times):
+                out = layer(out).tanh()
+            out.square().mean().backward()
+    assert factors.refused.keys() == {"weight", "bias"}
+    assert not factors.sums
+    assert not factors.blocks
 
 
 def test_a_bias_that_is_not_wanted_is_not_in_the_block() -> None:

@@ -219,3 +219,25 @@ def test_leaves_of_a_graph() -> None:
     a, b = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
     found = passes.leaves([(a * b).sum() + a.exp().sum(), torch.zeros(2)])
     assert {id(each) for each in found} == {id(a), id(b)}
+
+
+def test_a_forward_pass_of_an_earlier_context_is_not_differentiated_in_a_later_one() -> None:
+    """Its gradients would go to aliases that nobody delivers."""
+    model, squares = net(), Squares(net())
+    squares.watch(model)
+    with squares:
+        late = loss_of(model)
+        loss_of(model).backward()
+    with pytest.raises(RuntimeError, match="after the context of its forward pass was left"), squares:
+        late.backward()
+
+
+def test_autocast_around_a_context_forgets_what_it_has_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a copy of every alias until it is left, which may be after many contexts."""
+    layer, x, cleared, real = nn.Linear(4, 2), torch.randn(4, 4), [], torch.clear_autocast_cache
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(real()))
+    with torch.autocast("cpu", torch.bfloat16):
+        for contexts in (1, 2):
+            with Squares(layer):
+                layer(x).float().sum().backward()
+            assert len(cleared) == contexts

@@ -68,7 +68,8 @@ class Collector(ABC):
         self.reported: set[str] = set()
         self._passes: list[set[str]] = []
         self._collected = False
-        self._run = _Run()
+        self._context: object = None  # of forward passes that may be differentiated
+        self._run = _Run(None)
         self.watch({} if params is None else params)
         self.clear()
 
@@ -107,12 +108,11 @@ class Collector(ABC):
             raise RuntimeError(
                 "a collector has nothing to watch: no parameter that needs a gradient was given"
             )
-        self._run, self.reported, self._passes, self._collected = _Run(), set(), [], False
-        self._versions = [
-            (tensor, tensor._version) for tensor, _ in self._watched if tensor.grad_fn is not None
-        ]
         current = Intercept.current()
         self._intercept, self._joined = current or Intercept(), current is not None
+        self._context = object()
+        self._run, self.reported, self._passes, self._collected = _Run(self._context), set(), [], False
+        self._versions = [(tensor, tensor._version) for tensor, _ in self._watched if not tensor.is_leaf]
         self._intercept.listen(self, self._watched)
         if not self._joined:
             self._intercept.__enter__()  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ class Collector(ABC):
                 intercept.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             intercept.leave(self, failed=kind is not None)
         finally:
-            self._intercept = None
+            self._intercept = self._context = None
         self._add_late()
         if kind is not None:
             return
@@ -153,7 +153,7 @@ class Collector(ABC):
         """A layer is called."""
         run = self._run
         if run.begun:
-            run = self._run = _Run()
+            run = self._run = _Run(self._context)
         call.run, call.fresh, run.examples = run, True, call.examples
         call.names = []
         for part in call.parts:
@@ -190,12 +190,12 @@ class Collector(ABC):
 
     def report(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
         """A layer's inputs and its outputs' gradient; the weight's gradient, if this brings it."""
-        if self._intercept is None:
+        run, task, names = call.run, graph_task_id(), call.names
+        if run.context is not self._context:
             raise RuntimeError(
                 "a backward pass was begun after the context of its forward pass was left: call backward() "
                 "inside"
             )
-        run, task, names = call.run, graph_task_id(), call.names
         if task != self._task:
             self.end_pass()  # of one that nobody has seen end
             self._task = task
@@ -221,7 +221,7 @@ class Collector(ABC):
         if not (run.repeated and any(part is not None and run.several(part) for part in call.parts)):
             return self._take(call, x, grad)
         # An example's gradient may be the sum over several layers: known when the backward pass is over.
-        self._held.append(Report(call, x, grad))
+        self._held.append(Report(call, x, grad, call.fresh))
         if x is None or not self.brings_gradient(call):
             return None
         return call.squares(x, grad, False).gradient
@@ -260,7 +260,7 @@ class Collector(ABC):
             self._passes.append(self.reported)
             self.reported, self._collected = set(), True
         if self._run.begun:
-            self._run = _Run()
+            self._run = _Run(self._context)
         if self._held:
             with torch.no_grad(), torch.autocast(self._held[0].grad.device.type, enabled=False):
                 self._add_held()
@@ -269,8 +269,10 @@ class Collector(ABC):
         """Add what reports say of weights that several layers may use."""
         held, self._held = self._held, []
         alone, groups = gathered(held)
-        for report in alone:
-            self._take(*report)
+        for call, x, grad, fresh in alone:
+            call.fresh = fresh
+            self._take(call, x, grad)
+            call.fresh = False
         for part, group in groups:
             if several_batches(group):
                 self.refuse(
@@ -348,6 +350,7 @@ class _Run:
     """A forward pass, as far as it is listened to.
 
     Attributes:
+        context: In which it was run.
         examples: In the layer that was called last.
         uses: What layers use of each parameter.
         repeated: Whether one has several uses.
@@ -356,6 +359,7 @@ class _Run:
         counted: Their axis, where a layer tells.
     """
 
+    context: object
     examples: int | None = None
     uses: dict[str, list[Part]] = field(default_factory=dict)
     repeated: bool = False

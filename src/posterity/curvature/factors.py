@@ -11,6 +11,8 @@ from posterity.curvature.collector import Collector
 from posterity.curvature.results import Curvature, Kronecker
 from posterity.layers import LayerCall, Multiplying, Part, wide_dtype
 
+_SOME = "is used by one layer in some passes, and by several in others (watch its squares alone)"
+
 
 @final
 class Factors(Collector):
@@ -61,11 +63,24 @@ class Factors(Collector):
             self._add(bias, call.bias_squares(grad))
             bias = None
         names = [weight.name] if bias is None else [weight.name, bias.name]
+        if not self._squared.isdisjoint(names):
+            self.refuse(names, _SOME)
         if not self.refused.keys().isdisjoint(names):
             self.refuse_block(*names)
         else:
             self._add_factors(call, weight, bias, x, grad)
         return None
+
+    def clear(self) -> None:
+        """Forget the sums, and outside the context what was refused."""
+        super().clear()
+        self._squared: set[str] = set()
+
+    def _add(self, part: Part, squares: Tensor) -> None:
+        if any(part.name in (block.weight, block.bias) for block in self.blocks.values()):
+            self.refuse([part.name], _SOME)
+        self._squared.add(part.name)
+        super()._add(part, squares)
 
     def _add_factors(
         self, call: Multiplying, weight: Part, bias: Part | None, x: Tensor, grad: Tensor

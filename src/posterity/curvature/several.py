@@ -12,11 +12,12 @@ from posterity.layers.embedding import Embedding
 
 
 class Report(NamedTuple):
-    """What a layer has reported: inputs, if its weight is watched, and gradient ``[N, …]``."""
+    """What a layer has reported: inputs, if its weight is watched, gradient, and whether it is the first."""
 
     call: LayerCall
     x: Tensor | None
     grad: Tensor
+    fresh: bool
 
 
 class _Use(NamedTuple):
@@ -72,7 +73,7 @@ def several_batches(group: list[_Use]) -> bool:
 def added_squares(group: list[_Use]) -> Tensor:
     """Σ_i (Σ_u g_iu)² over uses u; of all rows, unless all uses have the same."""
     tensors, numbers = [], 0
-    for _, role, (call, x, grad) in group:
+    for _, role, (call, x, grad, _) in group:
         own = grad if role == 1 or x is None else spread(call.prepared(x), grad)
         tensors += [own, grad]
         numbers += 1 if role == 1 or x is None else call.held(own, grad)

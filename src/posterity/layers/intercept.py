@@ -32,6 +32,7 @@ from posterity.layers.positions import Positions
 from posterity.layers.stacks import inside, samples_axis, stack, stacking
 from posterity.torch_private import (
     add_hook,
+    any_autocast_enabled,
     function_modes,
     functorch,
     graph_task_id,
@@ -122,6 +123,8 @@ class Intercept(TorchFunctionMode):
         finally:
             self._listeners.remove(listener)
             self._memory.clear()
+            if any_autocast_enabled():
+                torch.clear_autocast_cache()  # it would hold what it has made of aliases that are gone
             for key, (tensor, _, parts) in list(self._watched.items()):
                 parts.pop(listener, None)
                 if not parts:

@@ -21,11 +21,12 @@ if INTERPRETED and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
 from torch.nn.grad import conv2d_weight  # noqa: E402
 
 from posterity import kernels  # noqa: E402
-from posterity.curvature import layers  # noqa: E402
-from posterity.curvature.conv import Sizes  # noqa: E402
-from posterity.curvature.layers import BatchNorm, Conv, GroupedConv, Linear  # noqa: E402
 from posterity.kernels import squares  # noqa: E402
 from posterity.kernels.conv import Tile  # noqa: E402
+from posterity.layers import LayerCall, norm  # noqa: E402
+from posterity.layers.conv import Conv  # noqa: E402
+from posterity.layers.linear import Linear  # noqa: E402
+from posterity.layers.norm import BatchNorm  # noqa: E402
 
 # Triton's interpreter makes ints of arrays of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -245,54 +246,65 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return made
 
 
+def called(call: LayerCall, samples: int, examples: int) -> LayerCall:
+    """A call as it reports: of K samples and B examples."""
+    call.samples, call.examples, call.grad_axis = samples, examples, None if samples == 1 else 0
+    call.keep(torch.empty(0))
+    return call
+
+
 def test_convolutions_take_the_kernel_unless_they_are_in_groups(calls: list[object]) -> None:
     torch.manual_seed(0)
-    x, grad = torch.randn(2, 3, 4, 5, 6, device=DEVICE), torch.randn(2, 3, 2, 3, 3, device=DEVICE)
-    one_axis = x[..., 0, :], grad[..., 0, :]
-    for groups, axes, before, both in (
-        (1, 2, (1, 1, 1, 1), (x[..., :2, :2], grad[..., :2, :2])),
-        (1, 2, (), (x, grad)),
-        (1, 1, (), one_axis),
-        (2, 2, (), (x, grad)),
+    x, grad = torch.randn(6, 4, 5, 6, device=DEVICE), torch.randn(6, 2, 3, 3, device=DEVICE)
+    for groups, padding, taps, both in (
+        (1, "same", (3, 3), (x[..., :3, :3], grad)),
+        (1, 0, (3, 4), (x, grad)),
+        (1, 0, (3, 4), (x[:3], grad)),  # inputs that samples share
+        (1, 0, (4,), (x[..., 0, :], grad[..., 0, :])),
+        (2, 0, (3, 4), (x, grad)),
     ):
-        taps = (1, 4) if axes == 1 else (3, 4) if not before else (3, 3)
-        layer = (Conv if groups == 1 else GroupedConv)(Sizes(taps, groups=groups), axes, before)
-        calls.clear()
-        found = layer.squares(*both, [], bias=True)
-        assert len(calls) == int(groups == 1)
-        expected = layer.squares(*(each.double() for each in both), [], bias=True)
-        assert len(calls) == int(groups == 1)
-        for actual, true in zip(found, expected, strict=True):
-            torch.testing.assert_close(actual.double(), true, rtol=1e-2, atol=1e-2 * float(true.abs().max()))
+        weight = torch.empty(2, 4 // groups, *taps)
+        for samples in (1, 2) if len(both[0]) == 6 else (2,):
+            layer = called(Conv(both[0], weight, None, 1, padding, 1, groups), samples, 6 // samples)
+            calls.clear()
+            found = layer.squares(*both, bias=True)
+            assert len(calls) == int(groups == 1)
+            expected = layer.squares(*(each.double() for each in both), bias=True)
+            assert len(calls) == int(groups == 1)
+            for actual, true in zip(found[:3], expected[:3], strict=True):
+                torch.testing.assert_close(
+                    actual.double(), true, rtol=1e-2, atol=1e-2 * float(true.abs().max())
+                )
 
 
-@pytest.mark.parametrize("kind", ["kept", "made again", "fixed"])
-def test_a_batch_normalisation_takes_the_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("kind", ["kept", "made again"])
+def test_a_batch_normalisation_takes_the_kernel(
+    kind: str, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    x, grad = 2 + torch.randn(2, 3, 4, 5, 6, 7, device=DEVICE)
-    mean, var = x.mean((1, 3, 4)), x.var((1, 3, 4), correction=0)
-    if kind == "kept":  # of one sample
-        x, grad, mean, var = x[:1], grad[:1], mean[0], var[0]
-    extras = {"kept": (mean, torch.rsqrt(var + 0.1)), "made again": (), "fixed": (mean, var)}[kind]
-    layer = BatchNorm(0.1, fixed=kind == "fixed")
-    expected = layer.squares(*(each.double() for each in (x, grad)), [e.double() for e in extras], bias=True)
-    made = []
-    monkeypatch.setattr(layers, "_fuses", lambda x: not made.append(x))
-    found = layer.squares(x, grad, extras, bias=True)
-    assert len(made) == 1
-    for actual, true in zip(found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(actual.double(), true, rtol=1e-5, atol=1e-5)
+    x, grad = 2 + torch.randn(2, 3 * samples, 4, 5, 6, device=DEVICE)
+    rows = x.view(samples, 3, 4, 5, 6)
+    mean, var = rows.mean((1, 3, 4)), rows.var((1, 3, 4), correction=0)
+    layer = called(BatchNorm(x, None, None, training=True, eps=0.1), samples, 3)
+    if kind != "made again":
+        layer.statistics = mean, torch.rsqrt(var + 0.1)
+    monkeypatch.setattr(norm, "_fuses", lambda x: x.dtype == torch.float32)
+    found = layer.squares(x, grad, bias=True).by_example.sum(1)
+    expected = layer.squares(x.double(), grad.double(), bias=True)
+    torch.testing.assert_close(found.double(), torch.stack(expected[:2]), rtol=1e-5, atol=1e-5)
 
 
 def test_a_linear_layer_over_words_is_a_convolution(calls: list[object]) -> None:
     torch.manual_seed(0)
-    x, grad = torch.randn(3, 2, 5, 18, device=DEVICE), torch.randn(3, 2, 5, 4, device=DEVICE)
-    shared = x[:1].expand(3, -1, -1, -1)
-    for inputs, grads in ((x, grad), (shared, grad), (x[:, :, None], grad[:, :, None])):
-        found = Linear().squares(inputs, grads, [], bias=True)
-        expected = Linear().squares(inputs.double(), grads.double(), [], bias=True)
-        for actual, true in zip(found[1:], expected[1:], strict=True):
+    x, grad = torch.randn(6, 5, 18, device=DEVICE), torch.randn(6, 5, 4, device=DEVICE)
+    weight = torch.empty(4, 18)
+    for inputs, grads in ((x, grad), (x[:2], grad), (x[:, None], grad[:, None])):
+        layer = called(Linear(inputs, weight), 6 // len(inputs) if len(inputs) < 6 else 1, 2)
+        found = layer.squares(inputs, grads, bias=True)
+        expected = layer.squares(inputs.double(), grads.double(), bias=True)
+        for actual, true in zip(found[:2], expected[:2], strict=True):
             torch.testing.assert_close(actual.double(), true, rtol=1e-2, atol=1e-2 * float(true.abs().max()))
     assert len(calls) == 3
-    Linear().squares(x[:, :, 0], grad[:, :, 0], [], bias=False)
+    called(Linear(x[:, 0], weight), 1, 6).squares(x[:, 0], grad[:, 0], bias=False)
     assert len(calls) == 3

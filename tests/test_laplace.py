@@ -222,6 +222,15 @@ def test_a_progress_bar_changes_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert "collecting curvature" in capsys.readouterr().err
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.rand(4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -232,19 +241,42 @@ class Twice(nn.Module):
 
 
 def test_a_layer_that_collectors_refuse() -> None:
-    net, data = Twice(), (torch.randn(12, 4), torch.randint(0, 3, (12,)))
+    net, data = Scaled(), (torch.randn(12, 4), torch.randint(0, 3, (12,)))
     message = (
-        r"'layer.bias', 'layer.weight' is used twice before a backward pass, from which no curvature can be "
-        r"collected: leave it out by names=, or pass fallback='vmap'"
+        "'scale' is used by an operation that is no known layer, from which no curvature can be collected: "
+        r"leave it out by names=, or pass fallback='vmap'"
     )
     with pytest.raises(RuntimeError, match=message):
         laplace.fit(net, data)
     assert {*laplace.fit(net, data, names="head.*").posterior().blocks} == {"head.weight+head.bias"}
-    assert {*laplace.fit(net, data, fallback="vmap").posterior().blocks} == {
-        "layer.weight",
-        "layer.bias",
-        "head.weight+head.bias",
-    }
+    assert {*laplace.fit(net, data, fallback="vmap").posterior().blocks} == {"scale", "head.weight+head.bias"}
+
+
+def test_a_layer_applied_twice_has_squares() -> None:
+    net, data = Twice(), (torch.randn(12, 4), torch.randint(0, 3, (12,)))
+    blocks = laplace.fit(net, data).posterior().blocks
+    assert {*blocks} == {"layer.weight", "layer.bias", "head.weight+head.bias"}
+
+
+def test_the_evidence_counts_every_weight_once_with_projections_of_other_widths() -> None:
+    """The log-determinant of a prior that outweighs the data is that of the prior, weight by weight."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x[..., :3], x[..., 1:3], need_weights=False)[0].mean(1)
+
+    torch.manual_seed(0)
+    net, data = Net(), (torch.randn(12, 5, 4), torch.randint(0, 4, (12,)))
+    fitted = laplace.fit(net, data, structure="kronecker", prior_precision=1e12)
+    blocks = fitted.posterior().blocks
+    names = [name for block in blocks for name in block.split("+")]
+    assert sorted(names) == sorted(name for name, _ in net.named_parameters())
+    total = sum(p.numel() for p in net.parameters())
+    assert sum(each.values.numel() for each in fitted.spectra.values()) == total
 
 
 class Halves(nn.Module):

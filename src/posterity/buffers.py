@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posterity.flat import Layout
 from posterity.noise import addresses, kernels
+from posterity.torch_private import foreach_copy_
 
 _shape = attrgetter("shape")
 
@@ -214,16 +215,16 @@ class _Alike:
         self.copies = dict(zip(own, self._then, strict=True))
 
     def keep(self) -> None:
-        torch._foreach_copy_(self._then, self._own)
+        foreach_copy_(self._then, self._own)
 
     def restore(self) -> None:
-        torch._foreach_copy_(self._own, self._then)
+        foreach_copy_(self._own, self._then)
 
     def restore_unless(self, ok: Tensor) -> None:
-        torch._foreach_copy_(self._now, self._own)
+        foreach_copy_(self._now, self._own)
         then, now = self._flats
         torch.where(ok.to(self._device), now, then, out=now)
-        torch._foreach_copy_(self._own, self._now)
+        foreach_copy_(self._own, self._now)
 
 
 def _memory(own: Mapping[str, Tensor]) -> Iterator[_Words | _Alike]:
@@ -267,4 +268,4 @@ def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 def _copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for dtype in {each.dtype for each in into.values()}:  # one launch serves all of a type
         names = [name for name, each in into.items() if each.dtype == dtype]
-        torch._foreach_copy_([into[name] for name in names], [values[name] for name in names])
+        foreach_copy_([into[name] for name in names], [values[name] for name in names])

@@ -17,7 +17,7 @@ from torch.func import functional_call, vmap
 
 from posterity import buffers
 from posterity.inputs import Pick, arguments, batches, is_loader, moved, tensor_of
-from posterity.routes import StackedRoutes
+from posterity.layers import Intercept
 
 How: TypeAlias = Literal["stack", "loop"]
 
@@ -66,7 +66,7 @@ def run(
     outputs: list[Tensor] = []
     for rows in chunks(samples, 1 if how == "loop" else chunk):
         part = {name: value[rows.start : rows.stop] for name, value in weights.items()}
-        with StackedRoutes():
+        with Intercept():
             found, after = stacked_pass(
                 model, part, before, args, kwargs, stacked=how == "stack", output=output
             )

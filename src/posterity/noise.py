@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from posterity.flat import Layout, Piece, single
+from posterity.torch_private import flatten_dense_tensors, foreach_add_, foreach_addcmul_, foreach_norm
 
 try:
     from posterity import kernels as kernels
@@ -189,22 +190,20 @@ class Noise:
             for i in large:
                 kernels.moments(self, samples, [i], grads[i].contiguous(), sums, poison, fresh=fresh)
             if small := [i for i in grads if i not in large]:
-                joined = torch._utils._flatten_dense_tensors([grads[i] for i in small])  # type: ignore[no-untyped-call]
+                joined = flatten_dense_tensors([grads[i] for i in small])  # type: ignore[no-untyped-call]
                 kernels.moments(self, samples, small, joined, sums, poison, fresh=fresh)
             return
         if len(grads) > 1 and len(self.samples[rows]) == 1:
             totals, products = ([views[i] for i in grads] for views in map(self.layout.views, sums))
             own = [grad.reshape(total.shape) for grad, total in zip(grads.values(), totals, strict=True)]
-            torch._foreach_add_(totals, own, alpha=self.weight)
-            torch._foreach_addcmul_(
-                products, own, [self.blocks[i][rows][0] for i in grads], value=self.weight
-            )
+            foreach_add_(totals, own, alpha=self.weight)
+            foreach_addcmul_(products, own, [self.blocks[i][rows][0] for i in grads], value=self.weight)
         else:
             for i, grad in grads.items():
                 self._add(sums[:, self.layout.span(i)], grad, self.blocks[i][rows])
         if sums.is_cuda:
             own = [sums[:, self.layout.span(i)] for i in grads]
-            poison += 0.0 * torch.stack(torch._foreach_norm(own)).sum()
+            poison += 0.0 * torch.stack(foreach_norm(own)).sum()
 
     def _add(self, sums: Tensor, grad: Tensor, noise: Tensor) -> None:
         """Both sums of one block over several samples."""

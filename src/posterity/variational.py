@@ -26,6 +26,7 @@ from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, select
 from posterity.noise import Domain, new_seed
 from posterity.posterior import ByName, Density, DiagonalGaussian, Factorised, Leaf, Posterior, kl
+from posterity.torch_private import graph_task_id
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
 
@@ -155,7 +156,7 @@ def variational(
 
 def _refuse_again(module: nn.Module, args: object) -> None:
     """Raise for a layer that is run again in a backward pass: it has its means by then."""
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task_id() != -1:
         raise RuntimeError(
             f"activation checkpointing would run a {type(module).__name__} again at its means, not at the "
             "weights that were drawn: do without it, or train by an optimizer's step(closure)"

@@ -56,20 +56,17 @@ class Attention(nn.Module):
 
     def __init__(self, kind: str, batch_first: bool, weights: bool, bias: bool = True) -> None:
         super().__init__()
-        widths = {"kdim": 6, "vdim": 6} if kind == "widths" else {}
-        self.attention = nn.MultiheadAttention(6, 2, bias=bias, batch_first=batch_first, **widths)
-        if kind == "widths":  # the same ones, so that inputs fit, but separate projections
-            self.attention._qkv_same_embed_dim = False
-            self.attention.register_parameter("in_proj_weight", None)
-            for name in ("q", "k", "v"):
-                setattr(self.attention, f"{name}_proj_weight", nn.Parameter(torch.randn(6, 6)))
+        self.widths = {"kdim": 4, "vdim": 5} if kind == "widths" else {}
+        self.attention = nn.MultiheadAttention(6, 2, bias=bias, batch_first=batch_first, **self.widths)
         self.kind, self.weights = kind, weights
         self.short = slice(None) if kind == "self" else slice(0, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         short = x[:, self.short] if self.attention.batch_first else x[self.short]
         key = x if self.kind == "self" else short
-        value = key.flip(-1) if self.kind == "three" else key
+        value = key.flip(-1) if self.kind in ("three", "widths") else key
+        if self.kind == "widths":
+            key, value = key[..., : self.widths["kdim"]], value[..., : self.widths["vdim"]]
         return self.attention(x, key, value, need_weights=self.weights)[0]
 
 
@@ -84,6 +81,88 @@ class Tokens(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.block(self.embed(ids)).mean(self.words, keepdim=True)
         return self.head(hidden)
+
+
+class Bert(nn.Module):
+    """Tokens, positions ``[1, T]`` and kinds of tokens, a block of torch's, and a head tied to the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.kinds = nn.Embedding(7, 8), nn.Embedding(9, 8), nn.Embedding(2, 8)
+        self.norm = nn.LayerNorm(8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 9, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 7)
+        self.head.weight = self.words.weight
+        self.register_buffer("ids", torch.arange(9)[None])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.words(ids) + self.kinds((ids > 3).long())
+        hidden += self.places(self.ids[:, : ids.shape[1]])
+        return self.head(self.block(self.norm(hidden)))
+
+
+class GPT(nn.Module):
+    """Tokens, positions ``[T]``, attention written out with one projection, and a head tied to the tokens."""
+
+    def __init__(self, positions_first: bool = False) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(7, 8), nn.Embedding(9, 8)
+        self.ln_1, self.c_attn, self.c_proj = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.ln_2, self.c_fc, self.c_out = nn.LayerNorm(8), nn.Linear(8, 11), nn.Linear(11, 8)
+        self.positions_first = positions_first
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        if self.positions_first:
+            x = self.wpe(places[None]) + self.wte(ids)
+        else:
+            x = self.wte(ids) + self.wpe(places)
+        q, k, v = (
+            each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.c_attn(self.ln_1(x)).split(8, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
+        x = x + self.c_out(F.gelu(self.c_fc(self.ln_2(x))))
+        return F.linear(x, self.wte.weight)
+
+
+class T5(nn.Module):
+    """One table for what is read and what is written, and for the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.encoder, self.decoder = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        read = self.encoder(self.shared(ids)).tanh().mean(1, keepdim=True)
+        return F.linear(self.decoder(self.shared(ids.flip(1)[:, :2]) + read).tanh(), self.shared.weight)
+
+
+class Applied(nn.Module):
+    """Layers that are applied twice, and one whose bias is another one's scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)
+        self.out = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.norm(self.conv(x)).tanh()
+        return F.linear(x.mean((2, 3)), self.out.weight, self.norm.weight)
+
+
+class Rows(nn.Module):
+    """Rows of one weight, some of which two layers use, and one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, b = self.inner.weight, self.inner.bias
+        hidden = F.linear(x, w[:3], b[:3]) + F.linear(x, w[1:])
+        return F.linear(F.pad(hidden.tanh(), (0, 1)), w[1:3], b[1:3])
 
 
 class Padded(nn.Module):
@@ -181,6 +260,14 @@ PROBLEMS = {
     "attention, encoder and decoder": Problem(lambda: Attention("pair", True, False), tensor(5, 4, 6)),
     "attention, three texts": Problem(lambda: Attention("three", False, True), tensor(4, 5, 6), 1),
     "attention, own projections": Problem(lambda: Attention("widths", True, False), tensor(5, 4, 6)),
+    "BERT": Problem(Bert, words(5, 4)),
+    "BERT, one example": Problem(Bert, words(1, 4)),
+    "GPT-2": Problem(GPT, words(5, 4)),
+    "GPT-2, as many words as examples": Problem(GPT, words(5, 5)),
+    "GPT-2, positions first": Problem(lambda: GPT(positions_first=True), words(5, 4)),
+    "T5": Problem(T5, words(5, 4)),
+    "layers applied twice": Problem(Applied, tensor(5, 2, 4, 3)),
+    "rows that layers share": Problem(Rows, tensor(5, 4)),
     "transformer": Problem(Tokens, words(5, 4)),
     "transformer, examples second": Problem(lambda: Tokens(batch_first=False), words(4, 5), 1),
 }

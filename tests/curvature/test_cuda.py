@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from posterity import buffers
 from posterity.curvature import Factors, Squares
 from posterity.mc import stacked_pass
-from posterity.routes import StackedRoutes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -90,7 +89,7 @@ def test_a_stack_gathers_what_a_cpu_does(kind: type[Squares], dtype: torch.dtype
         }
         collector = kind()
         low = torch.autocast(device, dtype, enabled=device == "cuda" and dtype != torch.float32)
-        with StackedRoutes(), collector.watch(drawn, stacked=True), low:
+        with collector.watch(drawn, stacked=True), low:
             before = buffers.snapshot(model)
             out, _ = stacked_pass(model, drawn, before, (x,), {}, stacked=True)
             loss = F.cross_entropy(out.float().movedim(0, 2), y[:, None].expand(-1, 4), reduction="sum") / 24

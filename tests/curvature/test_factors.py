@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
-from curvature.problems import PROBLEMS, Problem
+from curvature.problems import PROBLEMS, Attention, Problem
 from posterity import buffers
-from posterity.curvature import Factors, Kronecker, conv, fisher
+from posterity.curvature import Factors, Kronecker, fisher
+from posterity.layers import calls
 from posterity.mc import stacked_pass
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -60,7 +61,7 @@ def test_factors_are_those_of_a_loop_over_examples(
 ) -> None:
     problem = PROBLEMS[name]
     model, x, target = problem.build()
-    monkeypatch.setitem(conv._AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(calls.AT_ONCE, "cpu", at_once)
     plain = torch.autograd.grad(problem.loss(model, x, target), list(model.parameters()))
     factors = Factors(model)
     with factors:
@@ -107,6 +108,73 @@ def test_blocks_of_attention() -> None:
     assert keys.S.shape == (12, 12)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_projections_of_other_widths_have_blocks_without_their_common_bias(bias: bool) -> None:
+    """Each has some rows of one bias, which is no row of its own weight's."""
+    problem = Problem(lambda: Attention("widths", True, False, bias), PROBLEMS["attention"].x)
+    model, x, target = problem.build()
+    with Factors(model) as factors:
+        problem.loss(model, x, target).backward()
+    blocks, diagonal = factors.mean()
+    assert {name: (block.bias, block.rows) for name, block in blocks.items()} == {
+        **{f"attention.{each}_proj_weight": (None, None) for each in "qkv"},
+        "attention.out_proj.weight": ("attention.out_proj.bias" if bias else None, None),
+    }
+    keys = x[:, :2, :4].flatten(0, 1)
+    torch.testing.assert_close(blocks["attention.k_proj_weight"].A, keys.T @ keys / len(x), **EXACT)
+    assert blocks["attention.v_proj_weight"].A.shape == (5, 5)
+    assert list(diagonal) == (["attention.in_proj_bias"] if bias else [])
+    for name, value in diagonal.items():
+        torch.testing.assert_close(value, problem.naive(model, x, target)[name], **EXACT)
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5", "layers applied twice"])
+def test_weights_that_several_layers_use_have_squares(name: str) -> None:
+    problem = PROBLEMS[name]
+    model, x, target = problem.build()
+    with Factors(model) as factors:
+        problem.loss(model, x, target).backward()
+    blocks, diagonal = factors.mean()
+    inside = {each for block in blocks.values() for each in (block.weight, block.bias)} - {None}
+    assert inside.isdisjoint(diagonal)
+    assert {*inside, *diagonal} == {name for name, _ in model.named_parameters()}
+    assert {"words.weight", "wte.weight", "shared.weight", "conv.weight"} & diagonal.keys()
+    for each, value in problem.naive(model, x, target).items():
+        if each in diagonal:
+            torch.testing.assert_close(diagonal[each], value, **EXACT)
+
+
+def test_a_look_at_the_model_changes_no_block() -> None:
+    """A pass that nobody differentiates is no second use."""
+    problem, found = PROBLEMS["mlp"], []
+    model, x, target = problem.build()
+    for looks in (False, True):
+        with Factors(model) as factors:
+            for rows in (slice(0, 3), slice(3, 7)):
+                loss = problem.loss(model, x[rows], target[rows]) * len(target[rows]) / 7
+                if looks:
+                    model(x[:3]).argmax(-1)
+                loss.backward()
+        blocks = factors.mean(7).kronecker
+        assert blocks["0.weight"].bias == "0.bias"
+        found.append({key: (block.A, block.S) for key, block in blocks.items()})
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("often", [(1, 2), (2, 1)])
+def test_a_weight_with_squares_in_some_passes_only_is_refused(often: tuple[int, int]) -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(4, 3)
+    with Factors(layer, strict=False) as factors:
+        for times in often:
+            out = x
+            for _ in range(times):
+                out = layer(out).tanh()
+            out.square().mean().backward()
+    assert factors.refused.keys() == {"weight", "bias"}
+    assert not factors.sums
+    assert not factors.blocks
+
+
 def test_a_bias_that_is_not_wanted_is_not_in_the_block() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     for watched, size in ((("weight",), 3), (("weight", "bias"), 4)):
@@ -133,7 +201,20 @@ def test_backward_passes_add_up() -> None:
     torch.testing.assert_close(other.S, block.S, **EXACT)
 
 
-@pytest.mark.parametrize("name", ["mlp", "linear over words", "conv", "conv on data", "transformer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "linear over words",
+        "conv",
+        "conv on data",
+        "transformer",
+        "BERT",
+        "GPT-2",
+        "layers applied twice",
+        "attention, own projections",
+    ],
+)
 def test_a_stack_of_samples_is_as_many_plain_passes(name: str) -> None:
     problem = PROBLEMS[name]
     model, x, target = problem.build()

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from curvature.problems import PROBLEMS, Problem
 from posterity import buffers
-from posterity.curvature import Squares, conv, layers
+from posterity.curvature import Squares
+from posterity.layers import Intercept, calls, norm
 from posterity.mc import stacked_pass
-from posterity.routes import StackedRoutes
 
 # Torch's own remark on even filters.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -98,7 +98,7 @@ def test_a_layer_may_be_called_in_other_ways() -> None:
 def test_examples_come_in_parts_under_a_cap(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = PROBLEMS[name]
     model, x, target = problem.build()
-    monkeypatch.setitem(conv._AT_ONCE, "cpu", 300 if "conv" in name else 30)
+    monkeypatch.setitem(calls.AT_ONCE, "cpu", 300 if "conv" in name else 30)
     with Squares(model, batch_dim=problem.batch_dim) as squares:
         problem.loss(model, x, target).backward()
     assert_same(squares.mean(), problem.naive(model, x, target))
@@ -132,7 +132,7 @@ def check_stack(problem: Problem, routes: bool, looks: bool = False, shared: str
     watched = {**drawn, **kept}
     loss_module = Loss(problem, model, looks)
     before = buffers.snapshot(loss_module)
-    with StackedRoutes() if routes else torch.enable_grad(), squares.watch(watched, stacked=True):
+    with Intercept() if routes else torch.enable_grad(), squares.watch(watched, stacked=True):
         named = {f"model.{name}": value for name, value in drawn.items()}
         loss, _ = stacked_pass(loss_module, named, before, (x, target), {}, stacked=True)
         grads = dict(zip(watched, torch.autograd.grad(loss.sum(), list(watched.values())), strict=True))
@@ -215,7 +215,7 @@ def test_with_batch_statistics_a_term_is_the_gradient_of_an_examples_own_copy(
     real = torch.var_mean
     monkeypatch.setattr(torch, "var_mean", lambda *args, **more: made.append(args) or real(*args, **more))
     if not kept:  # as of a torch whose node has other names for them
-        monkeypatch.setattr(layers.BatchNorm, "keeps", {})
+        monkeypatch.setattr(norm.BatchNorm, "saved", {})
     model, x, y = ResNet().double(), torch.randn(6, 3, 5, 5).double(), torch.tensor([0, 1, 2, 0, 1, 1])
     copies = {
         name: p.detach().expand(6, *p.shape).clone().requires_grad_() for name, p in model.named_parameters()

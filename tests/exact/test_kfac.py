@@ -708,3 +708,33 @@ def test_gradients_are_dropped_by_the_optimiser_alone() -> None:
         opt.step()
         results.append(model[0].weight.detach())
     assert torch.equal(*results)
+
+
+class CrossAttention(nn.Module):
+    """Attention to a text of other widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x[..., :3], x[..., 1:3], need_weights=False)[0].mean(1))
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_attention_with_projections_of_other_widths(way: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = CrossAttention(), torch.randn(6, 5, 4), torch.randint(0, 3, (6,))
+    opt = posterity.NoisyKFAC(model, num_data=6, mc_samples=2)
+    step = posterity.compile_step(model, lambda m, x, y: nn.functional.cross_entropy(m(x), y), opt)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(3):
+        step(x, y) if way == "compiled" else opt.step(lambda: nn.functional.cross_entropy(model(x), y))
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert {*opt.posterior().blocks} == {
+        *(f"attention.{each}_proj_weight" for each in "qkv"),
+        "attention.in_proj_bias",
+        "attention.out_proj.weight+attention.out_proj.bias",
+        "head.weight+head.bias",
+    }

@@ -1,8 +1,9 @@
 """What a backward pass gathers beyond the gradient: per-example squares, Kronecker factors."""
 
-from posterity.curvature.collector import Collector, Curvature, Kronecker, Uncollected
+from posterity.curvature.collector import Collector
 from posterity.curvature.factors import Factors
 from posterity.curvature.fisher import fisher, vmap_squares
+from posterity.curvature.results import Curvature, Kronecker, NothingCollected, Uncollected
 from posterity.curvature.squares import Squares
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Curvature",
     "Factors",
     "Kronecker",
+    "NothingCollected",
     "Squares",
     "Uncollected",
     "fisher",

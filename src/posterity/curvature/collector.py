@@ -3,7 +3,8 @@
 A *term* g_i of example i is the gradient of the batch's loss in a copy of the weights that only example i
 uses. Where examples do not meet (no BatchNorm in training mode) it is the gradient of the example's own loss,
 over the batch size for a mean loss. BatchNorm makes them meet: what example i does to the others through the
-batch's statistics is then in its term, and all terms together are always the gradient.
+batch's statistics is then in its term, and all terms together are always the gradient. A weight that several
+layers use has the sum of what they say in its terms.
 """
 
 from __future__ import annotations
@@ -11,71 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import NamedTuple, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
 
-from posterity.curvature.ends import Notes, Use
-from posterity.curvature.layers import Layer, Terms
-from posterity.curvature.tap import Taps
-from posterity.curvature.uses import Part, Run, Site
-
-
-class Uncollected(RuntimeError):
-    """A parameter is used in a way that nothing can be collected from.
-
-    Attributes:
-        reason: Which, and how.
-
-    Example:
-        >>> Uncollected("'weight' is used twice").reason
-        "'weight' is used twice"
-    """
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(
-            f"{reason}, from which no single examples' gradients can be collected: do not watch it, or see "
-            "curvature.vmap_squares"
-        )
-
-
-@final
-@dataclass(frozen=True)
-class Kronecker:
-    """The factors of one block, see :class:`Factors`.
-
-    Attributes:
-        weight: Its parameter's name.
-        bias: Its bias's name, if that is part of the block.
-        rows: Which rows of both, if not all.
-        A: Of inputs, ``[I, I]``, or ``[I + 1, I + 1]`` with a bias.
-        S: Of gradients of the outputs, ``[O, O]``.
-        examples: Behind A. A layer may see some of the examples only; the others have no part in A, and none
-            but zeros in S.
-    """
-
-    weight: str
-    bias: str | None
-    rows: tuple[int, int] | None
-    A: Tensor
-    S: Tensor
-    examples: float = 1.0
-
-
-class Curvature(NamedTuple):
-    """Means over examples, by the name of a parameter.
-
-    Attributes:
-        kronecker: Blocks that have factors.
-        diagonal: The other parameters.
-    """
-
-    kronecker: dict[str, Kronecker]
-    diagonal: dict[str, Tensor]
+from posterity.curvature.results import Curvature, Kronecker, NothingCollected, Uncollected
+from posterity.curvature.several import Report, added_squares, gathered, several_batches
+from posterity.layers import Intercept, LayerCall, Part
+from posterity.torch_private import graph_task_id
 
 
 class Collector(ABC):
@@ -111,14 +58,18 @@ class Collector(ABC):
     ) -> None:
         if batch_dim < 0:
             raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
-        self._taps, self._strict, self._once = Taps(self, batch_dim), strict, once
-        self._wanted: dict[int, tuple[Tensor, Part]] = {}
-        self.parts: dict[int, tuple[Tensor, Part]] = {}
-        self._entered = False
+        self.batch_dim, self._strict, self._once = batch_dim, strict, once
+        self._watched: list[tuple[Tensor, Part]] = []
+        self._intercept: Intercept | None = None
         self.refused: dict[str, str] = {}
-        # In the last context, names of which a backward pass told, and passes whose sums were cleared.
-        self._heard: defaultdict[int, set[str]] = defaultdict(set)
-        self._dropped: set[int] = set()
+        self.only: set[str] | None = None
+        # Names that the running backward pass has reported, those of the passes since sums were cleared in
+        # the last context, and whether there was any in it.
+        self.reported: set[str] = set()
+        self._passes: list[set[str]] = []
+        self._collected = False
+        self._context: object = None  # of forward passes that may be differentiated
+        self._run = _Run(None)
         self.watch({} if params is None else params)
         self.clear()
 
@@ -129,11 +80,11 @@ class Collector(ABC):
             params: As for the collector itself.
             stacked: Whether they are samples ``[K, …]`` for ``stacked_pass``, except those that all share.
         """
-        if self._entered:
+        if self._intercept is not None:
             raise RuntimeError("a collector is inside its context: watch other parameters after it")
         named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
         self.stacked = stacked
-        self._wanted = {id(p): (p, Part(name)) for name, p in named.items() if p.requires_grad}
+        self._watched = [(p, Part(name)) for name, p in named.items() if p.requires_grad]
         return self
 
     def clear(self) -> None:
@@ -141,75 +92,83 @@ class Collector(ABC):
         self.sums: dict[str, Tensor] = {}
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
-        if self._entered:  # what a forward pass has shown is not forgotten
-            self._dropped.update(self._heard)
-        else:
+        self._passes = []
+        if self._intercept is None:  # inside, what a forward pass has shown is not forgotten
             self.refused.clear()
-        # Squares of a backward pass that are not yet summed over examples.
-        self._terms: list[tuple[Site, Tensor]] = []
+        # Squares of a backward pass that are not yet summed over examples, and reports of weights that
+        # several layers use.
+        self._late: list[tuple[LayerCall, Tensor]] = []
+        self._held: list[Report] = []
         self._task = -1
 
     def __enter__(self) -> Self:
-        if self._entered:
+        if self._intercept is not None:
             raise RuntimeError("a collector was entered again inside itself")
-        if not self._wanted:
+        if not self._watched:
             raise RuntimeError(
                 "a collector has nothing to watch: no parameter that needs a gradient was given"
             )
-        self.parts = dict(self._wanted)
-        self._run = Run()
-        self._heard.clear()
-        self._dropped.clear()
-        self._entered = True
-        # Whose gradient is made, without a word from any layer, was used where nobody could see it.
-        self._notes = Notes((part.name, tensor) for tensor, part in self._wanted.values())
-        self._taps.forget()
-        self._taps.__enter__()
+        current = Intercept.current()
+        self._intercept, self._joined = current or Intercept(), current is not None
+        self._context = object()
+        self._run, self.reported, self._passes, self._collected = _Run(self._context), set(), [], False
+        self._versions = [(tensor, tensor._version) for tensor, _ in self._watched if not tensor.is_leaf]
+        self._intercept.listen(self, self._watched)
+        if not self._joined:
+            self._intercept.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._taps.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._entered = False
-        self.parts = {}
-        self._notes.remove()
-        self._add_terms()
+        intercept = self._intercept
+        assert intercept is not None
+        try:
+            if not self._joined:
+                intercept.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            intercept.leave(self, failed=kind is not None)
+        finally:
+            self._intercept = self._context = None
+        self._add_late()
         if kind is not None:
             return
-        reached = self._notes.reached
-        if not (self._heard or reached or self.refused):
-            raise RuntimeError(
+        changed = {id(tensor) for tensor, version in self._versions if tensor._version != version}
+        if changed:
+            names = [part.name for tensor, part in self._watched if id(tensor) in changed]
+            self.refuse(names, "was changed in place")
+        if not (self._collected or self.refused):
+            raise NothingCollected(
                 "nothing was collected: run forward and backward inside, with the tensors that are watched"
-            )
-        # By the backward pass: one use that is heard is no excuse for another one.
-        missed = {name for task, made in reached.items() for name in made - self._heard[task]}
-        missed -= self.refused.keys()
-        if missed:
-            self.refuse(sorted(missed), "is used by an operation that cannot be seen")
-        passed = {name for task, told in self._heard.items() for name in told - reached[task]}
-        passed -= self.refused.keys()
-        if passed:
-            self.refuse(
-                sorted(passed),
-                "lies behind a backward pass that makes no gradient of it (take those of inputs outside)",
             )
 
     def several(self) -> set[str]:
-        """Names of which several backward passes have told since :meth:`clear`, in the last context."""
-        told = [names for task, names in self._heard.items() if task not in self._dropped]
-        return {name for names in told[1:] for name in names if sum(name in each for each in told) > 1}
+        """Names that several backward passes have reported since :meth:`clear`, in the last context."""
+        return {
+            name for names in self._passes for name in names if sum(map({name}.issubset, self._passes)) > 1
+        }
 
-    # What its taps ask and tell.
+    # What layers ask and report.
 
-    def begin(self, site: Site) -> Run | None:
-        """A layer is called: in which forward pass, if it is to be listened to."""
-        if torch._C._current_graph_task_id() != -1:
-            self.refuse(site.names, "is used in a backward pass, as checkpointing does")
-            return None
-        if self._run.heard:
-            self._run = Run()
-        return self._run
+    def begin(self, call: LayerCall) -> None:
+        """A layer is called."""
+        run = self._run
+        if run.begun:
+            run = self._run = _Run(self._context)
+        call.run, call.fresh, run.examples = run, True, call.examples
+        call.names = []
+        for part in call.parts:
+            if part is not None:
+                name = part.name
+                call.names.append(name)
+                if name in run.uses:
+                    run.uses[name].append(part)
+                    run.repeated = True
+                else:
+                    run.uses[name] = [part]
+
+    def seen_examples(self) -> int | None:
+        """How many examples the last layer of this forward pass had."""
+        return None if self._run.begun else self._run.examples
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
         """Parameters are used in a way that nothing can be collected from."""
@@ -224,102 +183,134 @@ class Collector(ABC):
         self.sums = {name: each for name, each in self.sums.items() if name not in self.refused}
 
     def refuse_block(self, *names: str | None) -> None:
-        """Of one that is refused in part nothing is left."""
+        """Drop the whole block if one parameter is refused."""
         for name in names:
             if name is not None:
                 self.refused.setdefault(name, "is in one block with a parameter that is refused")
 
-    def heard(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
-        """A use's inputs and gradient; the weight's gradient, if it brings it."""
-        site, run, task = use.site, use.run, torch._C._current_graph_task_id()
-        if not site.place.examples:
-            raise ValueError("a batch has no examples: leave it out")
+    def report(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
+        """A layer's inputs and its outputs' gradient; the weight's gradient, if this brings it."""
+        run, task, names = call.run, graph_task_id(), call.names
+        if run.context is not self._context:
+            raise RuntimeError(
+                "a backward pass was begun after the context of its forward pass was left: call backward() "
+                "inside"
+            )
         if task != self._task:
-            self._add_terms()  # those of many passes would fill the memory
+            self.end_pass()  # of one that nobody has seen end
             self._task = task
-        self._heard[task].update(site.names)
-        if use.fresh:
+        self.reported.update(names)
+        if self.only is not None and not self.only.issuperset(names):
+            self.refuse(
+                [name for name in names if name not in self.only],
+                "lies behind a backward pass that makes no gradient of it (take those of inputs outside)",
+            )
+        if not call.fresh:
+            if self._once:
+                self.refuse(names, "is in several backward passes of one forward pass (add the losses)")
+        elif call.examples != run.matched or call.counted != run.counted:
             # Only now: a pass that nobody differentiates does no harm.
-            if run.place != site.place:
-                self._match(site, run)
-            if not run.names.isdisjoint(site.names):
-                twice = {part.name for part in site.parts if any(map(part.meets, run.used))}
-                if twice:
-                    self.refuse(sorted(twice), "is used twice before a backward pass")
-            run.names.update(site.names)
-            run.used += site.parts
-        elif self._once:
-            self.refuse(site.names, "is in several backward passes of one forward pass (add the losses)")
-        sample = site.parts[0].sample
-        if sample not in run.heard:
-            run.heard.add(sample)
-            self.examples += site.place.samples * site.place.examples
-        return self._take(use, x, grad, extras)
+            self._match(call, run)
+        part = call.parts[0] or call.parts[1]
+        if part is not None and part.sample not in run.begun:
+            run.begun.add(part.sample)
+            self.examples += call.samples * call.examples
+        if call.axis or call.folded or call.grad_axis is not None:
+            x = None if x is None else call.rows(x, call.x_axis)
+            grad = call.rows(grad, call.grad_axis)
+        if not (run.repeated and any(part is not None and run.several(part) for part in call.parts)):
+            return self._take(call, x, grad)
+        # An example's gradient may be the sum over several layers: known when the backward pass is over.
+        self._held.append(Report(call, x, grad, call.fresh))
+        if x is None or not self.brings_gradient(call):
+            return None
+        return call.squares(x, grad, False).gradient
 
-    def _match(self, site: Site, run: Run) -> None:
-        """Refuse examples that are not those of the uses that have told before."""
-        examples, counted = site.place.examples, site.place.counted
-        if run.place is not None and run.place.examples != examples:
-            self.refuse(site.names, f"sees {examples} examples where another layer saw {run.place.examples}")
+    def _match(self, call: LayerCall, run: _Run) -> None:
+        """Refuse examples that are not those of the layers that reported before."""
+        if not call.examples:
+            raise ValueError("a batch has no examples: leave it out")
+        if run.matched is not None and run.matched != call.examples:
+            self.refuse(call.names, f"sees {call.examples} examples where another layer saw {run.matched}")
             return  # the next one is to be like those before
-        if counted is not None:
-            if run.counted not in (None, counted):
+        run.matched = call.examples
+        if call.counted is not None:
+            if run.counted not in (None, call.counted):
                 self.refuse(
-                    site.names,
-                    f"counts examples on axis {counted} where another layer does on axis {run.counted} "
+                    call.names,
+                    f"counts examples on axis {call.counted} where another layer does on axis {run.counted} "
                     "(attention has batch_first=True)",
                 )
-            run.counted = counted
-        run.place = site.place
+            run.counted = call.counted
 
     @abstractmethod
-    def brings_gradient(self, layer: Layer) -> bool:
-        """Whether heard() gives the gradient of such a layer's weight."""
+    def brings_gradient(self, call: LayerCall) -> bool:
+        """Whether report() gives the gradient of such a layer's weight."""
 
     @abstractmethod
-    def _take(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
-        """Add what this method gathers."""
+    def _take(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
+        """Add what this method gathers of a layer whose weights no other layer uses."""
 
     # What the methods share.
 
-    def _add_squares(
-        self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]
-    ) -> Tensor | None:
-        """Add Σ g² of a use; the weight's gradient, if the layer brings it."""
-        site = use.site
-        layer, weight, bias = site.layer, site.weight, site.bias
+    def end_pass(self) -> None:
+        """A backward pass is over: add what has waited for it."""
+        self._add_late()
+        if self.reported:
+            self._passes.append(self.reported)
+            self.reported, self._collected = set(), True
+        if self._run.begun:
+            self._run = _Run(self._context)
+        if self._held:
+            with torch.no_grad(), torch.autocast(self._held[0].grad.device.type, enabled=False):
+                self._add_held()
+
+    def _add_held(self) -> None:
+        """Add what reports say of weights that several layers may use."""
+        held, self._held = self._held, []
+        alone, groups = gathered(held)
+        for call, x, grad, fresh in alone:
+            call.fresh = fresh
+            self._take(call, x, grad)
+            call.fresh = False
+        for part, group in groups:
+            if several_batches(group):
+                self.refuse(
+                    [part.name],
+                    "is used on several inputs from outside the model before a backward pass, which may be "
+                    "several batches (call backward() after each, or pass them as one)",
+                )
+            if part.name not in self.refused:
+                self._add(part, added_squares(group))
+
+    def _add_squares(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
+        """Add Σ g² of a layer; the weight's gradient, if it brings it."""
+        weight, bias = call.parts
         if weight is None or x is None:
             if bias is not None:
-                self._add(bias, layer.bias_squares(site.stacks(None, grad)[1]))
+                self._add(bias, call.bias_squares(grad))
             return None
-        found = layer.of_one(x, grad, extras, bias is not None) if site.alone else None
-        if found is None:
-            found = layer.squares(*site.stacks(x, grad), extras, bias is not None)
-            if site.alone and found.gradient is not None:
-                found = found._replace(gradient=found.gradient[0])
-        if isinstance(found, Terms):
-            self._terms.append((site, found.both))
-            if not self._entered:  # nobody would add them later
-                self._add_terms()
+        found = call.squares(x, grad, bias is not None)
+        if found.by_example is not None:
+            self._late.append((call, found.by_example))
             return None
-        self._add(weight, found.weight)
+        if found.weight is not None:
+            self._add(weight, found.weight)
         if bias is not None and found.bias is not None:
             self._add(bias, found.bias)
         return found.gradient
 
-    def _add_terms(self) -> None:
+    def _add_late(self) -> None:
         """Add what is not yet summed over examples, all layers' at once."""
-        alike: defaultdict[tuple[object, ...], list[tuple[Site, Tensor]]] = defaultdict(list)
-        for site, both in self._terms:
-            alike[both.device, both.dtype, both.shape[1]].append((site, both))
-        self._terms = []
+        alike: defaultdict[tuple[object, ...], list[tuple[LayerCall, Tensor]]] = defaultdict(list)
+        for call, both in self._late:
+            alike[both.device, both.dtype, both.shape[1]].append((call, both))
+        self._late = []
         for some in alike.values():
             sizes = [both.shape[2] for _, both in some]
-            weights, biases = torch.cat([both for _, both in some], 2).sum(1).unbind()
-            for (site, _), weight, bias in zip(
-                some, weights.split_with_sizes(sizes), biases.split_with_sizes(sizes), strict=True
-            ):
-                for part, squares in ((site.weight, weight), (site.bias, bias)):
+            sums = torch.cat([both for _, both in some], 2).sum(1)
+            for (call, _), both in zip(some, sums.split_with_sizes(sizes, 1), strict=True):
+                for part, squares in zip(call.parts, both.unbind(), strict=True):
                     if part is not None:
                         self._add(part, squares)
 
@@ -336,7 +327,7 @@ class Collector(ABC):
 
     def _mean(self, batch_size: int | None, samples: int) -> Curvature:
         """Of the examples' own losses: a mean loss's gradients are theirs over the batch size."""
-        self._add_terms()
+        self._add_late()
         if samples < 1:
             raise ValueError(f"samples must be at least 1, not {samples}")
         seen = self.examples // samples
@@ -351,3 +342,32 @@ class Collector(ABC):
             for key, block in self.blocks.items()
         }
         return Curvature(blocks, {name: total * scale for name, total in self.sums.items()})
+
+
+@final
+@dataclass(eq=False)
+class _Run:
+    """A forward pass, as far as it is listened to.
+
+    Attributes:
+        context: In which it was run.
+        examples: In the layer that was called last.
+        uses: What layers use of each parameter.
+        repeated: Whether one has several uses.
+        begun: Samples whose backward pass has begun.
+        matched: Examples in the layers that have reported.
+        counted: Their axis, where a layer tells.
+    """
+
+    context: object
+    examples: int | None = None
+    uses: dict[str, list[Part]] = field(default_factory=dict)
+    repeated: bool = False
+    begun: set[int | None] = field(default_factory=set)
+    matched: int | None = None
+    counted: int | None = None
+
+    def several(self, part: Part) -> bool:
+        """Whether several layers use a part."""
+        uses = self.uses[part.name]
+        return len(uses) > 1 and sum(map(part.meets, uses)) > 1

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import TypeGuard, final
 
 from torch import Tensor
 
-from posterity.curvature.collector import Collector, Curvature, Kronecker
-from posterity.curvature.conv import wide_dtype
-from posterity.curvature.ends import Use
-from posterity.curvature.layers import Layer, Multiplying
-from posterity.curvature.uses import Part
+from posterity.curvature.collector import Collector
+from posterity.curvature.results import Curvature, Kronecker
+from posterity.layers import LayerCall, Multiplying, Part, wide_dtype
+
+_SOME = "is used by one layer in some passes, and by several in others (watch its squares alone)"
 
 
 @final
@@ -27,7 +26,8 @@ class Factors(Collector):
 
     as in KFC (Grosse & Martens 2016), with means over examples. The block of the Fisher matrix is A ⊗ S of
     the columns of [W | b] end to end, or ``torch.kron(S, A)`` of its rows, as ``flatten()`` has them. It is
-    exact for T = 1 if inputs and gradients are independent. Convolutions in groups have squares only.
+    exact for T = 1 if inputs and gradients are independent. Convolutions in groups, and weights that
+    several layers use, have squares only.
 
     ``blocks`` has sums over examples and samples, by the weight's name (and rows, if a layer uses some only).
 
@@ -50,31 +50,50 @@ class Factors(Collector):
         """
         return self._mean(batch_size, samples)
 
-    def brings_gradient(self, layer: Layer) -> bool:
-        """Whether heard() gives the gradient of such a layer's weight."""
-        return layer.brings_gradient and not isinstance(layer, Multiplying)
+    def brings_gradient(self, call: LayerCall) -> bool:
+        """Whether report() gives the gradient of such a layer's weight."""
+        return call.brings_gradient and not _is_matrix(call)
 
-    def _take(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
-        site = use.site
-        if site.weight is None or not isinstance(site.layer, Multiplying):
-            return self._add_squares(use, x, grad, extras)
-        if not self.refused.keys().isdisjoint(site.names):
-            self.refuse_block(*site.names)
+    def _take(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
+        weight, bias = call.parts
+        if weight is None or x is None or not _is_matrix(call):
+            return self._add_squares(call, x, grad)
+        if bias is not None and bias.rows != weight.rows:
+            # Of another parameter than the weight's own: each of several projections has some rows of it.
+            self._add(bias, call.bias_squares(grad))
+            bias = None
+        names = [weight.name] if bias is None else [weight.name, bias.name]
+        if not self._squared.isdisjoint(names):
+            self.refuse(names, _SOME)
+        if not self.refused.keys().isdisjoint(names):
+            self.refuse_block(*names)
         else:
-            self._add_factors(use, site.layer, site.weight, *site.stacks(x, grad))
+            self._add_factors(call, weight, bias, x, grad)
         return None
 
-    def _add_factors(self, use: Use, layer: Multiplying, weight: Part, x: Tensor, grad: Tensor) -> None:
+    def clear(self) -> None:
+        """Forget the sums, and outside the context what was refused."""
+        super().clear()
+        self._squared: set[str] = set()
+
+    def _add(self, part: Part, squares: Tensor) -> None:
+        if any(part.name in (block.weight, block.bias) for block in self.blocks.values()):
+            self.refuse([part.name], _SOME)
+        self._squared.add(part.name)
+        super()._add(part, squares)
+
+    def _add_factors(
+        self, call: Multiplying, weight: Part, bias: Part | None, x: Tensor, grad: Tensor
+    ) -> None:
         rows = None if weight.rows is None else weight.rows[:2]
         key = weight.name if rows is None else f"{weight.name}[{rows[0]}:{rows[1]}]"
-        bias = use.site.bias
         wide, extended = wide_dtype(grad.dtype), bias is not None
-        grads = layer.grads(grad)
+        grads = call.products(grad)
         g = grads.flatten(1).to(wide)
-        samples, x = (len(x), x[:1]) if x.stride(0) == 0 else (1, x)  # the same inputs for all samples
+        samples = len(grad) // len(x)  # that share their inputs
         # They are the same in every backward pass of a graph, too.
-        counted = use.fresh or key not in self.blocks
-        for inputs in layer.inputs(x, grad) if counted else ():
+        counted = call.fresh or key not in self.blocks
+        for inputs in call.columns(x, grad) if counted else ():
             a, size = inputs.to(wide), len(inputs)
             if key not in self.blocks:
                 zeros = a.new_zeros(size + extended, size + extended), g.new_zeros(len(g), len(g))
@@ -90,3 +109,7 @@ class Factors(Collector):
         block.S.addmm_(g, g.mT, alpha=1 / grads.shape[2])
         if counted:
             self.blocks[key] = replace(block, examples=block.examples + grads.shape[1])
+
+
+def _is_matrix(call: LayerCall) -> TypeGuard[Multiplying]:
+    return isinstance(call, Multiplying) and call.matrix

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from posterity import noise
-from posterity.curvature.collector import Curvature
-from posterity.curvature.conv import wide_dtype
 from posterity.curvature.factors import Factors
+from posterity.curvature.results import Curvature
 from posterity.curvature.squares import Squares
 from posterity.inputs import Inputs, Pick, called, tensor_of
+from posterity.layers import wide_dtype
 from posterity.names import NameFilter, select
+from posterity.torch_private import AnyBatchNorm
 
 Kind: TypeAlias = Literal["empirical", "mc", "exact"]
 Structure: TypeAlias = Literal["diagonal", "kronecker"]
@@ -147,7 +147,7 @@ def vmap_squares(
         torch.Size([3, 3])
     """
     if any(
-        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        isinstance(module, AnyBatchNorm) and (module.training or module.running_mean is None)
         for module in model.modules()
     ):
         raise ValueError(

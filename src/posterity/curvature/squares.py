@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
 
 from posterity.curvature.collector import Collector
-from posterity.curvature.ends import Use
-from posterity.curvature.layers import Layer
+from posterity.layers import LayerCall
 
 
 @final
@@ -40,9 +38,9 @@ class Squares(Collector):
         """
         return self._mean(batch_size, samples).diagonal
 
-    def brings_gradient(self, layer: Layer) -> bool:
-        """Whether heard() gives the gradient of such a layer's weight."""
-        return layer.brings_gradient
+    def brings_gradient(self, call: LayerCall) -> bool:
+        """Whether report() gives the gradient of such a layer's weight."""
+        return call.brings_gradient
 
-    def _take(self, use: Use, x: Tensor | None, grad: Tensor, extras: Sequence[Tensor]) -> Tensor | None:
-        return self._add_squares(use, x, grad, extras)
+    def _take(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
+        return self._add_squares(call, x, grad)

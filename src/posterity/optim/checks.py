@@ -14,6 +14,7 @@ from posterity.curvature import Collector
 from posterity.noise import kernels
 from posterity.optim.state import Group, members
 from posterity.optim.statistics import Accumulator
+from posterity.torch_private import foreach_norm
 
 UNTOUCHED = (
     "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
@@ -152,18 +153,23 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
             )
     for name in grads:
         if not (name in collector.sums or name in inside) or name in collector.refused:
-            reason = collector.refused.get(name, "has a gradient that no layer has reported")
+            reason = collector.refused.get(name, "has a gradient that no layer reported")
             raise RuntimeError(
-                f"{name!r} {reason}, from which {rule} has no single examples' gradients: freeze it, train "
-                f"it by Adam without noise (deterministic={name!r}, deterministic_lr=1e-3), or use a method "
-                "without curvature"
+                f"{name!r} {reason}, from which {rule} has no single examples' gradients: {_advice(name)}"
             )
     for each in collector.blocks.values():
         if each.rows is not None:
             raise RuntimeError(
-                f"{each.weight!r} is used in parts of its rows, of which {rule} has no blocks: freeze it, or "
-                "use a method without curvature"
+                f"{each.weight!r} is used in parts of its rows, of which {rule} has no blocks: "
+                f"{_advice(each.weight)}"
             )
+
+
+def _advice(name: str) -> str:
+    return (
+        f"leave it without noise and let Adam train it (deterministic={name!r}, deterministic_lr=1e-3), or "
+        "freeze it"
+    )
 
 
 def refuse_process_group() -> None:
@@ -190,7 +196,7 @@ class Verdict:
         self._curvature, self._layers, self._pairs = sums.curvature, list(sums.layers), len(pairs)
         factors = [factor for each in sums.layers.values() for factor in (each.A, each.S)]
         if factors:
-            pairs.append(torch.stack(torch._foreach_norm(factors, math.inf)))
+            pairs.append(torch.stack(foreach_norm(factors, math.inf)))
         parts = [*pairs, *(loss.reshape(1) for loss in sums.losses)]
         if len({each.device for each in parts}) > 1:
             parts = [each.cpu() for each in parts]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from posterity.torch_private import dynamo_config
+
 # By default the compiler starts a process for every core, each of which imports torch.
 _ONE_KERNEL: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
 # Settings of a rule in one process that are compiled; those that come later run as they are written.
@@ -36,7 +38,7 @@ def fused(function: Any, kind: Any) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.
-        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_SETTINGS):
+        with dynamo_config(specialize_float=True, recompile_limit=_SETTINGS):
             return compiled(*args)
 
     return run

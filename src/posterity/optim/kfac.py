@@ -63,6 +63,7 @@ from posterity.optim.step import due
 from posterity.optim.vogn import GaussNewton, scales
 from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
 from posterity.precision import full_precision
+from posterity.torch_private import foreach_add_, foreach_mul, foreach_mul_, foreach_sub
 
 
 class KroneckerNewton(GaussNewton):
@@ -167,17 +168,17 @@ class KroneckerNewton(GaussNewton):
         _, decay, _ = scales(group)
         into, out = (group["lr"], 1.0) if group["keep_velocity"] else (1.0, group["lr"])
         means = [mean for mean, *_ in blocks]
-        momenta = torch._foreach_mul(means, _number(decay, means))
-        torch._foreach_add_(momenta, [stats.grad for *_, stats, _ in blocks])
-        torch._foreach_mul_(momenta, _number(into, means))
-        torch._foreach_add_(momenta, [state["momentum"] for _, state, *_ in blocks], alpha=group["betas"][0])
+        momenta = foreach_mul(means, _number(decay, means))
+        foreach_add_(momenta, [stats.grad for *_, stats, _ in blocks])
+        foreach_mul_(momenta, _number(into, means))
+        foreach_add_(momenta, [state["momentum"] for _, state, *_ in blocks], alpha=group["betas"][0])
         natural = []
         for momentum, new in zip(momenta, news, strict=True):
             rows, columns = new["rows"], new["columns"]
             new["momentum"] = momentum
             natural.append(rows @ (rows.mT @ momentum @ columns) @ columns.mT)
-        torch._foreach_mul_(natural, _number(out, means))
-        return torch._foreach_sub(means, natural)
+        foreach_mul_(natural, _number(out, means))
+        return foreach_sub(means, natural)
 
     def averages(self, state: State, stats: Statistics, group: Group) -> State:
         """Ā ← β2 Ā + (1−β2) A and S̄ likewise, in a step that has factors; the matrices else as they are."""

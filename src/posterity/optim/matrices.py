@@ -17,6 +17,7 @@ from torch import Tensor
 from posterity.curvature import Kronecker
 from posterity.optim.state import Group, State, members
 from posterity.optim.statistics import Accumulator, Statistics
+from posterity.torch_private import foreach_add_, foreach_copy_
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -196,7 +197,7 @@ class Matrices:
             values.append(opt.perturb(block.state, noise, groups[block.number]))
             means.append(block.join(block.means())[None])
             targets += [weights[draw.group][i] for draw, i in found]
-        torch._foreach_add_(values, means)
+        foreach_add_(values, means)
         parts = []
         for block, value in zip(blocks, values, strict=True):
             keep = block.keep()
@@ -241,7 +242,7 @@ class Matrices:
         if counts := [
             part.state["step"] for each in moving for part in each.parts if part.p.grad is not None
         ]:
-            torch._foreach_add_(counts, 1)
+            foreach_add_(counts, 1)
         if blocks != self._blocks:
             self._remember(blocks)
         return {p for block in blocks for p in block.params}
@@ -317,4 +318,4 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write values over tensors, all at once."""
     if pairs:
         targets, values = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, values)
+        foreach_copy_(targets, values)

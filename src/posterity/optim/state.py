@@ -21,6 +21,7 @@ from torch import Tensor
 from posterity.flat import Layout
 from posterity.noise import Room, addresses, alike, kernels
 from posterity.optim.adam import adam_init
+from posterity.torch_private import foreach_add_, foreach_copy_
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -86,7 +87,7 @@ class FlatGroup:
     def load(self) -> None:
         """Take the state as the optimiser holds it."""
         for key, own in self._own.items():
-            torch._foreach_copy_(self._views[key], own)
+            foreach_copy_(self._views[key], own)
         self.keep_in_mind()
 
     def keep_in_mind(self) -> None:
@@ -105,7 +106,7 @@ class FlatGroup:
             plain = everything and self._fused and alike(own, self.state[key].dtype)
             if not (plain and self._transferred(own, self.state[key], read=False)):
                 views = self._views[key]
-                torch._foreach_copy_([own[i] for i in moved], [views[i] for i in moved])
+                foreach_copy_([own[i] for i in moved], [views[i] for i in moved])
         self.keep_in_mind()
 
     def _versions(self) -> list[list[int]]:
@@ -113,7 +114,7 @@ class FlatGroup:
 
     def count(self, moved: Sequence[int], by: int = 1) -> None:
         """Count an update of some parameters, or uncount one."""
-        torch._foreach_add_([self.steps[i] for i in moved], by)
+        foreach_add_([self.steps[i] for i in moved], by)
 
     # The parameters.
 
@@ -136,13 +137,13 @@ class FlatGroup:
     def read(self) -> None:
         """Take the parameters' values."""
         if not (self._plain and self._transferred(self.params, self.weights, read=True)):
-            torch._foreach_copy_(self._weights, self.params)
+            foreach_copy_(self._weights, self.params)
 
     def put(self, flat: Tensor) -> None:
         """Give the parameters the values of a flat buffer; ``weights`` gives them those that were read."""
         if not (self._plain and self._transferred(self.params, flat, read=False)):
             views = self._weights if flat is self.weights else self.layout.views(flat)
-            torch._foreach_copy_(self.params, views)
+            foreach_copy_(self.params, views)
 
     def write(self, moved: Sequence[int]) -> None:
         """Give some parameters their means."""
@@ -150,7 +151,7 @@ class FlatGroup:
             self.put(self.weights)
             return
         means = self._views.get("mean", self._weights)
-        torch._foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
+        foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
 
     def _transferred(self, tensors: Sequence[Tensor], flat: Tensor, *, read: bool) -> bool:
         """Copy all tensors by one kernel: torch's own takes a program for 65,536 numbers."""
@@ -180,7 +181,7 @@ class FlatGroup:
             kernels.transfer(self.layout, places, flat, read=True, poison=number)
             return flat
         there = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
-        torch._foreach_copy_(there, found)
+        foreach_copy_(there, found)
         if number is not None:
             torch.linalg.vector_norm(flat, math.inf, out=number)
         return flat
@@ -211,7 +212,7 @@ class FlatGroup:
             return
         views = self.layout.views(flat)
         own = [value.to(flat.dtype) for value in values.values()]
-        torch._foreach_add_([views[i] for i in values], own, alpha=weight)
+        foreach_add_([views[i] for i in values], own, alpha=weight)
         poison += torch.linalg.vector_norm(flat, math.inf) * 0.0
 
     def spans(self, moved: Sequence[int] | None) -> Iterator[tuple[int, slice | None]]:

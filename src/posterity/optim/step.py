@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from posterity.curvature import NothingCollected
 from posterity.noise import Noise, kernels
 from posterity.optim.adam import adam_update
 from posterity.optim.checks import refuse_unreported
 from posterity.optim.state import FlatGroup, Group, State, members
 from posterity.optim.statistics import Statistics
+from posterity.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -155,17 +156,14 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             if grad is not None:
                 p.grad = None
         opt.entered = 0
-        with suppress(_Unused), _late_backward_refused(opt.module, inside), collecting(opt):
+        # Without a backward pass there is nothing to collect, and nothing to absorb.
+        with suppress(NothingCollected), _late_backward_refused(opt.module, inside), collecting(opt):
             yield
-            with torch._C.DisableTorchFunction():  # what collects would look at each of these
-                grads = [grad for p in params if (grad := p.grad) is not None]
-                sparse = any(grad.is_sparse for grad in grads)
-            if not grads:
-                raise _Unused  # without a backward pass there was nothing to collect
-            if sparse:
-                raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-        if grads:
-            absorb(opt, [p.grad for p in params], drawn, 1, weight)
+        grads = [p.grad for p in params]
+        if any(grad.is_sparse for grad in grads if grad is not None):
+            raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
+        if any(grad is not None for grad in grads):
+            absorb(opt, grads, drawn, 1, weight)
             used = True
     finally:
         inside[0] = False
@@ -179,10 +177,6 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
                 each.group.put(each.group.weights)
         torch.clear_autocast_cache()
         opt.buffers.leave(number, used)
-
-
-class _Unused(Exception):
-    """No backward pass was run inside."""
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
 
 from posterity import noise
 from posterity.optim import VariationalOptimizer
+from posterity.torch_private import TreeSpec
 from posterity.train.cuda_graph import Graph, flat_batch
 from posterity.train.step import LossFn, TrainStep
 

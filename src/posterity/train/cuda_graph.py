@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from posterity import buffers
 from posterity.noise import kernels
 from posterity.optim.fused import fused
 from posterity.optim.state import Group, State
 from posterity.optim.step import apply, move
+from posterity.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from posterity.optim import VariationalOptimizer

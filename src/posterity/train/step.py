@@ -14,12 +14,12 @@ from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
 from posterity import buffers
+from posterity.layers import Intercept
 from posterity.mc import chunks, stacked_pass
 from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import refuse_process_group
 from posterity.optim.statistics import Sink
 from posterity.optim.step import absorb, collecting, draw
-from posterity.routes import StackedRoutes
 
 LossFn: TypeAlias = Callable[..., Tensor]
 
@@ -128,7 +128,7 @@ class TrainStep:
             leaves = [theta.get(p, p) for p in wanted]
             with ExitStack() as modes:
                 if not one:
-                    modes.enter_context(StackedRoutes(sinks))
+                    modes.enter_context(Intercept(sinks))
                 modes.enter_context(collecting(opt, theta, stacked=not one))
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}

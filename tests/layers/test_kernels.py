@@ -1,4 +1,4 @@
-"""Layers that take kernels for one sample's tensors, with kernels of plain torch in place of Triton's."""
+"""Layers that take kernels for their squares, with kernels of plain torch in place of Triton's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posterity.curvature import Squares, layers
-from posterity.curvature.layers import BatchNorm, Convolving
+from posterity.curvature import Squares
+from posterity.layers import conv, linear, norm
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def conv2d_squares(x: Tensor, grad: Tensor, *sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
         names.append("conv")
-        assert x.dim() == 4
+        assert x.dim() == 4  # as they lie, without an axis of samples
         taps, stride, padding, dilation = sizes
         terms = [
             torch.nn.grad.conv2d_weight(
@@ -44,8 +44,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     kernels = SimpleNamespace(
         multiplies=lambda x: True, conv2d_squares=conv2d_squares, batch_norm_squares=batch_norm_squares
     )
-    monkeypatch.setattr(layers, "kernels", kernels)
-    monkeypatch.setattr(layers, "_fuses", lambda x: x.dtype == torch.float32)
+    for room in (conv, linear, norm):
+        monkeypatch.setattr(room, "kernels", kernels)
+    monkeypatch.setattr(norm, "_fuses", lambda x: x.dtype == torch.float32)
     return names
 
 
@@ -67,7 +68,7 @@ def collected(model: nn.Module, sizes: list[int], **watched: Tensor) -> Squares:
     with Squares(watched or model) as squares:
         for size in sizes:
             F.mse_loss(model(torch.randn(size, 3, 6, 6)), torch.randn(size, 3)).backward()
-            assert len(squares._terms) <= 2  # those of one pass
+            assert not squares._late  # nothing is left of a pass
     return squares
 
 
@@ -75,9 +76,8 @@ def without_kernels(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, sizes: list[int], **watched: Tensor
 ) -> Squares:
     with monkeypatch.context() as patch:
-        for kind in (BatchNorm, Convolving):
-            patch.setattr(kind, "of_one", lambda *_: None)
-        patch.setattr(layers, "kernels", None)
+        for room in (conv, linear, norm):
+            patch.setattr(room, "kernels", None)
         return collected(model, sizes, **watched)
 
 
@@ -141,12 +141,12 @@ def test_a_pass_before_an_error_is_in_all_sums(taken: list[str]) -> None:
     assert not squares.sums
 
 
-def test_a_norm_that_is_used_twice_is_refused_with_its_terms(taken: list[str]) -> None:
-    norm = nn.BatchNorm2d(3)
-    with Squares(norm, strict=False) as squares:
-        norm(norm(torch.randn(5, 3, 4, 4)).tanh()).square().mean().backward()
-    assert sorted(squares.refused) == ["bias", "weight"]
-    assert not squares.sums
+def test_a_norm_that_is_used_twice_is_exact(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(108, 3))
+    model = nn.Sequential(*model[:3], model[1], *model[3:])
+    found = collected(model, [5])
+    assert taken == ["conv"]
+    assert_same(found, without_kernels(monkeypatch, model, [5]))
 
 
 def test_means_inside_the_context_have_all_layers(taken: list[str]) -> None:
@@ -162,9 +162,9 @@ def test_passes_through_one_kept_graph_are_summed_as_they_come(taken: list[str])
         loss = model(x).square().mean()
         for _ in range(3):
             loss.backward(retain_graph=True)
-            assert len(squares._terms) <= 2
-    thrice = {name: total.clone() for name, total in squares.sums.items()}
-    loss.backward()  # after the context, which it was a part of
+            assert not squares._late
+        thrice = {name: total.clone() for name, total in squares.sums.items()}
+        loss.backward()
     for name, total in squares.sums.items():
         torch.testing.assert_close(total, thrice[name] * (4 / 3), rtol=1e-4, atol=1e-9)
 

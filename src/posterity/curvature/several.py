@@ -1,0 +1,98 @@
+"""Weights that several layers use in one forward pass: an example's gradient is the sum of all of theirs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from posterity.layers import LayerCall, Part, chunks
+from posterity.layers.calls import spread
+from posterity.layers.embedding import Embedding
+
+
+class Report(NamedTuple):
+    """What a layer has reported: inputs, if its weight is watched, gradient, and whether it is the first."""
+
+    call: LayerCall
+    x: Tensor | None
+    grad: Tensor
+    fresh: bool
+
+
+class _Use(NamedTuple):
+    """What a layer uses: its weight (role 0) or its bias (role 1)."""
+
+    part: Part
+    role: int
+    report: Report
+
+
+def gathered(reports: list[Report]) -> tuple[list[Report], list[tuple[Part, list[_Use]]]]:
+    """Reports whose parameters are in no other report, and for all other parameters their uses.
+
+    A report that shares one parameter with others is there once for each of its parameters.
+    """
+    uses = [
+        _Use(part, role, report)
+        for report in reports
+        for role, part in enumerate(report.call.parts)
+        if part is not None
+    ]
+    groups: list[list[_Use]] = []
+    for use in uses:
+        group, apart = [use], []
+        for other in groups:
+            if any(use.part.meets(each.part) for each in other):
+                group += other
+            else:
+                apart.append(other)
+        groups = [*apart, group]
+    split = {id(use.report) for group in groups if len(group) > 1 for use in group}
+    found = []
+    for group in groups:
+        if id(group[0].report) in split:
+            spans = {use.part.rows for use in group}
+            found.append((group[0].part._replace(rows=spans.pop() if len(spans) == 1 else None), group))
+    return [report for report in reports if id(report) not in split], found
+
+
+def several_batches(group: list[_Use]) -> bool:
+    """Whether uses may be those of several batches, whose examples have nothing to do with each other.
+
+    Different inputs from outside the model are the sign. An embedding has no others; there it is a second one
+    that every parameter is used several times.
+    """
+    data = [use.report for use in group if use.role == 0 and use.report.call.from_data]
+    if len({each.x.data_ptr() for each in data if each.x is not None}) < 2:
+        return False
+    once = any(len(uses) == 1 for uses in data[0].call.run.uses.values())
+    return not (once and all(type(each.call) is Embedding for each in data))
+
+
+def added_squares(group: list[_Use]) -> Tensor:
+    """Σ_i (Σ_u g_iu)² over uses u; of all rows, unless all uses have the same."""
+    tensors, numbers = [], 0
+    for _, role, (call, x, grad, _) in group:
+        own = grad if role == 1 or x is None else spread(call.prepared(x), grad)
+        tensors += [own, grad]
+        numbers += 1 if role == 1 or x is None else call.held(own, grad)
+    spans = {use.part.rows for use in group}
+    total: Tensor | None = None
+    for some in chunks(numbers, *tensors):
+        sums: Tensor | None = None
+        for number, (part, role, (call, *_)) in enumerate(group):
+            x, grad = some[2 * number : 2 * number + 2]
+            terms = call.terms(x, grad) if role == 0 else call.bias_terms(grad)
+            if len(spans) == 1:
+                sums = terms if sums is None else sums.add_(terms)
+                continue
+            start, stop, count = part.rows or (0, terms.shape[1], terms.shape[1])
+            if sums is None:
+                sums = terms.new_zeros(len(terms), count, *terms.shape[2:])
+            sums[:, start:stop].add_(terms)
+        assert sums is not None
+        squares = sums.square_().sum(0)
+        total = squares if total is None else total.add_(squares)
+    assert total is not None
+    return total

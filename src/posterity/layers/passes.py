@@ -1,0 +1,139 @@
+"""Watched weights and their aliases: what a backward pass brings to these, and from these to the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from posterity.layers.calls import LayerCall, Listener, Part
+from posterity.layers.stacks import rows_of
+from posterity.torch_private import DisableTorchFunction, fast_apply, has_hooks
+
+
+class Watched(NamedTuple):
+    """A watched tensor, or a part of one.
+
+    Attributes:
+        tensor: The whole tensor.
+        alias: What layers are given instead, a leaf in the same memory; of a part a view of that.
+        parts: What it is to each listener.
+    """
+
+    tensor: Tensor
+    alias: Tensor
+    parts: dict[Listener, Part]
+
+    def part(self, some: Tensor, samples_axis: int | None) -> Watched | None:
+        """The rows, the sample, or the rows of a sample that another tensor is in the same memory, if any.
+
+        Args:
+            some: The other tensor.
+            samples_axis: Where vmap has its samples, if it has any.
+        """
+        whole, alias, sample, at = self.tensor, self.alias, None, 0 if samples_axis is None else 1
+        if samples_axis not in (None, 0):
+            return None
+        if some.dim() < whole.dim() and at == 0 and all(listener.stacked for listener in self.parts):
+            sample = (some.storage_offset() - whole.storage_offset()) // max(whole.stride(0), 1)
+            if not 0 <= sample < len(whole):
+                return None
+            whole, alias = whole.detach()[sample], alias[sample]
+        rows, span = rows_of(some, whole, at), None
+        if rows is None:
+            return None
+        if rows != (0, whole.shape[at]):
+            span, alias = (*rows, whole.shape[at]), alias.narrow(at, rows[0], rows[1] - rows[0])
+        parts = {listener: Part(part.name, span, sample) for listener, part in self.parts.items()}
+        return Watched(self.tensor, alias, parts)
+
+
+class _Tap(torch.autograd.Function):
+    """Nothing, forward; backward, a layer reports, and the listener brings the gradient of its weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, alias: Tensor, call: LayerCall, axis: int | None, stacked: bool
+    ) -> Tensor:
+        ctx.call, ctx.dtype, ctx.how = call, alias.dtype, (axis, stacked)
+        # The same memory, but no view in the eyes of autograd: what follows may change it in place.
+        return y.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        into, (axis, stacked) = ctx.call.report(grad), ctx.how
+        if into is not None and stacked:
+            into = into if ctx.call.samples > 1 else into[None]
+            into = into.sum(0) if axis is None else into.movedim(0, axis)
+        if into is not None and into.dtype is not ctx.dtype:
+            into = into.to(ctx.dtype)
+        return grad, into, None, None, None
+
+
+# y, the alias, the call, where the weight has its samples, and whether vmap runs: outputs behind a node that
+# reports.
+tap = fast_apply(_Tap)
+
+
+class _Deliver(torch.autograd.Function):
+    """A node with an edge to every weight: autograd adds gradients as it always does, and calls hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Nothing else may hold them, or autograd would copy each.
+        grads = (None, *ctx.grads)
+        ctx.grads = None
+        return grads
+
+
+def leaves(outputs: Iterable[Any]) -> list[Tensor]:
+    """All leaves that outputs depend on, as far as their gradients are wanted."""
+    nodes = {each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs} - {None}
+    waiting, found = list(nodes), []
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        below = {each for each, _ in node.next_functions if each is not None} - nodes
+        nodes |= below
+        waiting += below
+    return found
+
+
+@torch.no_grad()
+def deliver(all_watched: Iterable[Watched], keep_graph: bool) -> None:
+    """Give weights the gradients that their aliases have.
+
+    Autograd takes twenty times as long for that as an assignment does: it is asked only where somebody would
+    notice, by hooks or in other processes, or where weights were made of others.
+
+    Args:
+        all_watched: Weights and aliases.
+        keep_graph: Whether the graph that made weights of others is to serve again.
+    """
+    weights, grads = [], []
+    everyone = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for weight, alias, _ in all_watched:
+        grad = alias.grad
+        if grad is None:
+            continue
+        alias.grad = None
+        if everyone or not weight.is_leaf or has_hooks(weight, own=1):
+            weights.append(weight)
+            grads.append(grad)
+        elif weight.grad is None:
+            weight.grad = grad
+        else:
+            weight.grad.add_(grad)
+    if weights:
+        with torch.enable_grad(), DisableTorchFunction():
+            root = _Deliver.apply(grads, *weights)  # type: ignore[no-untyped-call]
+            del grads, grad
+            torch.autograd.backward(root, retain_graph=keep_graph)

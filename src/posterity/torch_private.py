@@ -1,0 +1,114 @@
+"""The private functions of torch that the library uses outside its kernels, each with its reason.
+
+What torch drops fails here, by name, when the library is imported; ``tests/test_torch_private.py`` checks
+that nothing private is used anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch  # which tensors vmap has stacked, on which axis, at which level
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack  # autograd functions inside vmap
+from torch._utils import _flatten_dense_tensors as flatten_dense_tensors  # many tensors end to end
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # the base class of all BatchNorm modules
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import (  # tensors inside dicts, lists, tuples
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+
+__all__ = [
+    "AnyBatchNorm",
+    "DisableTorchFunction",
+    "TreeSpec",
+    "add_hook",
+    "any_autocast_enabled",
+    "dynamo_config",
+    "fast_apply",
+    "flatten_dense_tensors",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_addcmul_",
+    "foreach_copy_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_sub",
+    "function_modes",
+    "functorch",
+    "graph_task_id",
+    "has_hooks",
+    "hooks_of",
+    "keeps_graph",
+    "temporarily_pop_interpreter_stack",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+    "unsafe_view",
+]
+
+# Operations inside that no mode needs to see.
+DisableTorchFunction = torch._C.DisableTorchFunction
+# The number of the backward pass that is running, -1 outside of one.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+# Whether autocast is on for any device: one call where torch.is_autocast_enabled() needs one for each.
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+# The modes that are entered in this thread: a collector joins the one that is there.
+function_modes = cast("Callable[[], list[TorchFunctionMode]]", _get_current_function_mode_stack)
+# One launch for many tensors.
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
+# A view with a version of its own, which autograd does not take for a view.
+unsafe_view = torch.ops.aten._unsafe_view.default
+# Whether the running backward pass keeps its graph, and so what its nodes have saved. Without it we hold what
+# layers report as long as the graph itself lives.
+keeps_graph: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What ``Function.apply`` calls where no transform of torch.func runs; the rest takes as long again."""
+    return cast("Callable[..., Any]", super(torch.autograd.Function, function).apply)  # type: ignore[misc]
+
+
+def add_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """``tensor.register_hook(hook)`` for the result of an operation, without the handle that removes it."""
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        node = tensor.grad_fn
+        if node is not None:
+            node._register_hook_dict(tensor)
+    hooks[hook] = hook  # torch's own keys are whole numbers
+
+
+def hooks_of(tensor: Tensor) -> dict[Any, Callable[[Tensor], None]]:
+    """The hooks on a tensor's gradient, to be changed without handles, which cost more than hooks."""
+    if tensor._backward_hooks is None:  # torch makes the place for them
+        tensor.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
+    return cast("dict[Any, Callable[[Tensor], None]]", tensor._backward_hooks)
+
+
+def has_hooks(tensor: Tensor, own: int) -> bool:
+    """Whether a leaf has hooks that autograd calls, besides so many of ours."""
+    return len(tensor._backward_hooks or ()) > own or bool(tensor._post_accumulate_grad_hooks)
+
+
+def dynamo_config(**options: Any) -> AbstractContextManager[None]:
+    """Options of torch.compile for a while; dynamo is imported only where something is compiled."""
+    return cast("AbstractContextManager[None]", torch._dynamo.config.patch(**options))

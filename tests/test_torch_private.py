@@ -38,10 +38,7 @@ TAKEN = [
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_unflatten",
-    *(
-        f"torch._foreach_{name}"
-        for name in ("add", "add_", "addcmul_", "copy_", "mul", "mul_", "norm", "sub")
-    ),
+    *(f"torch._foreach_{name}" for name in ("add_", "addcmul_", "copy_", "mul", "mul_", "norm", "sub")),
     "torch.Tensor._backward_hooks",
     "torch.Tensor._is_view",
     "torch.Tensor._post_accumulate_grad_hooks",

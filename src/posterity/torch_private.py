@@ -9,52 +9,27 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch  # which tensors vmap has stacked, on which axis, at which level
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack  # autograd functions inside vmap
-from torch._utils import _flatten_dense_tensors as flatten_dense_tensors  # many tensors end to end
-from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # the base class of all BatchNorm modules
+from torch._functorch import pyfunctorch
+from torch.nn.modules import batchnorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import (  # tensors inside dicts, lists, tuples
-    TreeSpec,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
+from torch.utils import _pytree
 
-__all__ = [
-    "AnyBatchNorm",
-    "DisableTorchFunction",
-    "TreeSpec",
-    "add_hook",
-    "any_autocast_enabled",
-    "dynamo_config",
-    "fast_apply",
-    "flatten_dense_tensors",
-    "foreach_add",
-    "foreach_add_",
-    "foreach_addcmul_",
-    "foreach_copy_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_sub",
-    "function_modes",
-    "functorch",
-    "graph_task_id",
-    "has_hooks",
-    "hooks_of",
-    "keeps_graph",
-    "temporarily_pop_interpreter_stack",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_unflatten",
-    "unsafe_view",
-]
-
+# Which tensors vmap has stacked, on which axis, at which level.
+functorch = torch._C._functorch
+# Calls autograd functions of ours from inside vmap.
+temporarily_pop_interpreter_stack = pyfunctorch.temporarily_pop_interpreter_stack
+# The base class of all BatchNorm modules.
+AnyBatchNorm = batchnorm._BatchNorm
+# Tensors inside dicts, lists and tuples.
+TreeSpec: TypeAlias = _pytree.TreeSpec
+tree_leaves = _pytree.tree_leaves
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+# Many tensors end to end.
+flatten_dense_tensors = torch._utils._flatten_dense_tensors
 # Operations inside that no mode needs to see.
 DisableTorchFunction = torch._C.DisableTorchFunction
 # The number of the backward pass that is running, -1 outside of one.
@@ -64,7 +39,6 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # The modes that are entered in this thread: a collector joins the one that is there.
 function_modes = cast("Callable[[], list[TorchFunctionMode]]", _get_current_function_mode_stack)
 # One launch for many tensors.
-foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_addcmul_ = torch._foreach_addcmul_
 foreach_copy_ = torch._foreach_copy_

@@ -28,7 +28,8 @@ from posterity.torch_private import graph_task_id
 class Collector(ABC):
     """Gathers from every backward pass inside ``with collector:``, for the parameters that it watches.
 
-    Sums go on from context to context, until :meth:`clear`.
+    Sums go on from context to context, until :meth:`clear`. Inside, layers work on aliases of their weights:
+    ``p.grad`` has the gradient, and hooks on the weight are called, once ``backward()`` is done.
 
     Args:
         params: A module, all of whose parameters are wanted, or tensors by name: parameters, or drawn

@@ -21,8 +21,6 @@ class Attention(Call):
     vmap's own way keeps statistics of the rows in a layout that torch's backward kernels refuse.
     """
 
-    __slots__ = ("_mask", "_options", "_texts")
-
     def __init__(
         self,
         query: Tensor,

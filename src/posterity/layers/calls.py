@@ -34,8 +34,6 @@ class Sink(Protocol):
 class Call:
     """A call of an operation that has a fast form for stacks of weight samples."""
 
-    __slots__ = ()
-
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """Its result by that form, inside vmap; NotImplemented where vmap's own way will do.
 
@@ -146,10 +144,6 @@ class LayerCall(Call, ABC):
         alias: Of the weight, to be given the gradient that the listener brings; None if autograd brings it.
     """
 
-    __slots__ = (
-        "alias", "axis", "bias", "counted", "examples", "folded", "fresh", "from_data", "grad_axis",
-        "leading", "listener", "names", "parts", "run", "samples", "version", "weight", "x", "x_axis",
-    )  # fmt: skip
     # Whether squares() brings the gradient too, so that autograd need not make it again.
     brings_gradient: ClassVar[bool] = False
     x: Any
@@ -259,8 +253,6 @@ class LayerCall(Call, ABC):
 
 class Multiplying(LayerCall):
     """A layer whose weight is a matrix that multiplies inputs, so that it has Kronecker factors."""
-
-    __slots__ = ()
 
     @property
     def matrix(self) -> bool:

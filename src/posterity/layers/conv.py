@@ -55,7 +55,6 @@ class Sizes(NamedTuple):
 class Conv(Multiplying):
     """``x [N, C, H, W]``, ``grad [N, O, P, Q]``; without heights if there is one axis."""
 
-    __slots__ = ("dilation", "groups", "padding", "sizes", "stride")
     brings_gradient = True
 
     def __init__(
@@ -84,11 +83,11 @@ class Conv(Multiplying):
     def keep(self, out: Tensor) -> None:
         """Its sizes."""
         assert self.weight is not None
-        taps, how = self.weight.shape[2:], (self.stride, self.padding, self.dilation)
+        shape, how = self.weight.shape, (self.stride, self.padding, self.dilation)
         try:
-            self.sizes = _sizes(taps, *how)
+            self.sizes = _sizes(shape, *how)
         except TypeError:  # lists have no hash
-            self.sizes = _sizes(taps, *(x if isinstance(x, int | str) else tuple(x) for x in how))
+            self.sizes = _sizes(shape, *(x if isinstance(x, int | str) else tuple(x) for x in how))
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """By kernels."""
@@ -184,7 +183,9 @@ class Conv(Multiplying):
 
 
 @lru_cache(maxsize=1024)
-def _sizes(taps: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> Sizes:
+def _sizes(shape: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> Sizes:
+    taps = shape[2:]
+
     def each(size: Any) -> tuple[int, ...]:
         sizes = (size,) if isinstance(size, int) else tuple(size)
         return sizes if len(sizes) == len(taps) else sizes * len(taps)

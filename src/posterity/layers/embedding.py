@@ -15,8 +15,6 @@ from posterity.layers.calls import Found, LayerCall, chunks, spread, wide_dtype
 class Embedding(LayerCall):
     """``x [N, T…]``, whole numbers, ``grad [N, T…, D]``."""
 
-    __slots__ = ("count", "options", "padding")
-
     def __init__(
         self,
         input: Tensor,

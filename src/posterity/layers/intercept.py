@@ -367,35 +367,31 @@ class Intercept(TorchFunctionMode):
 
         One that cannot is given the weight itself, whose gradient is then refused.
         """
-        found, listener = [part for part in call.parts if part is not None], call.listener
-        if graph_task_id() != -1:
-            listener.refuse(
-                [part.name for part in found], "is used in a backward pass, as checkpointing does"
-            )
-            return False
+        listener = call.listener
         if stacked and (
-            level is None or not listener.stacked or any(part.sample is not None for part in found)
+            level is None
+            or not listener.stacked
+            or any(part and part.sample is not None for part in call.parts)
         ):
             reason = "is used inside a transform of torch.func that stacks no samples"
-        elif self._attending is not None or call.leading > 0:
-            self._locate(call, listener.batch_dim)
-            return True
-        else:
+        elif self._attending is None and call.leading < 1:
             reason = f"is used on inputs {list(call.x.shape)} without an axis of examples"
-        for part in found:
-            self._reasons.setdefault(part.name, reason)
-        return False
-
-    def _locate(self, call: LayerCall, batch_dim: int) -> None:
-        """Find the axis of the examples in a layer's inputs."""
-        shape = call.x.shape
-        if self._attending is not None:
-            examples, call.counted = self._attending
-            call.folded, call.axis = len(shape) == 2, 1
-            call.examples = examples if call.folded else shape[1]
+        elif graph_task_id() != -1:
+            names = [part.name for part in call.parts if part]
+            listener.refuse(names, "is used in a backward pass, as checkpointing does")
+            return False
         else:
-            call.folded, call.axis = False, min(batch_dim, call.leading - 1)
-            call.examples, call.counted = shape[call.axis], call.axis if call.leading > 1 else None
+            shape = call.x.shape
+            if self._attending is None:
+                call.folded, call.axis = False, min(listener.batch_dim, call.leading - 1)
+                call.examples, call.counted = shape[call.axis], call.axis if call.leading > 1 else None
+            else:
+                examples, call.counted = self._attending
+                call.folded, call.axis = len(shape) == 2, 1
+                call.examples = examples if call.folded else shape[1]
+            return True
+        self._reasons.update({part.name: reason for part in call.parts if part})
+        return False
 
     def _attention(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Attention with its layers in sight: torch turns its examples to axis 1 before it calls it."""
@@ -427,6 +423,7 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# By operation of torch, who handles its calls; all others run as they are.
 _HANDLERS: dict[Any, Callable[[Intercept, Callable[..., Any], Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(LAYERS, Intercept._layer),
     **dict.fromkeys(OPERATIONS, Intercept._operation),
@@ -434,18 +431,7 @@ _HANDLERS: dict[Any, Callable[[Intercept, Callable[..., Any], Sequence[Any], dic
     torch.autograd.grad: Intercept._grad,
     F.multi_head_attention_forward: Intercept._attention,
     torch.arange: Intercept._arange,
-    **dict.fromkeys(
-        (
-            torch.add,
-            torch.sub,
-            torch.mul,
-            Tensor.add,
-            Tensor.sub,
-            Tensor.mul,
-            Tensor.add_,
-            Tensor.sub_,
-            Tensor.mul_,
-        ),
-        Intercept._broadcast,
-    ),
+    **dict.fromkeys((torch.add, torch.sub, torch.mul), Intercept._broadcast),
+    **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.mul), Intercept._broadcast),
+    **dict.fromkeys((Tensor.add_, Tensor.sub_, Tensor.mul_), Intercept._broadcast),
 }

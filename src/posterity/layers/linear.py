@@ -21,8 +21,6 @@ _FEW_ROWS = 512
 class Linear(Multiplying):
     """``x [N, T…, I]``, ``grad [N, T…, O]``."""
 
-    __slots__ = ()
-
     def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         self.x, self.weight, self.bias, self.leading = input, weight, bias, input.dim() - 1
 

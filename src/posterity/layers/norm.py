@@ -18,8 +18,6 @@ from posterity.noise import kernels
 class ByChannel(LayerCall):
     """A norm of ``x [N, C, T…]`` with a scale and a shift for each channel."""
 
-    __slots__ = ()
-
     def terms(self, x: Tensor, grad: Tensor) -> Tensor:
         """Of normalised inputs, summed over positions."""
         return self.bias_terms(x * grad)
@@ -33,7 +31,6 @@ class ByChannel(LayerCall):
 class BatchNorm(ByChannel):
     """What an example does to the batch's statistics is in ``grad`` already."""
 
-    __slots__ = ("eps", "momentum", "running", "statistics", "training")
     # By the name of torch's own node: under which names it keeps the batch's mean and 1 / √(var + eps).
     saved: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
         ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "NativeBatchNormBackward0"),
@@ -139,8 +136,6 @@ class BatchNorm(ByChannel):
 class LayerNorm(LayerCall):
     """``x [N, T…, *shape]``."""
 
-    __slots__ = ("eps", "shape")
-
     def __init__(
         self,
         input: Tensor,
@@ -177,8 +172,6 @@ class LayerNorm(LayerCall):
 @final
 class GroupNorm(ByChannel):
     """``x [N, C, T…]``."""
-
-    __slots__ = ("eps", "groups")
 
     def __init__(
         self,

@@ -18,8 +18,6 @@ from posterity.noise import kernels
 class MaxPool2d(Call):
     """``x [B, C, H, W]``."""
 
-    __slots__ = ("_kernel", "_plain", "_sizes", "_x")
-
     def __init__(
         self,
         input: Tensor,
@@ -67,8 +65,6 @@ class StackedMaxPool2d(Stacked):
 @final
 class CrossEntropy(Call):
     """The mean loss of logits ``[B, C]`` and labels ``[B]``, with nothing else asked for."""
-
-    __slots__ = ("_both", "_ignore_index", "_plain")
 
     def __init__(
         self,

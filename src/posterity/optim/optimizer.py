@@ -285,7 +285,7 @@ class VariationalOptimizer(Optimizer, ABC):
         # What may fail in the middle of a step is not for a device alone to judge.
         waits = bool(self.matrices) or not runs_ahead_of(self.cache.devices)
         if waits:
-            verdict.report(self.watch, bad_gradient(self._named()))
+            verdict.report(self.watch, None if verdict.finite else bad_gradient(self._named()))
         self.ok = None if waits else verdict.ok
         self.cache.reread()
         self.buffers.undo_unless(self.ok)

@@ -79,6 +79,9 @@ class FlatGroup:
             for key, own in self._own.items()
         }
         self._views = {key: self.layout.views(flat) for key, flat in self.state.items()}
+        self._plain_state = {
+            key: self._fused and alike(own, self.state[key].dtype) for key, own in self._own.items()
+        }
         self.load()
         self.locate()
 
@@ -102,10 +105,12 @@ class FlatGroup:
         """Write what a rule has changed for some parameters to the optimiser's own tensors."""
         everything = len(moved) == len(self.params)
         for key in keys:
-            own = self._own[key]
-            plain = everything and self._fused and alike(own, self.state[key].dtype)
-            if not (plain and self._transferred(own, self.state[key], read=False)):
-                views = self._views[key]
+            own, views = self._own[key], self._views[key]
+            if everything and self._plain_state[key]:
+                self._transfer(own, self.state[key], read=False)
+            elif everything:
+                foreach_copy_(own, views)
+            else:
                 foreach_copy_([own[i] for i in moved], [views[i] for i in moved])
         self.keep_in_mind()
 
@@ -136,12 +141,16 @@ class FlatGroup:
 
     def read(self) -> None:
         """Take the parameters' values."""
-        if not (self._plain and self._transferred(self.params, self.weights, read=True)):
+        if self._plain:
+            self._transfer(self.params, self.weights, read=True)
+        else:
             foreach_copy_(self._weights, self.params)
 
     def put(self, flat: Tensor) -> None:
         """Give the parameters the values of a flat buffer; ``weights`` gives them those that were read."""
-        if not (self._plain and self._transferred(self.params, flat, read=False)):
+        if self._plain:
+            self._transfer(self.params, flat, read=False)
+        else:
             views = self._weights if flat is self.weights else self.layout.views(flat)
             foreach_copy_(self.params, views)
 
@@ -153,15 +162,14 @@ class FlatGroup:
         means = self._views.get("mean", self._weights)
         foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
 
-    def _transferred(self, tensors: Sequence[Tensor], flat: Tensor, *, read: bool) -> bool:
-        """Copy all tensors by one kernel: torch's own takes a program for 65,536 numbers."""
+    def _transfer(self, tensors: Sequence[Tensor], flat: Tensor, *, read: bool) -> None:
+        """Copy contiguous tensors of one type by one kernel; torch takes a program for 65,536 numbers."""
         at = tuple(map(Tensor.data_ptr, tensors))
         if at not in self._places:
             self._places[at] = addresses(at, self.device)
         kernels.transfer(self.layout, self._places[at], flat, read=read)
         if not read:
             torch.autograd.graph.increment_version(tensors)
-        return True
 
     # Gradients, and what else is given by block.
 
@@ -235,6 +243,9 @@ class StateCache:
 
     Args:
         opt: The optimiser.
+
+    Attributes:
+        latest: The flat groups, as :meth:`groups` has found or made them last.
     """
 
     def __init__(self, opt: VariationalOptimizer) -> None:
@@ -243,7 +254,7 @@ class StateCache:
 
     def drop(self) -> None:
         """Forget everything; nothing is lost."""
-        self._groups: list[FlatGroup] = []
+        self.latest: list[FlatGroup] = []
         self._held: list[Tensor] = []  # all of the state, when it was last cached
         self._generation = next(_generations)
 
@@ -256,31 +267,31 @@ class StateCache:
     @property
     def devices(self) -> set[torch.device]:
         """Where parameters are."""
-        return {flat.device for flat in self._groups}
+        return {flat.device for flat in self.latest}
 
     def groups(self) -> Sequence[FlatGroup]:
         """Parameters and state end to end, after giving a state to parameters that have none."""
         opt, held = self._opt, self.tensors()
         if (
-            self._groups
+            self.latest
             and len(held) == len(self._held)
             and all(map(is_, held, self._held))
-            and all(flat.locate() for flat in self._groups)
+            and all(flat.locate() for flat in self.latest)
         ):
-            for flat in self._groups:
+            for flat in self.latest:
                 if not flat.current():  # a user has changed state in place
                     flat.load()
-            return self._groups
+            return self.latest
         opt.settle_step()  # it would uncount steps of these groups
         with torch.inference_mode(False), torch.no_grad():
             for group in opt.param_groups:
                 for p in group["params"]:
                     self._begin(p, opt.state[p], group)
-            self._groups = list(self._made())
+            self.latest = list(self._made())
         opt.blocks.renew()
         self._held = self.tensors()
         self._generation = next(_generations)
-        return self._groups
+        return self.latest
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
@@ -288,7 +299,7 @@ class StateCache:
 
     def reread(self) -> None:
         """Look at the parameters again, which a user may have changed since weights were drawn."""
-        for flat in self._groups:
+        for flat in self.latest:
             flat.locate()
             flat.read()
 

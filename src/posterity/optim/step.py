@@ -259,7 +259,7 @@ def absorb(
     sums, collector, params = opt.sums, opt.collector, opt.parameters()
     found = {p: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
     by_group = [
-        (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.cache.groups()
+        (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.cache.latest
     ]
     noises = {each.group: each.noise for each in drawn if collector is None}
     reports = collector if due(opt.param_groups[0]) else None

@@ -47,7 +47,7 @@ from posterity.optim.matrices import Matrices, Moving
 from posterity.optim.saved import refuse_mismatch, saved_states, states_from
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members, state_dtype
 from posterity.optim.statistics import Accumulator, Statistics
-from posterity.optim.step import HostNumbers, Numbers, apply, one_sample
+from posterity.optim.step import Numbers, apply, one_sample
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.factorised import Key
 
@@ -435,7 +435,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.cache = StateCache(self)
         self.blocks = Matrices(self.param_groups, self.state, self.matrices)
         self.sums = Accumulator()
-        self.numbers: Numbers = HostNumbers(self.param_groups)
+        self.numbers = Numbers(self.param_groups)
         self.buffers = StepBuffers(self.module)
         # What no layer reports is refused in absorbing: only there is it known which gradients are used.
         self.collector = None if self.collects is None else self.collects(strict=False, once=True)

@@ -7,9 +7,10 @@ all run these functions; they differ in who calls them, and in where :class:`Num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,58 +45,30 @@ class Draw(NamedTuple):
         return self.group.layout.stacked(self.flat, len(self.noise.samples))
 
 
-class Numbers(Protocol):
+class Numbers:
     """What changes from step to step without a tensor being replaced, and how a rule is run on it.
 
-    Entries of groups are numbers, or tensors of one; the clock addresses noise.
+    These are an eager step's: Python's own numbers. Those of a captured step are tensors.
+
+    Attributes:
+        groups: The optimiser's groups.
     """
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        """The optimiser's groups."""
-        ...
-
-    @property
-    def clock(self) -> int | Tensor:
-        """The optimiser's count of steps."""
-        ...
-
-    def updates(self, p: Tensor, count: int) -> int | Tensor:
-        """The number of the update that a parameter is having, which the host has counted."""
-        ...
-
-    def std(self, rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
-        """The rule's std."""
-        ...
-
-    def move(self, rule: VariationalOptimizer, *given: Any) -> None:
-        """:func:`move`."""
-        ...
-
-
-@final
-class HostNumbers:
-    """Numbers of an eager step: Python's own."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
 
     @property
-    def clock(self) -> int:
-        """The optimiser's count of steps."""
+    def clock(self) -> int | Tensor:
+        """The optimiser's count of steps, which addresses noise."""
         return int(self.groups[0]["steps"])
 
-    def updates(self, p: Tensor, count: int) -> int:
-        """What the host has counted."""
+    def updates(self, p: Tensor, count: int) -> int | Tensor:
+        """The number of the update that a parameter is having, which the host has counted."""
         return count
 
-    def std(self, rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
-        """As it is written."""
-        return rule.std(state, group)
-
-    def move(self, rule: VariationalOptimizer, *given: Any) -> None:
-        """As it is written."""
-        move(rule, *given)
+    def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of a rule and more, as it is run for this rule."""
+        return partial(function, rule)
 
 
 # Draw.
@@ -126,7 +99,7 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
             dtype=flat.mean.dtype,
             room=flat.room,
         )
-        mean, std = flat.mean, numbers.std(opt, flat.state, group)
+        mean, std = flat.mean, numbers.run(opt, type(opt).std)(flat.state, group)
         if "keep" in flat.state:
             mean, std = mean * flat.state["keep"], std * flat.state["keep"]
         drawn.append(Draw(flat, noise, noise.perturb(mean, std).to(flat.dtype)))
@@ -308,6 +281,7 @@ def apply(
         for sums in opt.sums:  # which has written to state that is cached, and of no more use there
             sums.group.keep_in_mind()
     collected = opt.collector is None or bool(opt.sums.examples)
+    run_move = numbers.run(opt, move)
     everything = []
     for sums in opt.sums:
         flat = sums.group
@@ -321,8 +295,7 @@ def apply(
         similar = len(moved) == len(flat.params) and len(set(counts)) == 1
         for i, span in flat.spans(None if similar else moved):
             own = {key: _part(value, span) for key, value in flat.state.items() if key != "mean"}
-            numbers.move(
-                opt,
+            run_move(
                 _part(flat.mean, span),
                 own,
                 _part(grad, span),

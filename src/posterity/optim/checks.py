@@ -67,22 +67,19 @@ class GradientLedger:
         """Take note of the gradients that are there."""
         self._known = {id(p): (id(grad), grad._version) for p in params if (grad := p.grad) is not None}
 
-    def refuse_foreign(self, groups: Sequence[Group]) -> None:
+    def refuse_foreign(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise for a gradient that is new: it was taken at the means, and would be lost."""
-        for group in groups:
-            for name, p in members(group):
-                if p.grad is None or self._knows(p):
-                    continue
-                if bool(p.grad.any()):  # one zeroed in place has lost nothing
-                    raise RuntimeError(
-                        f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
-                        "or drop it with zero_grad()"
-                    )
+        for name, p in named:
+            # One zeroed in place has lost nothing.
+            if p.grad is not None and not self._knows(p) and bool(p.grad.any()):
+                raise RuntimeError(
+                    f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
+                    "or drop it with zero_grad()"
+                )
 
-    def not_finite(self, groups: Sequence[Group]) -> str | None:
+    def not_finite(self, named: Iterable[tuple[str, Tensor]]) -> str | None:
         """The first of the gradients that the last step has used up that is not finite, in words."""
-        pairs = (pair for group in groups for pair in members(group))
-        return bad_gradient((name, p) for name, p in pairs if self._knows(p))
+        return bad_gradient((name, p) for name, p in named if self._knows(p))
 
     def _knows(self, p: Tensor) -> bool:
         return p.grad is not None and self._known.get(id(p)) == (id(p.grad), p.grad._version)
@@ -170,6 +167,17 @@ def _advice(name: str) -> str:
         f"leave it without noise and let Adam train it (deterministic={name!r}, deterministic_lr=1e-3), or "
         "freeze it"
     )
+
+
+def refuse_scaler(optimizer: object) -> None:
+    """Raise if a GradScaler has announced itself; it is forgotten, or every later step would be refused."""
+    if hasattr(optimizer, "grad_scale"):
+        for name in ("grad_scale", "found_inf"):
+            delattr(optimizer, name)
+        raise RuntimeError(
+            f"{type(optimizer).__name__} takes its statistics before a GradScaler unscales the gradients; "
+            "use torch.autocast(dtype=torch.bfloat16), which needs no scaler"
+        )
 
 
 def refuse_process_group() -> None:

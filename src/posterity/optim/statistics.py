@@ -86,7 +86,7 @@ class Sums:
     ) -> None:
         """Add gradients ``[k, ...]`` by block, taken under the given noise of some of its samples.
 
-        Gradients of one sample may lack the leading dimension. Noise brings its own weight. Gradients of
+        Those of the only sample may lack the leading dimension. Noise brings its own weight. Gradients of
         deterministic parameters are one tensor, a sum over samples.
         """
         known = self.used.intersection(grads)

@@ -132,10 +132,10 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         # Without a backward pass there is nothing to collect, and nothing to absorb.
         with suppress(NothingCollected), _late_backward_refused(opt.module, inside), collecting(opt):
             yield
-        grads = [p.grad for p in params]
-        if any(grad.is_sparse for grad in grads if grad is not None):
+        grads = {p: grad for p in params if (grad := p.grad) is not None}
+        if any(grad.is_sparse for grad in grads.values()):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-        if any(grad is not None for grad in grads):
+        if grads:
             absorb(opt, grads, drawn, 1, weight)
             used = True
     finally:
@@ -212,27 +212,26 @@ def due(group: Group) -> bool:
 
 def absorb(
     opt: VariationalOptimizer,
-    grads: Sequence[Tensor | None],
+    grads: Mapping[Tensor, Tensor],
     drawn: Sequence[Draw],
     samples: int,
     weight: float,
 ) -> None:
     """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
-    Gradients of one sample may lack the leading dimension; those of deterministic parameters are one tensor,
-    a sum over the samples.
+    Those of one sample lack the leading dimension, as do those of deterministic parameters, which are sums
+    over the samples.
 
     Args:
         opt: The optimiser.
-        grads: Of its parameters, in their order.
+        grads: By parameter.
         drawn: The weights.
         samples: How many.
         weight: Of each.
     """
-    sums, collector, params = opt.sums, opt.collector, opt.parameters()
-    found = {p: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
+    sums, collector = opt.sums, opt.collector
     by_group = [
-        (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.cache.latest
+        (flat, {i: grads[p] for i, p in enumerate(flat.params) if p in grads}) for flat in opt.cache.latest
     ]
     noises = {each.group: each.noise for each in drawn if collector is None}
     reports = collector if due(opt.param_groups[0]) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import final
 
 import torch
@@ -20,6 +21,7 @@ UNTOUCHED = (
     "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
     "initial std"
 )
+_GRADIENT = "a gradient"
 
 
 class DivergenceWarning(UserWarning):
@@ -201,9 +203,12 @@ class Verdict:
 
     def __init__(self, sums: Accumulator) -> None:
         pairs = [each.judged() for each in sums if each.both.numel()]
-        self._curvature, self._layers, self._pairs = sums.curvature, list(sums.layers), len(pairs)
-        factors = [factor for each in sums.layers.values() for factor in (each.A, each.S)]
-        if factors:
+        second = "the mean of squared gradients" if sums.examples else "E[gradient · noise]"
+        layers = [f"a Kronecker factor of {name!r}" for name in sums.layers]
+        # What each number is of, and what is named first if several are bad.
+        self._names = [_GRADIENT, second] * len(pairs) + [name for name in layers for _ in "AS"]
+        self._order = [_GRADIENT, *layers, second]
+        if factors := [factor for each in sums.layers.values() for factor in (each.A, each.S)]:
             pairs.append(torch.stack(foreach_norm(factors, math.inf)))
         parts = [*pairs, *(loss.reshape(1) for loss in sums.losses)]
         if len({each.device for each in parts}) > 1:
@@ -224,27 +229,17 @@ class Verdict:
             bad: The gradient that is at fault, if it can be named.
             when: Which step.
         """
-        for loss in self._values[len(self._values) - self._losses :] if self._losses else ():
+        for loss in self._values[len(self._names) :][: self._losses]:
             watch(loss)
-        if self.finite:
-            return
-        gradients = self._values[: 2 * self._pairs : 2]
-        factors = self._values[2 * self._pairs : 2 * self._pairs + 2 * len(self._layers)]
-        what = self._curvature
-        if not all(map(math.isfinite, gradients)):
-            what = bad or "a gradient"
-        else:
-            for i, value in enumerate(factors):
-                if not math.isfinite(value):
-                    what = f"a Kronecker factor of {self._layers[i // 2]!r}"
-                    break
-        raise FloatingPointError(f"{what}{when} is not finite; {UNTOUCHED}")
+        named = zip(self._names, self._values, strict=False)
+        if wrong := {name for name, value in named if not math.isfinite(value)}:
+            what = next(name for name in self._order if name in wrong)
+            what = bad or what if what == _GRADIENT else what
+            raise FloatingPointError(f"{what}{when} is not finite; {UNTOUCHED}")
 
-    @property
+    @cached_property
     def _values(self) -> list[float]:
-        if not hasattr(self, "_here"):
-            self._here = self._read()
-        return self._here
+        return self._read()
 
 
 def finite(numbers: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from itertools import count
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from posterity.optim.state import Group
@@ -173,6 +174,12 @@ def whole(group: Group, *keys: str) -> None:
         value = group[key]
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{key} must be a whole number of at least 1, not {_shown(value)}")
+
+
+def representable(precision: Tensor, rule: str) -> None:
+    """Refuse stds of which a rule keeps what is not greater than 0, or not finite."""
+    if not bool(((precision > 0) & torch.isfinite(precision)).all()):
+        raise ValueError(f"{rule} needs a std that is positive, and neither tiny nor huge, of every weight")
 
 
 def number(group: Group, key: str) -> Any:

@@ -62,8 +62,7 @@ from posterity.optim.statistics import Statistics
 from posterity.optim.step import due
 from posterity.optim.vogn import GaussNewton, scales
 from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
-from posterity.posterior.algebra import SINGULAR, inverse_cholesky, shares, solved
-from posterity.precision import full_precision
+from posterity.posterior.algebra import SINGULAR, full_precision, inverse_cholesky, shares, solved
 from posterity.torch_private import foreach_add_, foreach_mul, foreach_mul_, foreach_sub
 
 # Inverses are made in double precision, which few GPUs are fast in, where damping is less than this part of a

@@ -203,11 +203,6 @@ class Accumulator:
     def __iter__(self) -> Iterator[Sums]:
         return iter(self._sums.values())
 
-    @property
-    def curvature(self) -> str:
-        """What the sums beside the gradients' are of, in words."""
-        return "the mean of squared gradients" if self.examples else "E[gradient · noise]"
-
 
 @final
 class Sink(NamedTuple):

@@ -196,7 +196,8 @@ class Noise:
         if len(grads) > 1 and len(self.samples) == 1:
             flats = (*sums, self.values)
             totals, products, noise = ([views[i] for i in grads] for views in map(self.layout.views, flats))
-            own = [each.reshape(total.shape) for each, total in zip(grads.values(), totals, strict=True)]
+            pairs = zip(grads.values(), totals, strict=True)
+            own = [grad if grad.dim() == total.dim() else grad[0] for grad, total in pairs]
             foreach_add_(totals, own, alpha=self.weight)
             foreach_addcmul_(products, own, noise, value=self.weight)
         else:

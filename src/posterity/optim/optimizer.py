@@ -243,7 +243,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.sums.finish()
         verdict = checks.Verdict(self.sums)
         # What may fail in the middle of a step is not for a device alone to judge.
-        waits = bool(self.matrices) or not runs_ahead_of(self.cache.devices)
+        waits = bool(self.matrices) or not runs_ahead_of({flat.device for flat in self.cache.latest})
         if waits:
             verdict.report(self.watch, None if verdict.finite else checks.bad_gradient(self._named()))
         self.ok = None if waits else verdict.ok

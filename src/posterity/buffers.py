@@ -80,32 +80,21 @@ class Keeper:
         for each in self._kept:
             each.keep()
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Give the buffers, or those that have taken their names, the values that were kept."""
-        if self._same():
-            for each in self._kept:
-                each.restore()
-        else:
-            _copy(self._kept_yet(), self.copies)
+        self.restore_unless(None)
 
     @torch.no_grad()
-    def restore_unless(self, ok: Tensor) -> None:
-        """The same, if a flag on the device is not set."""
+    def restore_unless(self, ok: Tensor | None) -> None:
+        """The same, if a flag on the device is not set, or there is none."""
         if self._same():
             for each in self._kept:
-                each.restore_unless(ok)
-        else:
-            for name, buffer in self._kept_yet().items():
-                buffer.copy_(torch.where(ok.to(buffer.device), buffer, self.copies[name]))
-
-    def _kept_yet(self) -> dict[str, Tensor]:
-        """The buffers that have the name and the shape of one that was kept."""
-        return {
-            name: buffer
-            for name, buffer in writable(self._module).items()
-            if name in self.copies and buffer.shape == self.copies[name].shape
-        }
+                each.restore(ok)
+            return
+        for name, buffer in writable(self._module).items():
+            if name in self.copies and buffer.shape == self.copies[name].shape:
+                then = self.copies[name]
+                buffer.copy_(then if ok is None else torch.where(ok.to(buffer.device), buffer, then))
 
     def _same(self) -> bool:
         """Whether modules and buffers are those that were found last, where they were."""
@@ -183,20 +172,17 @@ class _Words:
         """Whether it can have these."""
         return (
             kernels is not None
-            and {b.device.type for b in own.values()} == {"cuda"}
             and len({b.device for b in own.values()}) == 1
-            and all(b.is_contiguous() and (b.numel() * b.itemsize) % 4 == 0 for b in own.values())
-            and all(b.data_ptr() % 4 == 0 for b in own.values())
+            and all(
+                b.is_cuda and b.is_contiguous() and b.numel() * b.itemsize % 4 == b.data_ptr() % 4 == 0
+                for b in own.values()
+            )
         )
 
     def keep(self) -> None:
         kernels.transfer(self._layout, self._at, self._flat, read=True)
 
-    def restore(self) -> None:
-        kernels.transfer(self._layout, self._at, self._flat, read=False)
-        torch.autograd.graph.increment_version(self._own)
-
-    def restore_unless(self, ok: Tensor) -> None:
+    def restore(self, ok: Tensor | None) -> None:
         kernels.transfer(self._layout, self._at, self._flat, read=False, unless=ok)
         torch.autograd.graph.increment_version(self._own)
 
@@ -217,10 +203,10 @@ class _Alike:
     def keep(self) -> None:
         foreach_copy_(self._then, self._own)
 
-    def restore(self) -> None:
-        foreach_copy_(self._own, self._then)
-
-    def restore_unless(self, ok: Tensor) -> None:
+    def restore(self, ok: Tensor | None) -> None:
+        if ok is None:
+            foreach_copy_(self._own, self._then)
+            return
         foreach_copy_(self._now, self._own)
         then, now = self._flats
         torch.where(ok.to(self._device), now, then, out=now)

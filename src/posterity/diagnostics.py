@@ -9,13 +9,12 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from posterity.optim import VariationalOptimizer
-from posterity.optim.state import Group, members
+from posterity.optim.state import members
 from posterity.posterior import Factorised
 
 # Below this the noise in the weights is less than what rounding them to bfloat16 would change.
@@ -84,15 +83,6 @@ class Histogram:
     counts: dict[str, Tensor]
 
 
-@runtime_checkable
-class _Rated(Protocol):
-    """A rule that says how fast each weight moves."""
-
-    def rate(self, state: dict[str, Tensor], group: Group, batch_size: int) -> Tensor:
-        """What multiplies each weight's gradient of the mean loss."""
-        ...
-
-
 @torch.no_grad()
 def check(posterior: Factorised, start: Factorised) -> dict[str, Health]:
     """How each tensor's posterior fares; a :class:`PosteriorWarning` says, once a call, what is wrong.
@@ -154,7 +144,8 @@ def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> d
         >>> learning_rates(BGD(torch.nn.Linear(2, 1), std_init=0.1, lr=2.0))["bias"]
         tensor([0.0200])
     """
-    if not isinstance(optimizer, _Rated):
+    rate = getattr(optimizer, "rate", None)
+    if rate is None:
         raise TypeError(f"{type(optimizer).__name__} has no rate per weight: give its rule a method rate()")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
@@ -163,8 +154,8 @@ def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> d
     for group in optimizer.param_groups:
         for name, p in members(group):
             if name in posterior.blocks:
-                rate = optimizer.rate(optimizer.state[p], group, batch_size)
-                rates[name] = torch.where(kept[name], rate, 0.0)
+                own = rate(optimizer.state[p], group, batch_size)
+                rates[name] = torch.where(kept[name], own, 0.0)
     return rates
 
 

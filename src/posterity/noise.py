@@ -169,7 +169,7 @@ class Noise:
         *,
         fresh: bool = False,
     ) -> None:
-        """Add weighted Σ g and Σ g · eps of gradients ``[K, *shape]``, or ``shape`` of one sample, by block.
+        """Add weighted Σ g and Σ g · eps of gradients ``[K, *shape]``, or of one ``shape``, by block.
 
         Args:
             grads: By the block's number.
@@ -193,11 +193,13 @@ class Noise:
                 joined = flatten_dense_tensors([grads[i] for i in small])  # type: ignore[no-untyped-call]
                 kernels.moments(self, samples, small, joined, sums, poison, fresh=fresh)
             return
-        if len(grads) > 1 and len(self.samples[rows]) == 1:
-            totals, products = ([views[i] for i in grads] for views in map(self.layout.views, sums))
-            own = [grad.reshape(total.shape) for grad, total in zip(grads.values(), totals, strict=True)]
+        if len(grads) > 1 and len(self.samples) == 1:
+            flats = (*sums, self.values)
+            totals, products, noise = ([views[i] for i in grads] for views in map(self.layout.views, flats))
+            pairs = zip(grads.values(), totals, strict=True)
+            own = [grad if grad.dim() == total.dim() else grad[0] for grad, total in pairs]
             foreach_add_(totals, own, alpha=self.weight)
-            foreach_addcmul_(products, own, [self.blocks[i][rows][0] for i in grads], value=self.weight)
+            foreach_addcmul_(products, own, noise, value=self.weight)
         else:
             for i, grad in grads.items():
                 self._add(sums[:, self.layout.span(i)], grad, self.blocks[i][rows])

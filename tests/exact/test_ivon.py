@@ -10,9 +10,9 @@ from torch import nn
 
 from posterity import IVON, VOGN
 from posterity.noise import normal
-from posterity.optim import fused
 from posterity.optim.ivon import ivon_hess
 from posterity.optim.step import move
+from posterity.train import cuda_graph as fused
 
 
 def test_a_run_equals_the_scalar_transcription() -> None:

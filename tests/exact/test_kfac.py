@@ -17,7 +17,7 @@ import posterity
 from posterity import KFAC, DiagonalGaussian, EigenGaussian, Factorised, MatrixGaussian, NoisyKFAC
 from posterity.curvature import Kronecker
 from posterity.noise import normal
-from posterity.optim.inverses import inverse_roots, undamped
+from posterity.optim.kfac import inverse_roots, undamped
 from posterity.optim.statistics import Statistics
 from posterity.optim.step import collecting, draw
 from posterity.posterior.algebra import damped

@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from posterity.optim import guard
+from posterity.optim.checks import finite
+from posterity.train.cuda_graph import verdict
 
 pytest.importorskip("triton", reason="needs Triton")
 kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
@@ -33,7 +34,7 @@ def test_the_verdict(samples: int, loss: float, poison: float) -> None:
             losses = torch.arange(float(samples), device=device)
             losses[-1] = value
             bad = torch.tensor(poison if value is loss else 0.0, device=device)
-            say = kernels.verdict if fused else lambda losses, bad, *more: guard.verdict(losses, [bad], *more)
+            say = kernels.verdict if fused else lambda losses, bad, *more: verdict(losses, [bad], *more)
             mean, ok = say(losses, bad, stuck, host, clock)
             assert ok.dtype == torch.bool
             if device.type == "cuda":
@@ -53,7 +54,7 @@ def test_numbers_that_are_finite(value: float, count: int, dtype: torch.dtype) -
     numbers[-1] = value
     ok = kernels.finite(numbers)
     assert ok.dtype == torch.bool
-    assert bool(ok) == bool(guard.finite(numbers.cpu())) == (value == -3.0)
+    assert bool(ok) == bool(finite(numbers.cpu())) == (value == -3.0)
 
 
 @pytest.mark.parametrize("ok", [False, True])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import posterity
-from posterity.optim.inverses import inverse_roots
+from posterity.optim.kfac import inverse_roots
 from posterity.posterior.algebra import damped
 from posterity.train import compiled, cuda_graph
 

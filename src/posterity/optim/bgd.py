@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
-from posterity.optim.groups import Params, above_zero, whole
+from posterity.optim.groups import Params, above_zero, representable, whole
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
@@ -124,9 +124,7 @@ class BGD(VariationalOptimizer):
         """The std of every weight."""
         if std is None:
             return {"std": torch.full_like(mean, group["std_init"])}
-        square = std * std  # what moves a mean: where it is 0, nothing ever will
-        if not bool(((square > 0) & torch.isfinite(square)).all()):
-            raise ValueError("BGD needs a std that is positive, and neither tiny nor huge, of every weight")
+        representable(std * std, "BGD")  # what moves a mean: where it is 0, nothing ever will
         return {"std": std}
 
     def std(self, state: State, group: Group) -> Tensor:

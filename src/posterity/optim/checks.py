@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import final
 
 import torch
@@ -20,6 +21,7 @@ UNTOUCHED = (
     "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
     "initial std"
 )
+_GRADIENT = "a gradient"
 
 
 class DivergenceWarning(UserWarning):
@@ -67,22 +69,19 @@ class GradientLedger:
         """Take note of the gradients that are there."""
         self._known = {id(p): (id(grad), grad._version) for p in params if (grad := p.grad) is not None}
 
-    def refuse_foreign(self, groups: Sequence[Group]) -> None:
+    def refuse_foreign(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise for a gradient that is new: it was taken at the means, and would be lost."""
-        for group in groups:
-            for name, p in members(group):
-                if p.grad is None or self._knows(p):
-                    continue
-                if bool(p.grad.any()):  # one zeroed in place has lost nothing
-                    raise RuntimeError(
-                        f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
-                        "or drop it with zero_grad()"
-                    )
+        for name, p in named:
+            # One zeroed in place has lost nothing.
+            if p.grad is not None and not self._knows(p) and bool(p.grad.any()):
+                raise RuntimeError(
+                    f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
+                    "or drop it with zero_grad()"
+                )
 
-    def not_finite(self, groups: Sequence[Group]) -> str | None:
+    def not_finite(self, named: Iterable[tuple[str, Tensor]]) -> str | None:
         """The first of the gradients that the last step has used up that is not finite, in words."""
-        pairs = (pair for group in groups for pair in members(group))
-        return bad_gradient((name, p) for name, p in pairs if self._knows(p))
+        return bad_gradient((name, p) for name, p in named if self._knows(p))
 
     def _knows(self, p: Tensor) -> bool:
         return p.grad is not None and self._known.get(id(p)) == (id(p.grad), p.grad._version)
@@ -172,6 +171,17 @@ def _advice(name: str) -> str:
     )
 
 
+def refuse_scaler(optimizer: object) -> None:
+    """Raise if a GradScaler has announced itself; it is forgotten, or every later step would be refused."""
+    if hasattr(optimizer, "grad_scale"):
+        for name in ("grad_scale", "found_inf"):
+            delattr(optimizer, name)
+        raise RuntimeError(
+            f"{type(optimizer).__name__} takes its statistics before a GradScaler unscales the gradients; "
+            "use torch.autocast(dtype=torch.bfloat16), which needs no scaler"
+        )
+
+
 def refuse_process_group() -> None:
     """Raise where several processes train together: each would learn a posterior of its own."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -193,9 +203,12 @@ class Verdict:
 
     def __init__(self, sums: Accumulator) -> None:
         pairs = [each.judged() for each in sums if each.both.numel()]
-        self._curvature, self._layers, self._pairs = sums.curvature, list(sums.layers), len(pairs)
-        factors = [factor for each in sums.layers.values() for factor in (each.A, each.S)]
-        if factors:
+        second = "the mean of squared gradients" if sums.examples else "E[gradient · noise]"
+        layers = [f"a Kronecker factor of {name!r}" for name in sums.layers]
+        # What each number is of, and what is named first if several are bad.
+        self._names = [_GRADIENT, second] * len(pairs) + [name for name in layers for _ in "AS"]
+        self._order = [_GRADIENT, *layers, second]
+        if factors := [factor for each in sums.layers.values() for factor in (each.A, each.S)]:
             pairs.append(torch.stack(foreach_norm(factors, math.inf)))
         parts = [*pairs, *(loss.reshape(1) for loss in sums.losses)]
         if len({each.device for each in parts}) > 1:
@@ -216,27 +229,17 @@ class Verdict:
             bad: The gradient that is at fault, if it can be named.
             when: Which step.
         """
-        for loss in self._values[len(self._values) - self._losses :] if self._losses else ():
+        for loss in self._values[len(self._names) :][: self._losses]:
             watch(loss)
-        if self.finite:
-            return
-        gradients = self._values[: 2 * self._pairs : 2]
-        factors = self._values[2 * self._pairs : 2 * self._pairs + 2 * len(self._layers)]
-        what = self._curvature
-        if not all(map(math.isfinite, gradients)):
-            what = bad or "a gradient"
-        else:
-            for i, value in enumerate(factors):
-                if not math.isfinite(value):
-                    what = f"a Kronecker factor of {self._layers[i // 2]!r}"
-                    break
-        raise FloatingPointError(f"{what}{when} is not finite; {UNTOUCHED}")
+        named = zip(self._names, self._values, strict=False)
+        if wrong := {name for name, value in named if not math.isfinite(value)}:
+            what = next(name for name in self._order if name in wrong)
+            what = bad or what if what == _GRADIENT else what
+            raise FloatingPointError(f"{what}{when} is not finite; {UNTOUCHED}")
 
-    @property
+    @cached_property
     def _values(self) -> list[float]:
-        if not hasattr(self, "_here"):
-            self._here = self._read()
-        return self._here
+        return self._read()
 
 
 def finite(numbers: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from itertools import count
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from posterity.optim.state import Group
@@ -18,21 +20,16 @@ Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] 
 _SHARED = ("mc_samples", "factors_every", "batch_size")
 # What DistributedDataParallel and torch.compile put before the names of the module that they wrap.
 _WRAPPERS = ("module.", "_orig_mod.")
-# Entries of torch's own optimisers, and which of ours does the job.
-_FOREIGN = {
+# Entries of torch's own optimisers: those for which one of ours does the job, and others.
+_OURS = {
     "weight_decay": ("prior_precision", "weight_decay · num_data / temperature"),
     "momentum": ("betas", "(momentum, …)"),
     "eps": ("damping", "eps"),
-    "amsgrad": None,
-    "centered": None,
-    "dampening": None,
-    "nesterov": None,
-    "maximize": None,
-    "foreach": None,
-    "fused": None,
-    "capturable": None,
-    "differentiable": None,
 }
+_FOREIGN = (
+    *("amsgrad", "centered", "dampening", "nesterov", "maximize"),
+    *("foreach", "fused", "capturable", "differentiable"),
+)
 
 
 def named_groups(params: Params, numbered: int = 0) -> list[Group]:
@@ -52,16 +49,12 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
     if not entries:
         raise ValueError("the optimiser got an empty list of parameters")
     groups = [dict(entry) for entry in entries] if isinstance(entries[0], dict) else [{"params": entries}]
-    unnamed = numbered
+    unnamed = count(numbered)
     for group in groups:
-        members: list[Any] = (
-            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        group["params"] = unwrapped(
+            (f"param.{next(unnamed)}", member) if isinstance(member, Tensor) else member for member in members
         )
-        for index, member in enumerate(members):
-            if isinstance(member, Tensor):
-                members[index] = (f"param.{unnamed}", member)
-                unnamed += 1
-        group["params"] = unwrapped(members)
     return groups
 
 
@@ -78,6 +71,18 @@ def unwrapped(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         if pairs and all(name.startswith(prefix) for name, _ in pairs):
             pairs = [(name.removeprefix(prefix), p) for name, p in pairs]
     return pairs
+
+
+def names_in(model: nn.Module | None, named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Each parameter's name, and the one that it has in a model that holds it."""
+    if model is None:
+        return {name: name for name, _ in named}
+    known, found = {p: name for name, p in unwrapped(model.named_parameters())}, {}
+    for name, p in named:
+        if p not in known:
+            raise ValueError(f"{name!r} is no parameter of the model: pass the one that was trained")
+        found[name] = known[p]
+    return found
 
 
 def split_groups(groups: list[Group], deterministic: set[str], without_noise: Group | None) -> list[Group]:
@@ -123,9 +128,9 @@ def refuse_unknown(group: Group, known: Collection[str], rule: str) -> None:
         rule: Name of the optimiser.
     """
     for key in group.keys() - known:
-        if key in _FOREIGN:
-            ours = _FOREIGN[key]
-            use = f"set {ours[0]}, {ours[1]}" if ours is not None and ours[0] in known else "leave it out"
+        if key in _OURS or key in _FOREIGN:
+            ours, value = _OURS.get(key, ("", ""))
+            use = f"set {ours}, {value}" if ours in known else "leave it out"
             raise ValueError(f"a group has an entry {key!r}, which {rule} does not use: {use}")
         for near in get_close_matches(key, known, n=1, cutoff=0.8):
             raise ValueError(f"a group has an entry {key!r}, did you mean {near!r}?")
@@ -169,6 +174,12 @@ def whole(group: Group, *keys: str) -> None:
         value = group[key]
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{key} must be a whole number of at least 1, not {_shown(value)}")
+
+
+def representable(precision: Tensor, rule: str) -> None:
+    """Refuse stds of which a rule keeps what is not greater than 0, or not finite."""
+    if not bool(((precision > 0) & torch.isfinite(precision)).all()):
+        raise ValueError(f"{rule} needs a std that is positive, and neither tiny nor huge, of every weight")
 
 
 def number(group: Group, key: str) -> Any:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
-from posterity.optim.groups import Params, above_zero, number
+from posterity.optim.groups import Params, above_zero, number, representable
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
@@ -129,10 +129,7 @@ class IVON(VariationalOptimizer):
         else:
             ess, decay = _scales(group)
             hess = 1.0 / (ess * std * std) - decay
-            if not bool(((hess + decay > 0) & torch.isfinite(hess)).all()):
-                raise ValueError(
-                    "IVON needs a std that is positive, and neither tiny nor huge, of every weight"
-                )
+            representable(hess + decay, "IVON")
         return {"momentum": torch.zeros_like(mean), "hess": hess}
 
     def std(self, state: State, group: Group) -> Tensor:

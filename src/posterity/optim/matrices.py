@@ -66,11 +66,13 @@ class Block:
 
     Args:
         names: Of the parameters.
-        parts: The parameters.
+        among: All parameters, by name.
+        matrices: Keys of the state that are not values of single weights.
     """
 
-    def __init__(self, names: Names, parts: Sequence[Member]) -> None:
-        self.names, self.parts = names, parts
+    def __init__(self, names: Names, among: Mapping[str, Member], matrices: Sequence[str]) -> None:
+        self.names, self._matrices = names, matrices
+        self.parts = parts = [among[name] for name in names]
         self.number, _, self.state = parts[0]
         self.params = [part.p for part in parts]
         self._widths = [p.shape[1:].numel() for p in self.params]
@@ -100,12 +102,8 @@ class Block:
             part.state.get("keep", torch.ones_like(part.p, dtype=torch.bool)) for part in self.parts
         )
 
-    def gather(self, matrices: Sequence[str]) -> tuple[Tensor, Tensor, State]:
-        """Mean, gradient and state, as a rule sees them: parameters without a gradient are zero in all.
-
-        Args:
-            matrices: Keys of the state that are not values of single weights.
-        """
+    def gather(self) -> tuple[Tensor, Tensor, State]:
+        """Mean, gradient and state, as a rule sees them: parameters without a gradient are zero in all."""
         means, keep = self.means(), self.keep()
         still = [p.grad is None for p in self.params]
         grads = [m if p.grad is None else p.grad.to(m.dtype) for p, m in zip(self.params, means, strict=True)]
@@ -115,15 +113,15 @@ class Block:
                 values = [torch.zeros_like(v) if s else v for v, s in zip(values, still, strict=True)]
             return self.join(values)
 
-        apart = {"step", "mean", "keep", *matrices}
+        apart = {"step", "mean", "keep", *self._matrices}
         single = [key for key in self.parts[-1].state if key not in apart]
         state = {key: joined([part.state[key] for part in self.parts]) for key in single}
-        state |= {key: self.state[key] for key in matrices if key in self.state}
+        state |= {key: self.state[key] for key in self._matrices if key in self.state}
         grad = joined(grads)
         # What is pruned may not move the others through the matrix.
         return joined(means), grad if keep is None else grad * keep, state
 
-    def put(self, mean: Tensor, state: State, matrices: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
+    def put(self, mean: Tensor, state: State) -> list[tuple[Tensor, Tensor]]:
         """Take what a rule has made of them: what is to be written where, others being as they are.
 
         Parameters without a gradient stay, and so does what the rule has left out or given back.
@@ -132,7 +130,7 @@ class Block:
         pairs, single = [], {"mean": mean if keep is None else torch.where(keep, mean, 0.0)}
         for key, value in state.items():
             old = self.state.get(key)
-            if key not in matrices:
+            if key not in self._matrices:
                 single[key] = value
             elif old is None or old.shape != value.shape:
                 self.state[key] = value.clone()
@@ -146,9 +144,9 @@ class Block:
                 pairs += [(self.params[i], values[i]) for i in moved]
         return pairs
 
-    def forget(self, matrices: Sequence[str]) -> None:
+    def forget(self) -> None:
         """Drop the state of the matrix as a whole."""
-        for key in matrices:
+        for key in self._matrices:
             self.state.pop(key, None)
 
 
@@ -168,10 +166,9 @@ class Matrices:
 
     def renew(self) -> None:
         """Look up the blocks again, where states were replaced."""
-        self._blocks: list[Block] = []
-        if any(group.get("blocks") for group in self._groups):
-            parts = self._parts()
-            self._blocks = [_block(names, parts) for group in self._groups for names in group["blocks"]]
+        parts = self._parts() if self._keys else {}
+        known = [names for group in self._groups for names in group.get("blocks", ())]
+        self._blocks = [self._block(names, parts) for names in known]
 
     def by_name(self) -> dict[str, Block]:
         """The blocks, by the name of each of their parameters."""
@@ -220,7 +217,7 @@ class Matrices:
         moving, given, none = [], [], torch.empty(0)
         for block in blocks:
             if any(p.grad is not None for p in block.params):
-                mean, grad, state = block.gather(self._keys)
+                mean, grad, state = block.gather()
                 if id(block) not in known:  # what is there belongs to another block of its first parameter
                     state = {key: value for key, value in state.items() if key not in self._keys}
                 count = numbers.updates(block.params[0], int(block.state["step"]) + 1)
@@ -234,14 +231,11 @@ class Matrices:
             names = "+".join(moving[error.number].names)
             raise ValueError(f"{names!r}: {error}; nothing has moved") from error
         for block in old:
-            block.forget(self._keys)
-        pairs = [
-            pair for block, new in zip(moving, made, strict=True) for pair in block.put(*new, self._keys)
-        ]
+            block.forget()
+        pairs = [pair for block, new in zip(moving, made, strict=True) for pair in block.put(*new)]
         _copy(pairs if ok is None else [(to, torch.where(ok, value, to)) for to, value in pairs])
-        if counts := [
-            part.state["step"] for each in moving for part in each.parts if part.p.grad is not None
-        ]:
+        parts = [part for each in moving for part in each.parts]
+        if counts := [part.state["step"] for part in parts if part.p.grad is not None]:
             foreach_add_(counts, 1)
         if blocks != self._blocks:
             self._remember(blocks)
@@ -261,7 +255,11 @@ class Matrices:
         old = [each for each in self._blocks if each.names not in factors and named & {*each.names}]
         blocks = [each for each in self._blocks if each not in old]
         known = {each.names for each in blocks}
-        return factors, old, [*blocks, *(_block(names, parts) for names in factors if names not in known)]
+        return (
+            factors,
+            old,
+            [*blocks, *(self._block(names, parts) for names in factors if names not in known)],
+        )
 
     def displace(self, blocks: Iterable[Names], fresh: Mapping[Tensor, State]) -> None:
         """Let parameters have other states, and other blocks where these have matrices.
@@ -274,16 +272,19 @@ class Matrices:
             return
         old = [each for each in self._blocks if not fresh.keys().isdisjoint(each.params)]
         for block in old:
-            block.forget(self._keys)
+            block.forget()
         parts = self._parts()
         new = [names for names in blocks if not fresh[parts[names[0]].p].keys().isdisjoint(self._keys)]
         kept = [each for each in self._blocks if each not in old]
-        self._remember([*kept, *(_block(names, parts) for names in new)])
+        self._remember([*kept, *(self._block(names, parts) for names in new)])
 
     def _remember(self, blocks: list[Block]) -> None:
         self._blocks = blocks
         for number, group in enumerate(self._groups):
             group["blocks"] = tuple(each.names for each in blocks if each.number == number)
+
+    def _block(self, names: Names, parts: Mapping[str, Member]) -> Block:
+        return Block(names, parts, self._keys)
 
     def _parts(self) -> dict[str, Member]:
         return {
@@ -308,10 +309,6 @@ def by_block(layers: Iterable[Kronecker], parts: Mapping[str, Member]) -> dict[N
             found[layer.weight,] = replace(layer, bias=None, A=layer.A[:-1, :-1])
             found[layer.bias,] = replace(layer, weight=layer.bias, bias=None, A=layer.A[-1:, -1:])
     return found
-
-
-def _block(names: Names, parts: Mapping[str, Member]) -> Block:
-    return Block(names, [parts[name] for name in names])
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from itertools import chain
-from typing import Any, ClassVar, Protocol
+from itertools import chain, count
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -23,43 +23,17 @@ from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.names import NameFilter, select
 from posterity.noise import new_seed
+from posterity.optim import checks, groups, saved
 from posterity.optim.adam import ADAM
-from posterity.optim.checks import (
-    GradientLedger,
-    LossWatch,
-    Verdict,
-    bad_gradient,
-    refuse_batch_size,
-    refuse_missing,
-    refuse_partial,
-    refuse_process_group,
-)
-from posterity.optim.groups import (
-    Params,
-    check_common,
-    checked_group,
-    named_groups,
-    refuse_unknown,
-    split_groups,
-    unwrapped,
-)
 from posterity.optim.matrices import Matrices, Moving
-from posterity.optim.saved import refuse_mismatch, saved_states, states_from
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members, state_dtype
 from posterity.optim.statistics import Accumulator, Statistics
-from posterity.optim.step import HostNumbers, Numbers, apply, one_sample
+from posterity.optim.step import Numbers, apply, one_sample
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.factorised import Key
 
 # Numbers of samples that are drawn to look, not to learn: far from those of any step.
 _PEEKS = 1 << 30
-
-
-class Waits(Protocol):
-    """A captured step, which learns late whether all it has seen was finite."""
-
-    def wait(self) -> None:
-        """Wait for verdicts, and raise them."""
 
 
 class VariationalOptimizer(Optimizer, ABC):
@@ -107,13 +81,13 @@ class VariationalOptimizer(Optimizer, ABC):
     scheduled: ClassVar[tuple[str, ...]] = ("lr",)
     without_noise: ClassVar[Group | None] = None
     ok: Tensor | None  # whether the last step was let through, as a flag on the device
-    _pending: tuple[Verdict, list[tuple[FlatGroup, list[int]]]] | None
+    _pending: tuple[checks.Verdict, list[tuple[FlatGroup, list[int]]]] | None
     # Makes a GradScaler announce itself, so that step() can refuse it.
     _step_supports_amp_scaling = True
 
     def __init__(
         self,
-        params: Params,
+        params: groups.Params,
         defaults: Group,
         *,
         mc_samples: int,
@@ -123,15 +97,15 @@ class VariationalOptimizer(Optimizer, ABC):
     ) -> None:
         self.module = params if isinstance(params, nn.Module) else None
         self._deterministic_lr = deterministic_lr
-        groups = named_groups(params)
-        chosen = select([name for group in groups for name, _ in group["params"]], deterministic)
+        given = groups.named_groups(params)
+        chosen = select([name for group in given for name, _ in group["params"]], deterministic)
         if seed is None:  # one for all groups, and saved with them
             seed = new_seed() if self.draws else 0
         shared: Group = {"mc_samples": mc_samples, "seed": seed, "steps": 0, "deterministic": False}
         if self.matrices:
             shared["blocks"] = ()  # which tensors are one, once their layers have reported
         entries = self.without_noise if deterministic_lr is None else None
-        super().__init__(split_groups(groups, chosen, entries), {**defaults, **shared})
+        super().__init__(groups.split_groups(given, chosen, entries), {**defaults, **shared})
         self.__setstate__({})
 
     # What a method supplies.
@@ -196,23 +170,15 @@ class VariationalOptimizer(Optimizer, ABC):
             return
         self.check_changed()
         taken = self.sums.samples
-        if torch.is_grad_enabled():
-            with self._next_sample():
-                yield
-        else:
-            self._peeks += 1
-            with one_sample(self, _PEEKS + self._peeks, 1.0):
-                yield
+        with self._next_sample() if torch.is_grad_enabled() else one_sample(self, next(self._peeks), 1.0):
+            yield
         if self.sums.samples > taken:
             self.sums.publish()
 
-    @contextmanager
-    def _next_sample(self) -> Iterator[None]:
-        number, mc_samples = self.sums.samples, self.param_groups[0]["mc_samples"]
-        if number == 0:
+    def _next_sample(self) -> AbstractContextManager[None]:
+        if self.sums.samples == 0:
             self.refuse_foreign()
-        with one_sample(self, number, 1 / mc_samples):
-            yield
+        return one_sample(self, self.sums.samples, 1 / self.param_groups[0]["mc_samples"])
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -236,16 +202,10 @@ class VariationalOptimizer(Optimizer, ABC):
         """
         self.refuse_inside("step()")
         self.check_changed()
-        if hasattr(self, "grad_scale"):
-            for name in ("grad_scale", "found_inf"):  # else every later step would be refused as well
-                delattr(self, name)
-            raise RuntimeError(
-                f"{type(self).__name__} takes its statistics before a GradScaler unscales the gradients; "
-                "use torch.autocast(dtype=torch.bfloat16), which needs no scaler"
-            )
+        checks.refuse_scaler(self)
         sizes = self.batch_sizes(batch_size)
         if closure is None:  # those that are there wait for the others
-            refuse_partial(self.param_groups, self.sums, type(self).__name__)
+            checks.refuse_partial(self.param_groups, self.sums, type(self).__name__)
         loss = None
         try:
             if closure is not None:
@@ -276,16 +236,16 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def _learn(self, sizes: Sequence[int], batch_size: int | None) -> None:
         """Judge what was absorbed, and apply it."""
-        refuse_missing(self.param_groups, self.sums, type(self).__name__)
+        checks.refuse_missing(self.param_groups, self.sums, type(self).__name__)
         if batch_size is not None:
-            refuse_batch_size(self.sums, batch_size)
+            checks.refuse_batch_size(self.sums, batch_size)
         self.settle_step()
         self.sums.finish()
-        verdict = Verdict(self.sums)
+        verdict = checks.Verdict(self.sums)
         # What may fail in the middle of a step is not for a device alone to judge.
-        waits = bool(self.matrices) or not runs_ahead_of(self.cache.devices)
+        waits = bool(self.matrices) or not runs_ahead_of({flat.device for flat in self.cache.latest})
         if waits:
-            verdict.report(self.watch, None if verdict.finite else bad_gradient(self._named()))
+            verdict.report(self.watch, None if verdict.finite else checks.bad_gradient(self._named()))
         self.ok = None if waits else verdict.ok
         self.cache.reread()
         self.buffers.undo_unless(self.ok)
@@ -334,7 +294,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.settle()
         leaves: dict[Key, Leaf] = {}
         self.cache.groups()
-        within, called = self.blocks.by_name(), self._names_in(model)
+        within, called = self.blocks.by_name(), groups.names_in(model, self._named())
         for name, p, group in self._stochastic():
             block, state = within.get(name), self.state[p]
             if block is None:
@@ -352,7 +312,8 @@ class VariationalOptimizer(Optimizer, ABC):
         self.refuse_inside("load_posterior()")
         self.check_changed()
         self.settle()
-        fresh = states_from(posterior, {name: (p, group) for name, p, group in self._stochastic()}, self)
+        params = {name: (p, group) for name, p, group in self._stochastic()}
+        fresh = saved.states_from(posterior, params, self)
         self.blocks.displace(posterior.tensors.values(), fresh)
         for p, state in fresh.items():
             p.copy_(state["mean"])
@@ -360,16 +321,6 @@ class VariationalOptimizer(Optimizer, ABC):
                 del state["mean"]  # the parameter itself is the mean
             self.state[p] = state
         self.reset()
-
-    def _names_in(self, model: nn.Module | None) -> dict[str, str]:
-        """Each parameter's name here, and in a model that holds it."""
-        if model is None:
-            return {name: name for name, _ in self._named()}
-        known = {p: name for name, p in unwrapped(model.named_parameters())}
-        for name, p in self._named():
-            if p not in known:
-                raise ValueError(f"{name!r} is no parameter of the model: pass the one that was trained")
-        return {name: known[p] for name, p in self._named()}
 
     def _stochastic(self) -> Iterator[tuple[str, Tensor, Group]]:
         for group in self.param_groups:
@@ -381,7 +332,8 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
-        if hasattr(self, "sums"):  # else it is being built
+        built = hasattr(self, "cache")  # else there are neither samples nor a cache
+        if built:
             if self.sums.samples:
                 raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
             self.settle()
@@ -390,11 +342,11 @@ class VariationalOptimizer(Optimizer, ABC):
             defaults = {**defaults, **ADAM, "lr": self._deterministic_lr}
         elif param_group.get("deterministic"):
             defaults = {**defaults, **(self.without_noise or {})}
-        refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
-        group = checked_group({**defaults, **param_group}, self.param_groups)
+        groups.refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
+        group = groups.checked_group({**defaults, **param_group}, self.param_groups)
         self._check([*self.param_groups, group])
         super().add_param_group(group)
-        if hasattr(self, "cache"):
+        if built:
             self.cache.drop()
 
     def state_dict(self) -> dict[str, Any]:
@@ -409,7 +361,7 @@ class VariationalOptimizer(Optimizer, ABC):
         used: list[dict[str, Any]] = []
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
-            refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
+            saved.refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
             self._check(given["param_groups"])
             used.append(given)
 
@@ -419,10 +371,7 @@ class VariationalOptimizer(Optimizer, ABC):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        for p, state in saved_states(self.param_groups, used[0]):
-            for key, value in state.items():
-                own = value.detach().to("cpu" if key == "step" else p.device, copy=True)
-                self.state[p][key] = own.contiguous()
+        saved.load(self.state, self.param_groups, used[0])
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
@@ -435,16 +384,17 @@ class VariationalOptimizer(Optimizer, ABC):
         self.cache = StateCache(self)
         self.blocks = Matrices(self.param_groups, self.state, self.matrices)
         self.sums = Accumulator()
-        self.numbers: Numbers = HostNumbers(self.param_groups)
+        self.numbers = Numbers(self.param_groups)
         self.buffers = StepBuffers(self.module)
         # What no layer reports is refused in absorbing: only there is it known which gradients are used.
         self.collector = None if self.collects is None else self.collects(strict=False, once=True)
-        self.watch = LossWatch(type(self).__name__)
-        self.graphs: WeakSet[Waits] = WeakSet()
+        self.watch = checks.LossWatch(type(self).__name__)
+        # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
+        self.graphs: WeakSet[Any] = WeakSet()
         self.entered: int | None = None  # how often a context was entered again inside itself
         self.ok = self._pending = None
-        self._peeks = 0  # sampling contexts without gradients
-        self._ledger = GradientLedger()
+        self._peeks = count(_PEEKS)  # sampling contexts without gradients
+        self._ledger = checks.GradientLedger()
         self._checked = self._entries_now()
         self.reset()
 
@@ -469,9 +419,9 @@ class VariationalOptimizer(Optimizer, ABC):
         """Names of entries that only users change, Adam's among them."""
         return sorted({*self.defaults, *ADAM} - {"steps", "blocks"})
 
-    def _check(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            check_common(group, groups[0])
+    def _check(self, held: Sequence[Group]) -> None:
+        for group in held:
+            groups.check_common(group, held[0])
             if not self.by_adam(group):
                 self.check(group)
 
@@ -496,8 +446,8 @@ class VariationalOptimizer(Optimizer, ABC):
     def refuse_foreign(self) -> None:
         """Raise, before the first sample of a step, for gradients that it would lose."""
         self.refuse_inside("a training step")
-        refuse_process_group()
-        self._ledger.refuse_foreign(self.param_groups)
+        checks.refuse_process_group()
+        self._ledger.refuse_foreign(self._named())
 
     def advance(self, by: int = 1) -> None:
         """Count steps: the next one draws other noise."""
@@ -521,7 +471,7 @@ class VariationalOptimizer(Optimizer, ABC):
             for flat, numbers in moved:
                 flat.count(numbers, -1)
             self.advance(-1)
-            bad = self._ledger.not_finite(self.param_groups)
+            bad = self._ledger.not_finite(self._named())
         verdict.report(self.watch, bad, " of the last step")
 
     def settle(self) -> None:

@@ -23,6 +23,14 @@ def saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterato
         yield p, state_dict["state"].get(index, {})
 
 
+def load(states: Mapping[Tensor, State], groups: Sequence[Group], state_dict: dict[str, Any]) -> None:
+    """Copy what was saved into the state, which torch would cast to the parameters' dtype."""
+    for p, state in saved_states(groups, state_dict):
+        for key, value in state.items():
+            own = value.detach().to("cpu" if key == "step" else p.device, copy=True)
+            states[p][key] = own.contiguous()
+
+
 def refuse_mismatch(
     groups: Sequence[Group], state_dict: dict[str, Any], defaults: Collection[str], matrices: Collection[str]
 ) -> None:

@@ -108,8 +108,6 @@ class FlatGroup:
             own, views = self._own[key], self._views[key]
             if everything and self._plain_state[key]:
                 self._transfer(own, self.state[key], read=False)
-            elif everything:
-                foreach_copy_(own, views)
             else:
                 foreach_copy_([own[i] for i in moved], [views[i] for i in moved])
         self.keep_in_mind()
@@ -263,11 +261,6 @@ class StateCache:
         """A number that is new whenever state lies elsewhere: captured steps hold on to it."""
         self.groups()
         return self._generation
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """Where parameters are."""
-        return {flat.device for flat in self.latest}
 
     def groups(self) -> Sequence[FlatGroup]:
         """Parameters and state end to end, after giving a state to parameters that have none."""

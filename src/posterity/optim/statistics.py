@@ -86,7 +86,7 @@ class Sums:
     ) -> None:
         """Add gradients ``[k, ...]`` by block, taken under the given noise of some of its samples.
 
-        Gradients of one sample may lack the leading dimension. Noise brings its own weight. Gradients of
+        Those of the only sample may lack the leading dimension. Noise brings its own weight. Gradients of
         deterministic parameters are one tensor, a sum over samples.
         """
         known = self.used.intersection(grads)
@@ -202,11 +202,6 @@ class Accumulator:
 
     def __iter__(self) -> Iterator[Sums]:
         return iter(self._sums.values())
-
-    @property
-    def curvature(self) -> str:
-        """What the sums beside the gradients' are of, in words."""
-        return "the mean of squared gradients" if self.examples else "E[gradient · noise]"
 
 
 @final

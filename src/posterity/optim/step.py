@@ -7,9 +7,10 @@ all run these functions; they differ in who calls them, and in where :class:`Num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,58 +45,30 @@ class Draw(NamedTuple):
         return self.group.layout.stacked(self.flat, len(self.noise.samples))
 
 
-class Numbers(Protocol):
+class Numbers:
     """What changes from step to step without a tensor being replaced, and how a rule is run on it.
 
-    Entries of groups are numbers, or tensors of one; the clock addresses noise.
+    These are an eager step's: Python's own numbers. Those of a captured step are tensors.
+
+    Attributes:
+        groups: The optimiser's groups.
     """
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        """The optimiser's groups."""
-        ...
-
-    @property
-    def clock(self) -> int | Tensor:
-        """The optimiser's count of steps."""
-        ...
-
-    def updates(self, p: Tensor, count: int) -> int | Tensor:
-        """The number of the update that a parameter is having, which the host has counted."""
-        ...
-
-    def std(self, rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
-        """The rule's std."""
-        ...
-
-    def move(self, rule: VariationalOptimizer, *given: Any) -> None:
-        """:func:`move`."""
-        ...
-
-
-@final
-class HostNumbers:
-    """Numbers of an eager step: Python's own."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
 
     @property
-    def clock(self) -> int:
-        """The optimiser's count of steps."""
+    def clock(self) -> int | Tensor:
+        """The optimiser's count of steps, which addresses noise."""
         return int(self.groups[0]["steps"])
 
-    def updates(self, p: Tensor, count: int) -> int:
-        """What the host has counted."""
+    def updates(self, p: Tensor, count: int) -> int | Tensor:
+        """The number of the update that a parameter is having, which the host has counted."""
         return count
 
-    def std(self, rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
-        """As it is written."""
-        return rule.std(state, group)
-
-    def move(self, rule: VariationalOptimizer, *given: Any) -> None:
-        """As it is written."""
-        move(rule, *given)
+    def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of a rule and more, as it is run for this rule."""
+        return partial(function, rule)
 
 
 # Draw.
@@ -126,7 +99,7 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
             dtype=flat.mean.dtype,
             room=flat.room,
         )
-        mean, std = flat.mean, numbers.std(opt, flat.state, group)
+        mean, std = flat.mean, numbers.run(opt, type(opt).std)(flat.state, group)
         if "keep" in flat.state:
             mean, std = mean * flat.state["keep"], std * flat.state["keep"]
         drawn.append(Draw(flat, noise, noise.perturb(mean, std).to(flat.dtype)))
@@ -159,10 +132,10 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         # Without a backward pass there is nothing to collect, and nothing to absorb.
         with suppress(NothingCollected), _late_backward_refused(opt.module, inside), collecting(opt):
             yield
-        grads = [p.grad for p in params]
-        if any(grad.is_sparse for grad in grads if grad is not None):
+        grads = {p: grad for p in params if (grad := p.grad) is not None}
+        if any(grad.is_sparse for grad in grads.values()):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-        if any(grad is not None for grad in grads):
+        if grads:
             absorb(opt, grads, drawn, 1, weight)
             used = True
     finally:
@@ -239,27 +212,26 @@ def due(group: Group) -> bool:
 
 def absorb(
     opt: VariationalOptimizer,
-    grads: Sequence[Tensor | None],
+    grads: Mapping[Tensor, Tensor],
     drawn: Sequence[Draw],
     samples: int,
     weight: float,
 ) -> None:
     """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
-    Gradients of one sample may lack the leading dimension; those of deterministic parameters are one tensor,
-    a sum over the samples.
+    Those of one sample lack the leading dimension, as do those of deterministic parameters, which are sums
+    over the samples.
 
     Args:
         opt: The optimiser.
-        grads: Of its parameters, in their order.
+        grads: By parameter.
         drawn: The weights.
         samples: How many.
         weight: Of each.
     """
-    sums, collector, params = opt.sums, opt.collector, opt.parameters()
-    found = {p: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
+    sums, collector = opt.sums, opt.collector
     by_group = [
-        (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.cache.latest
+        (flat, {i: grads[p] for i, p in enumerate(flat.params) if p in grads}) for flat in opt.cache.latest
     ]
     noises = {each.group: each.noise for each in drawn if collector is None}
     reports = collector if due(opt.param_groups[0]) else None
@@ -308,6 +280,7 @@ def apply(
         for sums in opt.sums:  # which has written to state that is cached, and of no more use there
             sums.group.keep_in_mind()
     collected = opt.collector is None or bool(opt.sums.examples)
+    run_move = numbers.run(opt, move)
     everything = []
     for sums in opt.sums:
         flat = sums.group
@@ -321,8 +294,7 @@ def apply(
         similar = len(moved) == len(flat.params) and len(set(counts)) == 1
         for i, span in flat.spans(None if similar else moved):
             own = {key: _part(value, span) for key, value in flat.state.items() if key != "mean"}
-            numbers.move(
-                opt,
+            run_move(
                 _part(flat.mean, span),
                 own,
                 _part(grad, span),

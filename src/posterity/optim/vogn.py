@@ -56,7 +56,7 @@ from torch import Tensor
 
 from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
-from posterity.optim.groups import Params, above_zero, at_least_zero
+from posterity.optim.groups import Params, above_zero, at_least_zero, representable
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
@@ -135,11 +135,7 @@ class GaussNewton(VariationalOptimizer):
         else:
             num_data, _, shift = scales(group)
             hess = group["temperature"] / (num_data * std * std) - shift
-            if not bool(((hess + shift > 0) & torch.isfinite(hess)).all()):
-                raise ValueError(
-                    f"{type(self).__name__} needs a std that is positive, and neither tiny nor huge, of "
-                    "every weight"
-                )
+            representable(hess + shift, type(self).__name__)
         return {"momentum": torch.zeros_like(mean), "hess": hess}
 
     def std(self, state: State, group: Group) -> Tensor:

@@ -1,14 +1,18 @@
-"""Damping of Kronecker factors, and Cholesky roots of their inverses."""
+"""Damping of Kronecker factors, Cholesky roots of their inverses, and products in their precision."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
 # Matrices up to this size are decomposed in batches of one size, because one alone leaves a GPU idle; larger
 # ones are solved for this many columns at a time.
 _TOGETHER = 1024
@@ -92,3 +96,24 @@ def solved(lower: Tensor, value: Tensor, dim: int) -> Tensor:
     columns = front.reshape(len(front), front.shape[1:].numel())
     white = cast(Tensor, torch.linalg.solve_triangular(lower, columns, upper=False))
     return white.reshape(front.shape).movedim(0, dim)
+
+
+def full_precision(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that autocast leaves alone: it is meant for a model's layers, not for a posterior.
+
+    Example:
+        >>> product = full_precision(torch.mm)
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     torch.mm(torch.eye(2), torch.eye(2)).dtype, product(torch.eye(2), torch.eye(2)).dtype
+        (torch.bfloat16, torch.float32)
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with ExitStack() as off:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    off.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run

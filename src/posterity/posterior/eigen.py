@@ -25,9 +25,9 @@ from typing import Self, cast, final
 import torch
 from torch import Tensor
 
+from posterity.posterior.algebra import full_precision
 from posterity.posterior.kronecker import KroneckerGaussian, Means
 from posterity.posterior.matrix import MatrixGaussian
-from posterity.precision import full_precision
 
 
 @final

@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Self, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from posterity.posterior.algebra import solved
+from posterity.posterior.algebra import full_precision, solved
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
-from posterity.precision import full_precision
 
 Means: TypeAlias = Tensor | Sequence[Tensor]
 

@@ -22,9 +22,8 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from posterity.posterior.algebra import SINGULAR, damped, inverse_cholesky, solved
+from posterity.posterior.algebra import SINGULAR, damped, full_precision, inverse_cholesky, solved
 from posterity.posterior.kronecker import KroneckerGaussian, Means
-from posterity.precision import full_precision
 
 
 @final

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from posterity import noise
 from posterity.optim import VariationalOptimizer
+from posterity.optim.optimizer import runs_ahead_of
 from posterity.torch_private import TreeSpec
 from posterity.train.cuda_graph import Graph, flat_batch
 from posterity.train.step import LossFn, TrainStep
@@ -71,9 +72,7 @@ def compile_step(
 
 def can_capture(optimizer: VariationalOptimizer) -> bool:
     """Whether all parameters are on one GPU, and Triton is there to make noise."""
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    on_gpu = len(devices) == 1 and devices.pop().type == "cuda"
-    return on_gpu and noise.kernels is not None
+    return noise.kernels is not None and runs_ahead_of({p.device for p in optimizer.parameters()})
 
 
 @final

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -12,10 +14,8 @@ from torch import Tensor
 
 from posterity import buffers
 from posterity.noise import kernels
-from posterity.optim.fused import fused
-from posterity.optim.state import Group, State
-from posterity.optim.step import apply, move
-from posterity.torch_private import TreeSpec, tree_flatten, tree_unflatten
+from posterity.optim.step import Numbers, apply
+from posterity.torch_private import TreeSpec, dynamo_config, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from posterity.optim import VariationalOptimizer
@@ -23,36 +23,33 @@ if TYPE_CHECKING:
 
 
 @final
-class DeviceNumbers:
+class DeviceNumbers(Numbers):
     """Numbers of a captured step: tensors, which every replay reads anew, and rules that are compiled.
 
     Attributes:
-        clock: The optimiser's count of steps; int32, one element. When the statistics have been judged it
-            counts the step under way.
-        ahead: What to add to it then for the number of the update that a parameter is having.
         entries: Of each group: those whose values may change from step to step.
         groups: The groups with these.
     """
 
     def __init__(self, opt: VariationalOptimizer, device: torch.device) -> None:
         steps = opt.param_groups[0]["steps"]
-        self.clock = torch.zeros((), dtype=torch.int32, device=device)
-        self.ahead = {p: int(opt.state[p]["step"]) - steps for p in opt.parameters()}
+        self._clock = torch.zeros((), dtype=torch.int32, device=device)
+        # What to add to the clock for the number of the update that a parameter is having.
+        self._ahead = {p: int(opt.state[p]["step"]) - steps for p in opt.parameters()}
         self._values = [{key: float(group[key]) for key in opt.scheduled} for group in opt.param_groups]
         self.entries = [
             {key: torch.tensor(value, device=device) for key, value in values.items()}
             for values in self._values
         ]
-        self.groups: list[Group] = [
-            {**group, **entries} for group, entries in zip(opt.param_groups, self.entries, strict=True)
-        ]
+        pairs = zip(opt.param_groups, self.entries, strict=True)
+        super().__init__([{**group, **entries} for group, entries in pairs])
         self._reads = -1  # what the device's clock reads
 
     def refresh(self, opt: VariationalOptimizer) -> None:
         """Before a replay: bring what has changed to the device."""
         steps = opt.param_groups[0]["steps"]
         if steps != self._reads:  # not the next one: state was loaded, or another graph ran
-            self.clock.fill_(steps)
+            self._clock.fill_(steps)
         self._reads = steps + 1
         for group, known, there in zip(opt.param_groups, self._values, self.entries, strict=True):
             for key in opt.scheduled:
@@ -60,23 +57,52 @@ class DeviceNumbers:
                     known[key] = float(group[key])
                     there[key].fill_(known[key])
 
+    @property
+    def clock(self) -> Tensor:
+        """int32, one element; it counts the step under way once its statistics have been judged."""
+        return self._clock
+
     def updates(self, p: Tensor, count: int) -> Tensor:
         """The number of the update that a parameter is having."""
-        ahead = self.ahead[p]
-        return self.clock + ahead if ahead else self.clock
+        ahead = self._ahead[p]
+        return self._clock + ahead if ahead else self._clock
 
-    def std(self, rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
+    def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
         """As one kernel."""
-        std: Tensor = fused(_std, type(rule))(state, group)
-        return std
-
-    def move(self, rule: VariationalOptimizer, *given: Any) -> None:
-        """As one kernel."""
-        fused(move, type(rule))(*given)
+        return fused(function, type(rule))
 
 
-def _std(rule: VariationalOptimizer, state: State, group: Group) -> Tensor:
-    return rule.std(state, group)
+# By default the compiler starts a process for every core, each of which imports torch.
+_ONE_KERNEL: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
+# Settings of a rule in one process that are compiled; those that come later run as they are written.
+_SETTINGS = 64
+
+
+@cache
+def fused(function: Any, kind: Any) -> Callable[..., Any]:
+    """A function of a rule and tensors as one kernel, for rules of one kind.
+
+    A compilation serves all sizes and optimisers; each setting has its own. Given an optimiser it would be
+    compiled anew for every other one. A rule is made of pure functions, so one that was never begun serves
+    all of its kind.
+    """
+    # A copy, since the compiler counts what it has compiled by a function's code, which kinds share.
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    method: Callable[..., Any] = MethodType(own, object.__new__(kind))
+    compiled = torch.compile(method, dynamic=True, options=_ONE_KERNEL)
+
+    def run(*args: Any) -> Any:
+        # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.
+        with dynamo_config(specialize_float=True, recompile_limit=_SETTINGS):
+            return compiled(*args)
+
+    return run
 
 
 @final

@@ -155,17 +155,12 @@ class Collector(ABC):
         run = self._run
         if run.begun:
             run = self._run = _Run(self._context)
-        call.run, call.fresh, run.examples = run, True, call.examples
-        call.names = []
+        call.run, run.examples = run, call.examples
         for part in call.parts:
             if part is not None:
-                name = part.name
-                call.names.append(name)
-                if name in run.uses:
-                    run.uses[name].append(part)
-                    run.repeated = True
-                else:
-                    run.uses[name] = [part]
+                uses = run.uses.setdefault(part.name, [])
+                uses.append(part)
+                run.repeated = run.repeated or len(uses) > 1
 
     def seen_examples(self) -> int | None:
         """How many examples the last layer of this forward pass had."""

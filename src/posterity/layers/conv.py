@@ -6,7 +6,8 @@ examples' at a time are written out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, final
 
@@ -52,37 +53,31 @@ class Sizes(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class Conv(Multiplying):
     """``x [N, C, H, W]``, ``grad [N, O, P, Q]``; without heights if there is one axis."""
 
     brings_gradient = True
 
-    def __init__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, bias, int(input.dim() == weight.dim())
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+    def leading(self) -> int:
+        """Of pictures in a batch, one."""
+        return int(self.input.dim() == self.weight.dim())
 
     @property
     def matrix(self) -> bool:
         """Whether filters see all channels: flat, they are rows of a matrix."""
         return self.groups == 1
 
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        how = self.stride, self.padding, self.dilation, self.groups
-        return func(self.x, self.weight, self.bias, *how)
-
     def keep(self, out: Tensor) -> None:
         """Its sizes."""
-        assert self.weight is not None
         shape, how = self.weight.shape, (self.stride, self.padding, self.dilation)
         try:
             self.sizes = _sizes(shape, *how)
@@ -91,12 +86,11 @@ class Conv(Multiplying):
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """By kernels."""
-        x, weight, bias = self.x, self.weight, self.bias
+        x, weight, bias = self.input, self.weight, self.bias
         level = level_of(x, weight, bias)
         if (
             kernels is None
             or level is None
-            or weight is None
             or not batched(weight)
             or (self.groups, x.dim(), weight.dim()) != (1, 4, 4)
             or isinstance(self.padding, str)

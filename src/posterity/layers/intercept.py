@@ -23,13 +23,11 @@ from torch.overrides import TorchFunctionMode
 from posterity.layers.attention import Attention, attention_forward
 from posterity.layers.calls import Call, LayerCall, Listener, Part, Sink
 from posterity.layers.conv import Conv
-from posterity.layers.embedding import Embedding
+from posterity.layers.embedding import Embedding, Rows, shared_rows, shares_positions, told_apart
 from posterity.layers.linear import Linear
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
-from posterity.layers.operations import CrossEntropy, MaxPool2d
 from posterity.layers.passes import Watched, deliver, leaves, tap
-from posterity.layers.positions import Positions
-from posterity.layers.stacks import inside, samples_axis, stack, stacking
+from posterity.layers.stacks import CrossEntropy, MaxPool2d, inside, samples_axis, stack, stacking
 from posterity.torch_private import (
     add_hook,
     any_autocast_enabled,
@@ -79,7 +77,8 @@ class Intercept(TorchFunctionMode):
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
         self._edgeless = False  # whether a layer has no edge to its weight's alias
-        self._positions = Positions()
+        self._aranges: dict[int, Tensor] = {}  # by id, what torch.arange() has made in this forward pass
+        self._rows: dict[int, Rows] = {}  # what embeddings have made, by the id of what they gave
 
     @staticmethod
     def current() -> Intercept | None:
@@ -252,7 +251,8 @@ class Intercept(TorchFunctionMode):
 
     def _forget(self) -> None:
         self._unreported.clear()
-        self._positions.clear()
+        self._aranges.clear()
+        self._rows.clear()
         for listener in self._listeners:
             listener.only = None
 
@@ -307,9 +307,10 @@ class Intercept(TorchFunctionMode):
         stacked: bool,
     ) -> Any:
         """The outputs of a layer that reports; NotImplemented if it cannot."""
-        level, samples, x, axis, weight_axis = None, 1, call.x, None, None
+        level, samples, x, x_axis, axis, weight_axis = None, 1, call.input, None, None, None
         if stacked:
-            (level, samples), x, weight_axis = stacking(), inside(x), samples_axis(call.weight)
+            (level, samples), x_axis, weight_axis = stacking(), samples_axis(x), samples_axis(call.weight)
+            x = inside(x)
         if not call.known() or id(x) in self._watched:
             return NotImplemented
         calls: list[LayerCall] = []
@@ -318,13 +319,12 @@ class Intercept(TorchFunctionMode):
             if parts == (None, None):
                 continue
             each = copy(call) if calls else call
-            each.listener, each.parts, each.samples = listener, parts, samples
+            each.listened(listener, parts, samples)
             if not self._reports(each, level, stacked):
                 return NotImplemented
             calls.append(each)
         brought = weight is not None and len(calls) == 1 and call.listener.brings_gradient(call)
-        shared = type(call) is Embedding and self._positions.shared(call.x, call)
-        x_axis = samples_axis(call.x) if stacked else None
+        shared = type(call) is Embedding and shares_positions(call, self._aranges)
         if weight is not None:
             own = weight.alias.detach() if brought else weight.alias
             call.weight = own if level is None else stack(own, level, weight_axis)
@@ -340,16 +340,15 @@ class Intercept(TorchFunctionMode):
             # What follows may change it in place, and a view's node would then be left out.
             y = unsafe_view(y, y.shape)
         for each in calls:
-            each.x = None if each.parts[0] is None else x  # a bias has no need of inputs
-            each.version, each.from_data, each.x_axis, each.grad_axis = x._version, x.is_leaf, x_axis, axis
-            each.keep(y)
-            each.weight = each.bias = each.alias = None
+            each.ran(x, x_axis, y, axis)
             if not shared:
                 each.listener.begin(each)
             if not (shared or brought):
                 add_hook(y, each)
         if weight is not None and shared:
-            return self._positions.share(out, calls, level, partial(self._unreport, weight))
+            rows = shared_rows(out, calls, level, partial(self._unreport, weight))
+            self._rows[id(rows.given)] = rows
+            return rows.given
         if weight is not None and brought:
             if stacked or not (y.requires_grad and weight.alias.is_leaf):
                 with temporarily_pop_interpreter_stack() if stacked else _NOTHING:
@@ -358,8 +357,8 @@ class Intercept(TorchFunctionMode):
                 call.alias, self._edgeless = weight.alias, True
                 add_hook(y, call)
         out = y if level is None else stack(y, level, axis)
-        if type(call) is Embedding and call.leading == 1:
-            self._positions.remember(out, calls)
+        if type(call) is Embedding and call.counted is None:  # a row for each example, as far as can be seen
+            self._rows[id(out)] = Rows(out, out, calls, False)
         return out
 
     def _reports(self, call: LayerCall, level: int | None, stacked: bool) -> bool:
@@ -374,23 +373,15 @@ class Intercept(TorchFunctionMode):
             or any(part and part.sample is not None for part in call.parts)
         ):
             reason = "is used inside a transform of torch.func that stacks no samples"
-        elif self._attending is None and call.leading < 1:
-            reason = f"is used on inputs {list(call.x.shape)} without an axis of examples"
+        elif self._attending is None and call.leading() < 1:
+            reason = f"is used on inputs {list(call.input.shape)} without an axis of examples"
         elif graph_task_id() != -1:
-            names = [part.name for part in call.parts if part]
-            listener.refuse(names, "is used in a backward pass, as checkpointing does")
+            listener.refuse(call.names, "is used in a backward pass, as checkpointing does")
             return False
         else:
-            shape = call.x.shape
-            if self._attending is None:
-                call.folded, call.axis = False, min(listener.batch_dim, call.leading - 1)
-                call.examples, call.counted = shape[call.axis], call.axis if call.leading > 1 else None
-            else:
-                examples, call.counted = self._attending
-                call.folded, call.axis = len(shape) == 2, 1
-                call.examples = examples if call.folded else shape[1]
+            call.find_examples(self._attending)
             return True
-        self._reasons.update({part.name: reason for part in call.parts if part})
+        self._reasons.update(dict.fromkeys(call.names, reason))
         return False
 
     def _attention(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -413,13 +404,16 @@ class Intercept(TorchFunctionMode):
     def _arange(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if self._watched:
-            self._positions.count(out)
+            self._aranges[id(out)] = out
         return out
 
     def _broadcast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._positions.rows and len(args) == 2:
-            one, other = args
-            args = self._positions.told_apart(one, other), self._positions.told_apart(other, one)
+        if self._rows and len(args) == 2:
+            own = [self._rows.get(id(each)) for each in args]
+            args = [
+                each if rows is None else told_apart(rows, other)
+                for each, rows, other in zip(args, own, reversed(args), strict=True)
+            ]
         return func(*args, **kwargs)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -18,27 +19,27 @@ _FEW_ROWS = 512
 
 
 @final
+@dataclass(eq=False)
 class Linear(Multiplying):
     """``x [N, T…, I]``, ``grad [N, T…, O]``."""
 
-    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, bias, input.dim() - 1
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
 
     def known(self) -> bool:
         """Whether its weight is a matrix."""
-        return self.weight is not None and self.weight.dim() == 2
+        return self.weight.dim() == 2
 
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, self.weight, self.bias)
+    def leading(self) -> int:
+        """All axes but that of the features."""
+        return self.input.dim() - 1
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """As one product of stacks."""
-        x, weight, bias = self.x, self.weight, self.bias
+        x, weight, bias = self.input, self.weight, self.bias
         level = level_of(x, weight, bias)
-        if level is None or weight is None or not batched(weight):
-            return NotImplemented
-        if weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
+        if level is None or not batched(weight) or weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
             return NotImplemented
         rows, w, b, low = operands(x, weight, bias)
         # Inputs that all samples share stay one matrix.

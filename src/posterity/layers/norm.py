@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
@@ -28,6 +29,7 @@ class ByChannel(LayerCall):
 
 
 @final
+@dataclass(eq=False)
 class BatchNorm(ByChannel):
     """What an example does to the batch's statistics is in ``grad`` already."""
 
@@ -37,33 +39,19 @@ class BatchNorm(ByChannel):
         ("_saved_result1", "_saved_result2"),
     )
 
-    def __init__(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, bias, 1
-        self.running, self.training, self.momentum, self.eps = (
-            (running_mean, running_var),
-            training,
-            momentum,
-            eps,
-        )
-
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, *self.running, self.weight, self.bias, self.training, self.momentum, self.eps)
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
     def keep(self, out: Tensor) -> None:
         """Mean and 1 / √(var + eps) that inputs were normalised by, ``[C]`` or ``[K, C]``, if known."""
         self.statistics: tuple[Tensor, Tensor] | None = None
-        mean, var = self.running
+        mean, var = self.running_mean, self.running_var
         if not self.training and mean is not None and var is not None:
             self.statistics = front(mean), torch.rsqrt(front(var).to(wide_dtype(var.dtype)) + self.eps)
         elif (
@@ -106,7 +94,7 @@ class BatchNorm(ByChannel):
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """By kernels in training; else as one product and sum."""
-        input, (running_mean, running_var) = self.x, self.running
+        input, running_mean, running_var = self.input, self.running_mean, self.running_var
         level = level_of(input, running_mean, running_var, self.weight, self.bias)
         x = channels_last(input) if level is not None and batched(input) else None
         rows = input.numel() // input.shape[1] if input.dim() > 1 else 0
@@ -120,7 +108,7 @@ class BatchNorm(ByChannel):
             scale = scale if self.weight is None else self.weight * scale
             shift = -running_mean * scale if self.bias is None else self.bias - running_mean * scale
             return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
-        if any(each is not None and not batched(each) for each in self.running):
+        if any(each is not None and not batched(each) for each in (running_mean, running_var)):
             return NotImplemented
         affine = [None if each is None else front(each) for each in (self.weight, self.bias)]
         flat = x.reshape(len(x), -1, x.shape[-1])
@@ -133,32 +121,23 @@ class BatchNorm(ByChannel):
 
 
 @final
+@dataclass(eq=False)
 class LayerNorm(LayerCall):
     """``x [N, T…, *shape]``."""
 
-    def __init__(
-        self,
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = (
-            input,
-            weight,
-            bias,
-            input.dim() - len(normalized_shape),
-        )
-        self.shape, self.eps = tuple(normalized_shape), eps
+    input: Tensor
+    normalized_shape: Sequence[int]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
 
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, self.shape, self.weight, self.bias, self.eps)
+    def leading(self) -> int:
+        """All axes but those that are normalised."""
+        return self.input.dim() - len(self.normalized_shape)
 
     def prepared(self, x: Tensor) -> Tensor:
         """Normalised inputs."""
-        return F.layer_norm(x.to(wide_dtype(x.dtype)), self.shape, eps=self.eps)
+        return F.layer_norm(x.to(wide_dtype(x.dtype)), self.normalized_shape, eps=self.eps)
 
     def terms(self, x: Tensor, grad: Tensor) -> Tensor:
         """Of normalised inputs, summed over positions."""
@@ -166,31 +145,23 @@ class LayerNorm(LayerCall):
 
     def bias_terms(self, grad: Tensor) -> Tensor:
         """Sums over positions."""
-        return grad.reshape(len(grad), -1, *self.shape).sum(1, dtype=wide_dtype(grad.dtype))
+        return grad.reshape(len(grad), -1, *self.normalized_shape).sum(1, dtype=wide_dtype(grad.dtype))
 
 
 @final
+@dataclass(eq=False)
 class GroupNorm(ByChannel):
     """``x [N, C, T…]``."""
 
-    def __init__(
-        self,
-        input: Tensor,
-        num_groups: int,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, bias, 1
-        self.groups, self.eps = num_groups, eps
-
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, self.groups, self.weight, self.bias, self.eps)
+    input: Tensor
+    num_groups: int
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
 
     def prepared(self, x: Tensor) -> Tensor:
         """Normalised inputs."""
-        return F.group_norm(x.to(wide_dtype(x.dtype)), self.groups, eps=self.eps)
+        return F.group_norm(x.to(wide_dtype(x.dtype)), self.num_groups, eps=self.eps)
 
 
 @final

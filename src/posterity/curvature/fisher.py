@@ -23,9 +23,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from posterity import noise
+from posterity.curvature.collector import Squares
 from posterity.curvature.factors import Factors
 from posterity.curvature.results import Curvature
-from posterity.curvature.squares import Squares
 from posterity.inputs import Inputs, Pick, called, tensor_of
 from posterity.layers import wide_dtype
 from posterity.names import NameFilter, select

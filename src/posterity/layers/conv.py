@@ -199,15 +199,19 @@ def _sizes(shape: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> 
 
 def windows(x: Tensor, sizes: Sizes) -> Tensor:
     """What each output of a convolution sees of ``x [n, C, H, W]``: ``[C·R·S, n, P·Q]``."""
-    (down, across), (r, s) = sizes.padding, sizes.taps
+    seen = _windows(x, *sizes[:4])
+    return seen.permute(3, 4, 5, 0, 1, 2).reshape(seen[0, 0, 0].numel(), len(x), -1)
+
+
+def _windows(x: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """``[n, P, Q, C, R, S]`` in the memory of ``x [n, C, H, W]``, or of a copy with zeros around it."""
+    (down, across), (below, beside) = padding, dilation
     x = F.pad(x, (across, across, down, down)) if down or across else x
-    axes = zip(x.shape[2:], sizes.taps, sizes.stride, sizes.dilation, strict=True)
+    axes = zip(x.shape[2:], taps, stride, dilation, strict=True)
     p, q = ((size - d * (t - 1) - 1) // step + 1 for size, t, step, d in axes)
     n, c, h, w = x.stride()
-    (down, across), (below, beside) = sizes.stride, sizes.dilation
-    strides = (c, h * below, w * beside, n, h * down, w * across)
-    seen = x.as_strided((x.shape[1], r, s, len(x), p, q), strides, x.storage_offset())
-    return seen.reshape(x.shape[1] * r * s, len(x), p * q)
+    strides = (n, h * stride[0], w * stride[1], c, h * below, w * beside)
+    return x.as_strided((len(x), p, q, x.shape[1], *taps), strides, x.storage_offset())
 
 
 @final
@@ -250,15 +254,8 @@ class StackedConv2d(StackedLayer):
 
 def _windows_last(x: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     """What each output of a convolution sees of ``x [B, H, W, C]``: ``[B, P, Q, C·R·S]`` and zeros."""
-    x = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
-    batch, *image, channels = x.shape
-    axes = [
-        (size - d * (t - 1) - 1) // s + 1 for size, t, s, d in zip(image, taps, stride, dilation, strict=True)
-    ]
-    b, h, w, c = x.stride()
-    steps = (b, h * stride[0], w * stride[1], c, h * dilation[0], w * dilation[1])
-    seen = x.as_strided((batch, *axes, channels, *taps), steps)
+    seen = _windows(x.movedim(-1, 1), taps, stride, padding, dilation)
     width = seen[0, 0, 0].numel()
-    out = x.new_zeros(batch, *axes, -(-width // 16) * 16)  # loads are wide for multiples of 16
+    out = x.new_zeros(*seen.shape[:3], -(-width // 16) * 16)  # loads are wide for multiples of 16
     out[..., :width].view(seen.shape).copy_(seen)
     return out

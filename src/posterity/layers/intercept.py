@@ -34,6 +34,7 @@ from posterity.torch_private import (
     function_modes,
     functorch,
     graph_task_id,
+    has_hooks,
     hooks_of,
     temporarily_pop_interpreter_stack,
     unsafe_view,
@@ -221,11 +222,11 @@ class Intercept(TorchFunctionMode):
         """Refuse what no layer reported, let listeners add up, and deliver gradients."""
         unreported = list(self._unreported.values())
         self._forget()
-        for watched in self._watched.values():
-            if watched.alias.grad is not None:  # by a layer whose hook was lost
-                for listener, part in watched.parts.items():
-                    if part.name not in listener.reported:
-                        unreported.append((watched, _UNREPORTED))
+        made = [watched for watched in self._watched.values() if watched.alias.grad is not None]
+        for watched in made:
+            for listener, part in watched.parts.items():
+                if part.name not in listener.reported:  # by a layer whose hook was lost
+                    unreported.append((watched, _UNREPORTED))
         try:
             for listener in self._listeners:
                 reasons: dict[str, list[str]] = {}
@@ -241,8 +242,30 @@ class Intercept(TorchFunctionMode):
             raise
         finally:
             self._reasons.clear()
-        deliver(self._watched.values(), keep_graph)
+        self._deliver(made, keep_graph)
         self._unreported.clear()  # hooks on parameters hear of what is delivered
+
+    def _deliver(self, made: Iterable[Watched], keep_graph: bool) -> None:
+        """Give weights the gradients of their aliases.
+
+        Autograd takes twenty times as long for that as an assignment does: it is asked only where somebody
+        would notice, by hooks or in other processes, or where weights were made of others.
+        """
+        everyone = torch.distributed.is_available() and torch.distributed.is_initialized()
+        by_autograd = []
+        for watched in made:
+            weight, alias, _ = watched
+            if everyone or not weight.is_leaf or has_hooks(weight, own=1):
+                by_autograd.append(watched)
+                continue
+            if weight.grad is None:
+                weight.grad = alias.grad
+            elif alias.grad is not None:
+                with torch.no_grad():
+                    weight.grad.add_(alias.grad)
+            alias.grad = None
+        if by_autograd:
+            deliver(by_autograd, keep_graph)
 
     def _drop(self) -> None:
         """Forget the gradients of a pass that failed."""

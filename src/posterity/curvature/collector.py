@@ -372,5 +372,4 @@ class Squares(Collector):
         """Whether report() gives the gradient of such a layer's weight."""
         return call.brings_gradient
 
-    def _take(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
-        return self._add_squares(call, x, grad)
+    _take = Collector._add_squares

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -201,21 +203,26 @@ class LayerCall(Call, ABC):
         self.listener, self.parts, self.samples = listener, parts, samples
         self.names = [part.name for part in parts if part is not None]
 
-    def find_examples(self, attending: tuple[int, int | None] | None) -> None:
-        """Find the axis of its examples; attention knows how many there are, and their axis around it."""
-        shape = self.input.shape
+    def find_examples(self, attending: tuple[int, int | None] | None) -> bool:
+        """Find the axis of its examples, if it has one.
+
+        Args:
+            attending: Inside an attention layer how many examples there are, and their axis around it.
+        """
+        shape, leading = self.input.shape, self.leading()
         if attending is None:
-            leading = self.leading()
             self.folded, self.axis = False, min(self.listener.batch_dim, leading - 1)
-            self.examples, self.counted = shape[self.axis], self.axis if leading > 1 else None
-        else:
-            examples, self.counted = attending
-            self.folded, self.axis = len(shape) == 2, 1
-            self.examples = examples if self.folded else shape[1]
+            self.counted = self.axis if leading > 1 else None
+            self.examples = shape[self.axis] if leading else 0
+            return leading > 0
+        examples, self.counted = attending
+        self.folded, self.axis = len(shape) == 2, 1
+        self.examples = examples if self.folded else shape[1]
+        return True
 
     def call(self, func: Callable[..., Any]) -> Any:
         """Call torch's operation with the weights that it has."""
-        return func(*[getattr(self, name) for name in self.__match_args__])
+        return func(*_arguments(type(self))(self))
 
     def ran(self, x: Tensor, x_axis: int | None, out: Tensor, grad_axis: int | None) -> None:
         """Keep what the report needs of the forward pass, with samples on these axes, and nothing else."""
@@ -281,6 +288,12 @@ class Multiplying(LayerCall):
     @abstractmethod
     def products(self, grad: Tensor) -> Tensor:
         """The gradients of its products, ``[O, N, T]``."""
+
+
+@cache
+def _arguments(kind: type[LayerCall]) -> Callable[[LayerCall], tuple[Any, ...]]:
+    """Reads the fields of such a call, in their order."""
+    return attrgetter(*kind.__match_args__)
 
 
 def chunks(numbers: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -396,13 +396,12 @@ class Intercept(TorchFunctionMode):
             or any(part and part.sample is not None for part in call.parts)
         ):
             reason = "is used inside a transform of torch.func that stacks no samples"
-        elif self._attending is None and call.leading() < 1:
+        elif not call.find_examples(self._attending):
             reason = f"is used on inputs {list(call.input.shape)} without an axis of examples"
         elif graph_task_id() != -1:
             listener.refuse(call.names, "is used in a backward pass, as checkpointing does")
             return False
         else:
-            call.find_examples(self._attending)
             return True
         self._reasons.update(dict.fromkeys(call.names, reason))
         return False

@@ -53,9 +53,9 @@ class Linear(Multiplying):
         if grad.dim() == 2:
             own = (grad if grad.dtype is wide else grad.to(wide)).square()
             shift = own.sum(0) if bias else None
-            if len(x) != len(grad):  # what all samples share is multiplied once
+            if x.shape[0] != grad.shape[0]:  # what all samples share is multiplied once
                 own = own.view(self.samples, -1, own.shape[1]).sum(0)
-            return Found(own.mT @ (x if x.dtype is wide else x.to(wide)).square(), shift)
+            return Found(torch.mm(own.t(), (x if x.dtype is wide else x.to(wide)).square()), shift)
         if kernels is None or not kernels.multiplies(grad):
             return super().squares(x, grad, bias)
         # A convolution by one tap, over a picture of one row.

@@ -10,11 +10,10 @@ layers use has the sum of what they say in its terms.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -64,11 +63,6 @@ class Collector(ABC):
         self._intercept: Intercept | None = None
         self.refused: dict[str, str] = {}
         self.only: set[str] | None = None
-        # Names that the running backward pass has reported, those of the passes since sums were cleared in
-        # the last context, and whether there was any in it.
-        self.reported: set[str] = set()
-        self._passes: list[set[str]] = []
-        self._collected = False
         self._context: object = None  # of forward passes that may be differentiated
         self._run = Run(None)
         self.watch({} if params is None else params)
@@ -93,7 +87,7 @@ class Collector(ABC):
         self.sums: dict[str, Tensor] = {}
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
-        self._passes = []
+        self._passes: list[set[str]] = []  # names that each backward pass of the last context has reported
         if self._intercept is None:  # inside, what a forward pass has shown is not forgotten
             self.refused.clear()
         # Squares of a backward pass that are not yet summed over examples, and reports of weights that
@@ -111,22 +105,21 @@ class Collector(ABC):
             )
         current = Intercept.current()
         self._intercept, self._joined = current or Intercept(), current is not None
-        self._context = object()
-        self._run, self.reported, self._passes, self._collected = Run(self._context), set(), [], False
+        self._context, self._passes = object(), []
+        self._run, self._collected = Run(self._context), False  # whether there was a backward pass
+        self.reported: set[str] = set()  # by the running backward pass
         self._versions = [(tensor, tensor._version) for tensor, _ in self._watched if not tensor.is_leaf]
         self._intercept.listen(self, self._watched)
         if not self._joined:
             self._intercept.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         intercept = self._intercept
         assert intercept is not None
         try:
             if not self._joined:
-                intercept.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+                intercept.__exit__(kind, *error)  # type: ignore[no-untyped-call]
             intercept.leave(self, failed=kind is not None)
         finally:
             self._intercept = self._context = None
@@ -144,9 +137,8 @@ class Collector(ABC):
 
     def several(self) -> set[str]:
         """Names that several backward passes have reported since :meth:`clear`, in the last context."""
-        return {
-            name for names in self._passes for name in names if sum(map({name}.issubset, self._passes)) > 1
-        }
+        passes = Counter(name for names in self._passes for name in names)
+        return {name for name, count in passes.items() if count > 1}
 
     # What layers ask and report.
 

@@ -242,14 +242,8 @@ class StackedConv2d(StackedLayer):
             own = x[part] if x.dim() == 5 else x
             return kernels.conv2d_weight_grad(own, grad[part], weight.shape[3:], *sizes)
 
-        return (
-            back,
-            StackedLayer.into_weight(ctx, into),
-            column_sums(grad.flatten(1, 3)) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-            None,
-        )
+        sums = column_sums(grad.flatten(1, 3)) if ctx.needs_input_grad[2] else None
+        return back, StackedLayer.into_weight(ctx, into), sums, None, None, None
 
 
 def _windows_last(x: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ OPERATIONS: dict[Any, type[Call]] = {
     F.cross_entropy: CrossEntropy,
     F.scaled_dot_product_attention: Attention,
 }
+Function: TypeAlias = Callable[..., Any]
 _NOTHING = nullcontext()
 _UNREPORTED = "is used by an operation that is no known layer"
 
@@ -87,11 +88,7 @@ class Intercept(TorchFunctionMode):
         return next((mode for mode in function_modes() if isinstance(mode, Intercept)), None)
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Most calls are none of ours, and this is all that they wait for.
         handle = _HANDLERS.get(func)
@@ -137,10 +134,9 @@ class Intercept(TorchFunctionMode):
 
     # Backward passes.
 
-    def _backward(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _backward(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self._watched:
-            func(*args, **kwargs)
-            return
+            return func(*args, **kwargs)
         kept: list[tuple[Tensor, Tensor | None]] = []
         if (given := kwargs.get("inputs")) is not None:
             given = (given,) if isinstance(given, Tensor) else tuple(given)
@@ -152,14 +148,14 @@ class Intercept(TorchFunctionMode):
             for leaf, _ in kept:
                 leaf.grad = None
             try:
-                func(*args, **kwargs)
+                return func(*args, **kwargs)
             finally:
                 for leaf, grad in kept:
                     leaf.grad = grad
                 if given is not None:
                     self._keep_grads(given)
 
-    def _grad(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _grad(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Gradients of watched inputs are those of their aliases."""
         if not self._watched:
             return func(*args, **kwargs)
@@ -281,14 +277,14 @@ class Intercept(TorchFunctionMode):
 
     # Calls of layers.
 
-    def _operation(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _operation(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if functorch.peek_interpreter_stack() is not None:
             out = OPERATIONS[func](*args, **kwargs).stacked(self._sinks)
             if out is not NotImplemented:
                 return out
         return func(*args, **kwargs)
 
-    def _layer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _layer(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         stacked = functorch.peek_interpreter_stack() is not None
         listened = self._watched and torch.is_grad_enabled()
         if not stacked and not listened:
@@ -322,12 +318,7 @@ class Intercept(TorchFunctionMode):
         return next((part for each in there if (part := each.part(own, axis)) is not None), None)
 
     def _listened(
-        self,
-        func: Callable[..., Any],
-        call: LayerCall,
-        weight: Watched | None,
-        bias: Watched | None,
-        stacked: bool,
+        self, func: Function, call: LayerCall, weight: Watched | None, bias: Watched | None, stacked: bool
     ) -> Any:
         """The outputs of a layer that reports; NotImplemented if it cannot."""
         level, samples, x, x_axis, axis, weight_axis = None, 1, call.input, None, None, None
@@ -390,11 +381,8 @@ class Intercept(TorchFunctionMode):
         One that cannot is given the weight itself, whose gradient is then refused.
         """
         listener = call.listener
-        if stacked and (
-            level is None
-            or not listener.stacked
-            or any(part and part.sample is not None for part in call.parts)
-        ):
+        one_by_one = stacked and any(part and part.sample is not None for part in call.parts)
+        if stacked and (level is None or one_by_one or not listener.stacked):
             reason = "is used inside a transform of torch.func that stacks no samples"
         elif not call.find_examples(self._attending):
             reason = f"is used on inputs {list(call.input.shape)} without an axis of examples"
@@ -406,7 +394,7 @@ class Intercept(TorchFunctionMode):
         self._reasons.update(dict.fromkeys(call.names, reason))
         return False
 
-    def _attention(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _attention(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Attention with its layers in sight: torch turns its examples to axis 1 before it calls it."""
         if functorch.peek_interpreter_stack() is None and not (self._watched and torch.is_grad_enabled()):
             return func(*args, **kwargs)
@@ -423,13 +411,13 @@ class Intercept(TorchFunctionMode):
         finally:
             self._attending = before
 
-    def _arange(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _arange(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if self._watched:
             self._aranges[id(out)] = out
         return out
 
-    def _broadcast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _broadcast(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._rows and len(args) == 2:
             own = [self._rows.get(id(each)) for each in args]
             args = [
@@ -440,7 +428,7 @@ class Intercept(TorchFunctionMode):
 
 
 # By operation of torch, who handles its calls; all others run as they are.
-_HANDLERS: dict[Any, Callable[[Intercept, Callable[..., Any], Sequence[Any], dict[str, Any]], Any]] = {
+_HANDLERS: dict[Any, Callable[[Intercept, Function, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(LAYERS, Intercept._layer),
     **dict.fromkeys(OPERATIONS, Intercept._operation),
     **dict.fromkeys((Tensor.backward, torch.autograd.backward), Intercept._backward),

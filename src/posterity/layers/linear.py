@@ -115,10 +115,5 @@ class StackedLinear(StackedLayer):
             back = torch.bmm(grad, weight)
             back = back if x.dim() == 3 else back.sum(0)
         rows = x.expand(len(grad), -1, -1)
-        return (
-            back,
-            StackedLayer.into_weight(ctx, lambda part: torch.bmm(grad[part].mT, rows[part])),
-            column_sums(grad) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+        into = StackedLayer.into_weight(ctx, lambda part: torch.bmm(grad[part].mT, rows[part]))
+        return back, into, column_sums(grad) if ctx.needs_input_grad[2] else None, None, None

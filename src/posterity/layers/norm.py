@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -33,11 +33,8 @@ class ByChannel(LayerCall):
 class BatchNorm(ByChannel):
     """What an example does to the batch's statistics is in ``grad`` already."""
 
-    # By the name of torch's own node: under which names it keeps the batch's mean and 1 / √(var + eps).
-    saved: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
-        ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "NativeBatchNormBackward0"),
-        ("_saved_result1", "_saved_result2"),
-    )
+    # Torch's own nodes that keep the batch's mean and 1 / √(var + eps) as their second and third results.
+    saved = ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "NativeBatchNormBackward0")
 
     input: Tensor
     running_mean: Tensor | None
@@ -51,15 +48,11 @@ class BatchNorm(ByChannel):
     def keep(self, out: Tensor) -> None:
         """Mean and 1 / √(var + eps) that inputs were normalised by, ``[C]`` or ``[K, C]``, if known."""
         self.statistics: tuple[Tensor, Tensor] | None = None
-        mean, var = self.running_mean, self.running_var
+        mean, var, node = self.running_mean, self.running_var, cast("Any", out.grad_fn)
         if not self.training and mean is not None and var is not None:
             self.statistics = front(mean), torch.rsqrt(front(var).to(wide_dtype(var.dtype)) + self.eps)
-        elif (
-            self.grad_axis is None
-            and (node := out.grad_fn) is not None
-            and (names := self.saved.get(node.name()))
-        ):
-            self.statistics = getattr(node, names[0]), getattr(node, names[1])
+        elif self.grad_axis is None and node is not None and node.name() in self.saved:
+            self.statistics = node._saved_result1, node._saved_result2
 
     def squares(self, x: Tensor, grad: Tensor, bias: bool) -> Found:
         """By a kernel, where it can be."""

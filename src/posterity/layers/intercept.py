@@ -238,9 +238,11 @@ class Intercept(TorchFunctionMode):
             raise
         finally:
             self._reasons.clear()
-        self._deliver(made, keep_graph)
+        if made:
+            self._deliver(made, keep_graph)
         self._unreported.clear()  # hooks on parameters hear of what is delivered
 
+    @torch.no_grad()
     def _deliver(self, made: Iterable[Watched], keep_graph: bool) -> None:
         """Give weights the gradients of their aliases.
 
@@ -257,8 +259,7 @@ class Intercept(TorchFunctionMode):
             if weight.grad is None:
                 weight.grad = alias.grad
             elif alias.grad is not None:
-                with torch.no_grad():
-                    weight.grad.add_(alias.grad)
+                weight.grad.add_(alias.grad)
             alias.grad = None
         if by_autograd:
             deliver(by_autograd, keep_graph)

@@ -73,9 +73,11 @@ def add_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 def hooks_of(tensor: Tensor) -> dict[Any, Callable[[Tensor], None]]:
     """The hooks on a tensor's gradient, to be changed without handles, which cost more than hooks."""
-    if tensor._backward_hooks is None:  # torch makes the place for them
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:  # torch makes the place for them
         tensor.register_hook(lambda _: None).remove()  # type: ignore[no-untyped-call]
-    return cast("dict[Any, Callable[[Tensor], None]]", tensor._backward_hooks)
+        hooks = tensor._backward_hooks
+    return hooks  # type: ignore[no-any-return]
 
 
 def has_hooks(tensor: Tensor, own: int) -> bool:

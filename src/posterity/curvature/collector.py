@@ -10,17 +10,16 @@ layers use has the sum of what they say in its terms.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Self, final
+from dataclasses import replace
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 
 from posterity.curvature.results import Curvature, Kronecker, NothingCollected, Uncollected
-from posterity.curvature.several import Report, added_squares, gathered, several_batches
+from posterity.curvature.several import Report, Run, added_squares, gathered, several_batches
 from posterity.layers import Intercept, LayerCall, Part
 from posterity.torch_private import graph_task_id
 
@@ -64,13 +63,8 @@ class Collector(ABC):
         self._intercept: Intercept | None = None
         self.refused: dict[str, str] = {}
         self.only: set[str] | None = None
-        # Names that the running backward pass has reported, those of the passes since sums were cleared in
-        # the last context, and whether there was any in it.
-        self.reported: set[str] = set()
-        self._passes: list[set[str]] = []
-        self._collected = False
         self._context: object = None  # of forward passes that may be differentiated
-        self._run = _Run(None)
+        self._run = Run(None)
         self.watch({} if params is None else params)
         self.clear()
 
@@ -93,7 +87,7 @@ class Collector(ABC):
         self.sums: dict[str, Tensor] = {}
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
-        self._passes = []
+        self._passes: list[set[str]] = []  # names that each backward pass of the last context has reported
         if self._intercept is None:  # inside, what a forward pass has shown is not forgotten
             self.refused.clear()
         # Squares of a backward pass that are not yet summed over examples, and reports of weights that
@@ -111,22 +105,21 @@ class Collector(ABC):
             )
         current = Intercept.current()
         self._intercept, self._joined = current or Intercept(), current is not None
-        self._context = object()
-        self._run, self.reported, self._passes, self._collected = _Run(self._context), set(), [], False
+        self._context, self._passes = object(), []
+        self._run, self._collected = Run(self._context), False  # whether there was a backward pass
+        self.reported: set[str] = set()  # by the running backward pass
         self._versions = [(tensor, tensor._version) for tensor, _ in self._watched if not tensor.is_leaf]
         self._intercept.listen(self, self._watched)
         if not self._joined:
             self._intercept.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         intercept = self._intercept
         assert intercept is not None
         try:
             if not self._joined:
-                intercept.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+                intercept.__exit__(kind, *error)  # type: ignore[no-untyped-call]
             intercept.leave(self, failed=kind is not None)
         finally:
             self._intercept = self._context = None
@@ -144,9 +137,8 @@ class Collector(ABC):
 
     def several(self) -> set[str]:
         """Names that several backward passes have reported since :meth:`clear`, in the last context."""
-        return {
-            name for names in self._passes for name in names if sum(map({name}.issubset, self._passes)) > 1
-        }
+        passes = Counter(name for names in self._passes for name in names)
+        return {name for name, count in passes.items() if count > 1}
 
     # What layers ask and report.
 
@@ -154,18 +146,13 @@ class Collector(ABC):
         """A layer is called."""
         run = self._run
         if run.begun:
-            run = self._run = _Run(self._context)
-        call.run, call.fresh, run.examples = run, True, call.examples
-        call.names = []
+            run = self._run = Run(self._context)
+        call.run, run.examples = run, call.examples
         for part in call.parts:
             if part is not None:
-                name = part.name
-                call.names.append(name)
-                if name in run.uses:
-                    run.uses[name].append(part)
-                    run.repeated = True
-                else:
-                    run.uses[name] = [part]
+                uses = run.uses.setdefault(part.name, [])
+                uses.append(part)
+                run.repeated = run.repeated or len(uses) > 1
 
     def seen_examples(self) -> int | None:
         """How many examples the last layer of this forward pass had."""
@@ -227,7 +214,7 @@ class Collector(ABC):
             return None
         return call.squares(x, grad, False).gradient
 
-    def _match(self, call: LayerCall, run: _Run) -> None:
+    def _match(self, call: LayerCall, run: Run) -> None:
         """Refuse examples that are not those of the layers that reported before."""
         if not call.examples:
             raise ValueError("a batch has no examples: leave it out")
@@ -261,7 +248,7 @@ class Collector(ABC):
             self._passes.append(self.reported)
             self.reported, self._collected = set(), True
         if self._run.begun:
-            self._run = _Run(self._context)
+            self._run = Run(self._context)
         if self._held:
             with torch.no_grad(), torch.autocast(self._held[0].grad.device.type, enabled=False):
                 self._add_held()
@@ -346,29 +333,35 @@ class Collector(ABC):
 
 
 @final
-@dataclass(eq=False)
-class _Run:
-    """A forward pass, as far as it is listened to.
+class Squares(Collector):
+    """Σ g_i²: the squares of single examples' gradients, for the diagonal of an empirical Fisher matrix.
 
-    Attributes:
-        context: In which it was run.
-        examples: In the layer that was called last.
-        uses: What layers use of each parameter.
-        repeated: Whether one has several uses.
-        begun: Samples whose backward pass has begun.
-        matched: Examples in the layers that have reported.
-        counted: Their axis, where a layer tells.
+    Exact for linear layers (over whatever positions they share their weight), convolutions, embeddings,
+    attention, and the scales and shifts of norms, biases included. Convolutions make the gradient from the
+    same products.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> squares = Squares(model)
+        >>> with squares:
+        ...     model(torch.randn(8, 3)).square().mean().backward()
+        >>> squares.sums["weight"].shape, squares.mean(batch_size=8)["bias"].shape
+        (torch.Size([2, 3]), torch.Size([2]))
     """
 
-    context: object
-    examples: int | None = None
-    uses: dict[str, list[Part]] = field(default_factory=dict)
-    repeated: bool = False
-    begun: set[int | None] = field(default_factory=set)
-    matched: int | None = None
-    counted: int | None = None
+    def mean(self, batch_size: int | None = None, samples: int = 1) -> dict[str, Tensor]:
+        """(1/B) Σ_i g_i² of the examples' own losses, averaged over weight samples, by name.
 
-    def several(self, part: Part) -> bool:
-        """Whether several layers use a part."""
-        uses = self.uses[part.name]
-        return len(uses) > 1 and sum(map(part.meets, uses)) > 1
+        Args:
+            batch_size: B, the examples that the loss was averaged over, of all passes together; if it is not
+                given, what the layers saw.
+            samples: K, weight samples behind the sums.
+        """
+        return self._mean(batch_size, samples).diagonal
+
+    def brings_gradient(self, call: LayerCall) -> bool:
+        """Whether report() gives the gradient of such a layer's weight."""
+        return call.brings_gradient
+
+    _take = Collector._add_squares

@@ -23,9 +23,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from posterity import noise
+from posterity.curvature.collector import Squares
 from posterity.curvature.factors import Factors
 from posterity.curvature.results import Curvature
-from posterity.curvature.squares import Squares
 from posterity.inputs import Inputs, Pick, called, tensor_of
 from posterity.layers import wide_dtype
 from posterity.names import NameFilter, select
@@ -93,14 +93,10 @@ def fisher(
         if seed is None:
             seed, step = noise.fresh()
         columns = list(_columns(out.detach(), y, kind, likelihood, draws, seed, step))
+        wanted = list(params.values())
         for number, column in enumerate(columns, 1):
-            torch.autograd.grad(
-                out,
-                list(params.values()),
-                column / len(out),
-                retain_graph=number < len(columns),
-                allow_unused=True,
-            )
+            keep = number < len(columns)
+            torch.autograd.grad(out, wanted, column / len(out), retain_graph=keep, allow_unused=True)
     found = Curvature({}, {})
     if collector.examples:
         mean = collector.mean(len(out))
@@ -218,30 +214,24 @@ def _columns(
 ) -> Iterator[Tensor]:
     """Gradients ``[B, C]`` of losses in the outputs, in single precision at least."""
     out = out if out.dtype == torch.float64 else out.float()
-    probs, classes = out.softmax(-1), out.shape[-1]
+    probs, classes, labels = out.softmax(-1), out.shape[-1], likelihood == "classification"
+    like: dict[str, Any] = {"dtype": out.dtype, "device": out.device}
     if y is not None:
-        yield probs - F.one_hot(y, classes) if likelihood == "classification" else out - y
+        yield probs - F.one_hot(y, classes) if labels else out - y
     elif kind == "exact":
-        for j, one in enumerate(torch.eye(classes, dtype=out.dtype, device=out.device)):
-            yield (
-                probs[:, j, None].sqrt() * (one - probs)
-                if likelihood == "classification"
-                else one.expand_as(out)
-            )
+        for j, one in enumerate(torch.eye(classes, **like)):
+            yield probs[:, j, None].sqrt() * (one - probs) if labels else one.expand_as(out)
     else:
-        shape = out.shape[:1] if likelihood == "classification" else out.shape
+        shape = out.shape[:1] if labels else out.shape
+        address: dict[str, Any] = {
+            "seed": seed,
+            "step": step,
+            "block": "labels",
+            "domain": noise.Domain.LABELS,
+        }
         for m in range(draws):
-            eps = noise.normal(
-                range(m, m + 1),
-                shape,
-                seed=seed,
-                step=step,
-                block="labels",
-                device=out.device,
-                dtype=out.dtype,
-                domain=noise.Domain.LABELS,
-            )[0]
-            if likelihood == "classification":
+            eps = noise.normal(range(m, m + 1), shape, **address, **like)[0]
+            if labels:
                 passed = probs.cumsum(-1) < torch.special.ndtr(eps)[:, None]
                 label = passed.sum(-1).clamp_max(classes - 1)
                 eps = probs - F.one_hot(label, classes)

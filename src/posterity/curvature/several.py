@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 from torch import Tensor
 
 from posterity.layers import LayerCall, Part, chunks
 from posterity.layers.calls import spread
 from posterity.layers.embedding import Embedding
+
+
+@final
+@dataclass(eq=False)
+class Run:
+    """A forward pass, as far as it is listened to.
+
+    Attributes:
+        context: In which it was run.
+        examples: In the layer that was called last.
+        uses: What layers use of each parameter.
+        repeated: Whether one has several uses.
+        begun: Samples whose backward pass has begun.
+        matched: Examples in the layers that have reported.
+        counted: Their axis, where a layer tells.
+    """
+
+    context: object
+    examples: int | None = None
+    uses: dict[str, list[Part]] = field(default_factory=dict)
+    repeated: bool = False
+    begun: set[int | None] = field(default_factory=set)
+    matched: int | None = None
+    counted: int | None = None
+
+    def several(self, part: Part) -> bool:
+        """Whether several layers use a part."""
+        uses = self.uses[part.name]
+        return len(uses) > 1 and sum(map(part.meets, uses)) > 1
 
 
 class Report(NamedTuple):

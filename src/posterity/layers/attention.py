@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, final
 
@@ -15,43 +16,36 @@ from posterity.torch_private import temporarily_pop_interpreter_stack
 
 
 @final
+@dataclass(eq=False)
 class Attention(Call):
     """Queries, keys and values ``[B, …, T, D]``; samples of a stack are more of the first axis.
 
     vmap's own way keeps statistics of the rows in a layout that torch's backward kernels refuse.
     """
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
-        self._texts, self._mask = (query, key, value), attn_mask
-        self._options: dict[str, Any] = {
-            "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa,
-        }  # fmt: skip
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """By torch's own kernels, outside vmap; masks of dropout differ from sample to sample, by vmap."""
-        level, query = level_of(*self._texts, self._mask), self._texts[0]
-        batch = {each.shape[0] for each in self._texts}
-        if level is None or self._options["dropout_p"] or query.dim() < 3 or len(batch) > 1:
+        texts, mask = (self.query, self.key, self.value), self.attn_mask
+        level, dims = level_of(*texts, mask), self.query.dim()
+        alike = {(each.dim(), each.shape[0]) for each in texts} == {(dims, self.query.shape[0])}
+        if level is None or self.dropout_p or dims < 3 or not alike:
             return NotImplemented
-        if {each.dim() for each in self._texts} != {query.dim()}:
-            return NotImplemented
-        samples = next(len(front(each)) for each in (*self._texts, self._mask) if batched(each))
+        samples = next(len(front(each)) for each in (*texts, mask) if batched(each))
         with temporarily_pop_interpreter_stack():
-            texts, mask = [_folded(each, samples, query) for each in self._texts], self._mask
-            if mask is not None and (batched(mask) or (mask.dim() == query.dim() and len(mask) > 1)):
-                mask = _folded(mask, samples, query)
-            query, key, value = texts
-            out = F.scaled_dot_product_attention(query, key, value, mask, **self._options)
+            if mask is not None and (batched(mask) or (mask.dim() == dims and len(mask) > 1)):
+                mask = _folded(mask, samples, self.query)
+            query, key, value = (_folded(each, samples, self.query) for each in texts)
+            options: dict[str, Any] = {"scale": self.scale, "enable_gqa": self.enable_gqa}
+            out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, self.is_causal, **options)
         return stack(out.view(samples, -1, *out.shape[1:]), level)
 
 

@@ -1,6 +1,6 @@
 """What one call of a known operation is: its arguments, and for a layer with weights what it reports.
 
-A class for each operation of torch is built from the call's own arguments, by their names and in their order.
+Each operation of torch has a dataclass whose fields are its arguments, by their names and in their order.
 Layers see inputs and gradients as ``[N, …]``: N examples, each once for every weight sample, samples outside.
 Inputs that all samples share have one row for each example.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -123,10 +125,9 @@ class LayerCall(Call, ABC):
     """A call of a layer with weights, and from its forward to its backward pass the hook that reports it.
 
     Attributes:
-        x: Its inputs; None if nothing will look at them.
-        weight: Its weight, if it has one.
-        bias: Its bias, if it has one.
-        leading: How many of the inputs' first axes may count examples; the first one does where it is 1.
+        input: Its inputs; None if nothing will look at them.
+        weight: Its weight, if it has one; None once it has run.
+        bias: Its bias, likewise.
         listener: Who is told.
         run: The forward pass that it is part of.
         parts: What the listener watches of weight and bias.
@@ -146,25 +147,13 @@ class LayerCall(Call, ABC):
 
     # Whether squares() brings the gradient too, so that autograd need not make it again.
     brings_gradient: ClassVar[bool] = False
-    x: Any
+    __match_args__: ClassVar[tuple[str, ...]]
+    input: Any
     weight: Tensor | None
-    bias: Tensor | None
-    leading: int
-    listener: Listener
+    bias: Tensor | None = None
+    alias: Tensor | None = None
+    fresh = True
     run: Any
-    parts: tuple[Part | None, Part | None]
-    names: list[str]
-    examples: int
-    axis: int
-    folded: bool
-    counted: int | None
-    samples: int
-    x_axis: int | None
-    grad_axis: int | None
-    from_data: bool
-    fresh: bool
-    version: int
-    alias: Tensor | None
 
     # What an operation says of itself.
 
@@ -172,9 +161,9 @@ class LayerCall(Call, ABC):
         """Whether what it reports would be right for these arguments."""
         return True
 
-    @abstractmethod
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's operation with the weights that it has."""
+    def leading(self) -> int:
+        """How many of the inputs' first axes may count examples; the first one does where it is 1."""
+        return 1
 
     def keep(self, out: Tensor) -> None:
         """Keep what else the report needs of the forward pass."""
@@ -209,6 +198,39 @@ class LayerCall(Call, ABC):
 
     # From the forward to the backward pass.
 
+    def listened(self, listener: Listener, parts: tuple[Part | None, Part | None], samples: int) -> None:
+        """A listener is to be told."""
+        self.listener, self.parts, self.samples = listener, parts, samples
+        self.names = [part.name for part in parts if part is not None]
+
+    def find_examples(self, attending: tuple[int, int | None] | None) -> bool:
+        """Find the axis of its examples, if it has one.
+
+        Args:
+            attending: Inside an attention layer how many examples there are, and their axis around it.
+        """
+        shape, leading = self.input.shape, self.leading()
+        if attending is None:
+            self.folded, self.axis = False, min(self.listener.batch_dim, leading - 1)
+            self.counted = self.axis if leading > 1 else None
+            self.examples = shape[self.axis] if leading else 0
+            return leading > 0
+        examples, self.counted = attending
+        self.folded, self.axis = len(shape) == 2, 1
+        self.examples = examples if self.folded else shape[1]
+        return True
+
+    def call(self, func: Callable[..., Any]) -> Any:
+        """Call torch's operation with the weights that it has."""
+        return func(*_arguments(type(self))(self))
+
+    def ran(self, x: Tensor, x_axis: int | None, out: Tensor, grad_axis: int | None) -> None:
+        """Keep what the report needs of the forward pass, with samples on these axes, and nothing else."""
+        self.version, self.from_data, self.x_axis, self.grad_axis = x._version, x.is_leaf, x_axis, grad_axis
+        self.keep(out)
+        self.input = None if self.parts[0] is None else x  # a bias has no need of inputs
+        self.weight = self.bias = None
+
     def __call__(self, grad: Tensor) -> None:
         """The hook on the layer's outputs."""
         into, alias = self.report(grad), self.alias
@@ -218,7 +240,7 @@ class LayerCall(Call, ABC):
 
     def report(self, grad: Tensor) -> Tensor | None:
         """Tell the listener of the gradient in the outputs; the weight's gradient, if it brings it."""
-        x = self.x
+        x = self.input
         if x is _FREED:
             raise RuntimeError(
                 "a backward pass comes a second time through a graph that was freed: pass retain_graph=True "
@@ -241,7 +263,7 @@ class LayerCall(Call, ABC):
             into = self.listener.report(self, x, grad)
         self.fresh = False
         if not keeps_graph():
-            self.x = _FREED
+            self.input = _FREED
         return into
 
     def rows(self, x: Tensor, samples_axis: int | None) -> Tensor:
@@ -266,6 +288,12 @@ class Multiplying(LayerCall):
     @abstractmethod
     def products(self, grad: Tensor) -> Tensor:
         """The gradients of its products, ``[O, N, T]``."""
+
+
+@cache
+def _arguments(kind: type[LayerCall]) -> Callable[[LayerCall], tuple[Any, ...]]:
+    """Reads the fields of such a call, in their order."""
+    return attrgetter(*kind.__match_args__)
 
 
 def chunks(numbers: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -6,7 +6,8 @@ examples' at a time are written out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, final
 
@@ -52,37 +53,31 @@ class Sizes(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class Conv(Multiplying):
     """``x [N, C, H, W]``, ``grad [N, O, P, Q]``; without heights if there is one axis."""
 
     brings_gradient = True
 
-    def __init__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, bias, int(input.dim() == weight.dim())
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+    def leading(self) -> int:
+        """Of pictures in a batch, one."""
+        return int(self.input.dim() == self.weight.dim())
 
     @property
     def matrix(self) -> bool:
         """Whether filters see all channels: flat, they are rows of a matrix."""
         return self.groups == 1
 
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        how = self.stride, self.padding, self.dilation, self.groups
-        return func(self.x, self.weight, self.bias, *how)
-
     def keep(self, out: Tensor) -> None:
         """Its sizes."""
-        assert self.weight is not None
         shape, how = self.weight.shape, (self.stride, self.padding, self.dilation)
         try:
             self.sizes = _sizes(shape, *how)
@@ -91,12 +86,11 @@ class Conv(Multiplying):
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """By kernels."""
-        x, weight, bias = self.x, self.weight, self.bias
+        x, weight, bias = self.input, self.weight, self.bias
         level = level_of(x, weight, bias)
         if (
             kernels is None
             or level is None
-            or weight is None
             or not batched(weight)
             or (self.groups, x.dim(), weight.dim()) != (1, 4, 4)
             or isinstance(self.padding, str)
@@ -205,15 +199,19 @@ def _sizes(shape: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> 
 
 def windows(x: Tensor, sizes: Sizes) -> Tensor:
     """What each output of a convolution sees of ``x [n, C, H, W]``: ``[C·R·S, n, P·Q]``."""
-    (down, across), (r, s) = sizes.padding, sizes.taps
+    seen = _windows(x, *sizes[:4])
+    return seen.permute(3, 4, 5, 0, 1, 2).reshape(seen[0, 0, 0].numel(), len(x), -1)
+
+
+def _windows(x: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """``[n, P, Q, C, R, S]`` in the memory of ``x [n, C, H, W]``, or of a copy with zeros around it."""
+    (down, across), (below, beside) = padding, dilation
     x = F.pad(x, (across, across, down, down)) if down or across else x
-    axes = zip(x.shape[2:], sizes.taps, sizes.stride, sizes.dilation, strict=True)
+    axes = zip(x.shape[2:], taps, stride, dilation, strict=True)
     p, q = ((size - d * (t - 1) - 1) // step + 1 for size, t, step, d in axes)
     n, c, h, w = x.stride()
-    (down, across), (below, beside) = sizes.stride, sizes.dilation
-    strides = (c, h * below, w * beside, n, h * down, w * across)
-    seen = x.as_strided((x.shape[1], r, s, len(x), p, q), strides, x.storage_offset())
-    return seen.reshape(x.shape[1] * r * s, len(x), p * q)
+    strides = (n, h * stride[0], w * stride[1], c, h * below, w * beside)
+    return x.as_strided((len(x), p, q, x.shape[1], *taps), strides, x.storage_offset())
 
 
 @final
@@ -244,27 +242,14 @@ class StackedConv2d(StackedLayer):
             own = x[part] if x.dim() == 5 else x
             return kernels.conv2d_weight_grad(own, grad[part], weight.shape[3:], *sizes)
 
-        return (
-            back,
-            StackedLayer.into_weight(ctx, into),
-            column_sums(grad.flatten(1, 3)) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-            None,
-        )
+        sums = column_sums(grad.flatten(1, 3)) if ctx.needs_input_grad[2] else None
+        return back, StackedLayer.into_weight(ctx, into), sums, None, None, None
 
 
 def _windows_last(x: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     """What each output of a convolution sees of ``x [B, H, W, C]``: ``[B, P, Q, C·R·S]`` and zeros."""
-    x = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
-    batch, *image, channels = x.shape
-    axes = [
-        (size - d * (t - 1) - 1) // s + 1 for size, t, s, d in zip(image, taps, stride, dilation, strict=True)
-    ]
-    b, h, w, c = x.stride()
-    steps = (b, h * stride[0], w * stride[1], c, h * dilation[0], w * dilation[1])
-    seen = x.as_strided((batch, *axes, channels, *taps), steps)
+    seen = _windows(x.movedim(-1, 1), taps, stride, padding, dilation)
     width = seen[0, 0, 0].numel()
-    out = x.new_zeros(batch, *axes, -(-width // 16) * 16)  # loads are wide for multiples of 16
+    out = x.new_zeros(*seen.shape[:3], -(-width // 16) * 16)  # loads are wide for multiples of 16
     out[..., :width].view(seen.shape).copy_(seen)
     return out

@@ -1,42 +1,60 @@
-"""``F.embedding``."""
+"""``F.embedding``, also of positions that all examples share.
+
+Such an embedding gives a leaf. An addition (or a difference, or a product) that is given this leaf and the
+examples' own rows gets, in its place, the rows expanded to all examples, whose gradients are reported. Any
+other use sends its gradient to the leaf, which is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from posterity.layers.calls import Found, LayerCall, chunks, spread, wide_dtype
+from posterity.layers.stacks import inside, samples_axis, stack
+from posterity.torch_private import add_hook, temporarily_pop_interpreter_stack
+
+_SHARED = (
+    "is used on positions that all examples share, other than by adding its rows to the examples' own (pass "
+    "positions [B, T])"
+)
+_ALIKE = (
+    "has a row for each example, which is added to all of them (make positions by torch.arange() in "
+    "forward(), or as [1, T])"
+)
 
 
 @final
+@dataclass(eq=False)
 class Embedding(LayerCall):
     """``x [N, T…]``, whole numbers, ``grad [N, T…, D]``."""
 
-    def __init__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, None, input.dim()
-        self.options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        self.count = len(weight)
-        self.padding = None if padding_idx is None else padding_idx % self.count
+    input: Tensor
+    weight: Tensor
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
 
     def known(self) -> bool:
         """Whether its gradients are neither sparse nor scaled."""
-        return not any(self.options[3:])
+        return not (self.scale_grad_by_freq or self.sparse)
 
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, self.weight, *self.options)
+    def leading(self) -> int:
+        """All axes."""
+        return self.input.dim()
+
+    def keep(self, out: Tensor) -> None:
+        """How many words there are, and which is padding."""
+        self.count = len(self.weight)
+        self.padding = None if self.padding_idx is None else self.padding_idx % self.count
 
     def squares(self, x: Tensor, grad: Tensor, bias: bool) -> Found:
         """A word that an example has several times has the sum of their gradients, s, and Σ_t g_t·s = s²."""
@@ -68,3 +86,72 @@ class Embedding(LayerCall):
         words = x.reshape(len(x), -1)
         own = grad.reshape(*words.shape, grad.shape[-1]).to(wide_dtype(grad.dtype))
         return words, own if self.padding is None else own * (words != self.padding)[..., None]
+
+
+class Rows(NamedTuple):
+    """The outputs of an embedding.
+
+    Attributes:
+        given: To the model.
+        out: As the embedding made them.
+        calls: Of the embedding, one for each listener.
+        shared: Whether all examples share them; else there is, perhaps, a row for each example.
+    """
+
+    given: Tensor
+    out: Tensor
+    calls: Sequence[LayerCall]
+    shared: bool
+
+
+def shares_positions(call: LayerCall, aranges: Mapping[int, Tensor]) -> bool:
+    """Whether all examples share the inputs of an embedding.
+
+    Args:
+        call: Of the embedding.
+        aranges: By id, what torch.arange() has made: it counts positions, not examples.
+    """
+    ids, examples = call.input, call.listener.seen_examples()
+    made = id(ids) in aranges or id(ids._base) in aranges
+    if call.counted is None:  # one axis alone
+        return made or (examples is not None and call.examples != examples)
+    return call.examples == 1 and (made or examples not in (None, 1))
+
+
+def shared_rows(
+    out: Tensor, calls: Sequence[LayerCall], level: int | None, refuse: Callable[[str, Tensor], None]
+) -> Rows:
+    """What such an embedding gives in the place of its outputs; gradients of that itself are refused."""
+    with nullcontext() if level is None else temporarily_pop_interpreter_stack():
+        leaf = inside(out).detach().requires_grad_()
+    add_hook(leaf, lambda grad: refuse(_SHARED, grad))
+    return Rows(leaf if level is None else stack(leaf, level, samples_axis(out)), out, calls, True)
+
+
+def told_apart(rows: Rows, other: Any) -> Tensor:
+    """What is added to another tensor in the place of rows that were given: those of all examples."""
+    one, out, calls, shared = rows
+    if not isinstance(other, Tensor):
+        return one
+    if not shared:
+        for call in calls if other.dim() > one.dim() else ():
+            call.listener.refuse(call.names, _ALIKE)
+        return one
+    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+    more = len(shape) - one.dim()
+    if any(call.counted is None and more <= call.listener.batch_dim for call in calls):
+        return one  # no axis for the examples
+    whole = out.expand(shape)
+    for call in calls:
+        each = copy(call)
+        each.axis = call.listener.batch_dim if call.counted is None else call.axis + more
+        each.examples, each.counted, each.grad_axis = shape[each.axis], each.axis, samples_axis(whole)
+        ids, samples = call.input, ()
+        if call.x_axis is not None:
+            ids = ids.movedim(call.x_axis, 0)
+            samples, each.x_axis = ids.shape[:1], 0
+        ids = ids.reshape(*samples, *[1] * more, *ids.shape[len(samples) :])
+        each.input, each.version = ids.expand(*samples, *shape[:-1]), ids._version
+        each.listener.begin(each)
+        add_hook(inside(whole), each)
+    return whole

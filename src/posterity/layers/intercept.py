@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -23,19 +23,18 @@ from torch.overrides import TorchFunctionMode
 from posterity.layers.attention import Attention, attention_forward
 from posterity.layers.calls import Call, LayerCall, Listener, Part, Sink
 from posterity.layers.conv import Conv
-from posterity.layers.embedding import Embedding
+from posterity.layers.embedding import Embedding, Rows, shared_rows, shares_positions, told_apart
 from posterity.layers.linear import Linear
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
-from posterity.layers.operations import CrossEntropy, MaxPool2d
 from posterity.layers.passes import Watched, deliver, leaves, tap
-from posterity.layers.positions import Positions
-from posterity.layers.stacks import inside, samples_axis, stack, stacking
+from posterity.layers.stacks import CrossEntropy, MaxPool2d, inside, samples_axis, stack, stacking
 from posterity.torch_private import (
     add_hook,
     any_autocast_enabled,
     function_modes,
     functorch,
     graph_task_id,
+    has_hooks,
     hooks_of,
     temporarily_pop_interpreter_stack,
     unsafe_view,
@@ -56,6 +55,7 @@ OPERATIONS: dict[Any, type[Call]] = {
     F.cross_entropy: CrossEntropy,
     F.scaled_dot_product_attention: Attention,
 }
+Function: TypeAlias = Callable[..., Any]
 _NOTHING = nullcontext()
 _UNREPORTED = "is used by an operation that is no known layer"
 
@@ -79,7 +79,8 @@ class Intercept(TorchFunctionMode):
         # While an attention layer runs: examples, and on which axis the model has them.
         self._attending: tuple[int, int | None] | None = None
         self._edgeless = False  # whether a layer has no edge to its weight's alias
-        self._positions = Positions()
+        self._aranges: dict[int, Tensor] = {}  # by id, what torch.arange() has made in this forward pass
+        self._rows: dict[int, Rows] = {}  # what embeddings have made, by the id of what they gave
 
     @staticmethod
     def current() -> Intercept | None:
@@ -87,11 +88,7 @@ class Intercept(TorchFunctionMode):
         return next((mode for mode in function_modes() if isinstance(mode, Intercept)), None)
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Most calls are none of ours, and this is all that they wait for.
         handle = _HANDLERS.get(func)
@@ -137,10 +134,9 @@ class Intercept(TorchFunctionMode):
 
     # Backward passes.
 
-    def _backward(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _backward(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self._watched:
-            func(*args, **kwargs)
-            return
+            return func(*args, **kwargs)
         kept: list[tuple[Tensor, Tensor | None]] = []
         if (given := kwargs.get("inputs")) is not None:
             given = (given,) if isinstance(given, Tensor) else tuple(given)
@@ -152,14 +148,14 @@ class Intercept(TorchFunctionMode):
             for leaf, _ in kept:
                 leaf.grad = None
             try:
-                func(*args, **kwargs)
+                return func(*args, **kwargs)
             finally:
                 for leaf, grad in kept:
                     leaf.grad = grad
                 if given is not None:
                     self._keep_grads(given)
 
-    def _grad(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _grad(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Gradients of watched inputs are those of their aliases."""
         if not self._watched:
             return func(*args, **kwargs)
@@ -222,11 +218,11 @@ class Intercept(TorchFunctionMode):
         """Refuse what no layer reported, let listeners add up, and deliver gradients."""
         unreported = list(self._unreported.values())
         self._forget()
-        for watched in self._watched.values():
-            if watched.alias.grad is not None:  # by a layer whose hook was lost
-                for listener, part in watched.parts.items():
-                    if part.name not in listener.reported:
-                        unreported.append((watched, _UNREPORTED))
+        made = [watched for watched in self._watched.values() if watched.alias.grad is not None]
+        for watched in made:
+            for listener, part in watched.parts.items():
+                if part.name not in listener.reported:  # by a layer whose hook was lost
+                    unreported.append((watched, _UNREPORTED))
         try:
             for listener in self._listeners:
                 reasons: dict[str, list[str]] = {}
@@ -242,8 +238,31 @@ class Intercept(TorchFunctionMode):
             raise
         finally:
             self._reasons.clear()
-        deliver(self._watched.values(), keep_graph)
+        if made:
+            self._deliver(made, keep_graph)
         self._unreported.clear()  # hooks on parameters hear of what is delivered
+
+    @torch.no_grad()
+    def _deliver(self, made: Iterable[Watched], keep_graph: bool) -> None:
+        """Give weights the gradients of their aliases.
+
+        Autograd takes twenty times as long for that as an assignment does: it is asked only where somebody
+        would notice, by hooks or in other processes, or where weights were made of others.
+        """
+        everyone = torch.distributed.is_available() and torch.distributed.is_initialized()
+        by_autograd = []
+        for watched in made:
+            weight, alias, _ = watched
+            if everyone or not weight.is_leaf or has_hooks(weight, own=1):
+                by_autograd.append(watched)
+                continue
+            if weight.grad is None:
+                weight.grad = alias.grad
+            elif alias.grad is not None:
+                weight.grad.add_(alias.grad)
+            alias.grad = None
+        if by_autograd:
+            deliver(by_autograd, keep_graph)
 
     def _drop(self) -> None:
         """Forget the gradients of a pass that failed."""
@@ -252,20 +271,21 @@ class Intercept(TorchFunctionMode):
 
     def _forget(self) -> None:
         self._unreported.clear()
-        self._positions.clear()
+        self._aranges.clear()
+        self._rows.clear()
         for listener in self._listeners:
             listener.only = None
 
     # Calls of layers.
 
-    def _operation(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _operation(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if functorch.peek_interpreter_stack() is not None:
             out = OPERATIONS[func](*args, **kwargs).stacked(self._sinks)
             if out is not NotImplemented:
                 return out
         return func(*args, **kwargs)
 
-    def _layer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _layer(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         stacked = functorch.peek_interpreter_stack() is not None
         listened = self._watched and torch.is_grad_enabled()
         if not stacked and not listened:
@@ -299,17 +319,13 @@ class Intercept(TorchFunctionMode):
         return next((part for each in there if (part := each.part(own, axis)) is not None), None)
 
     def _listened(
-        self,
-        func: Callable[..., Any],
-        call: LayerCall,
-        weight: Watched | None,
-        bias: Watched | None,
-        stacked: bool,
+        self, func: Function, call: LayerCall, weight: Watched | None, bias: Watched | None, stacked: bool
     ) -> Any:
         """The outputs of a layer that reports; NotImplemented if it cannot."""
-        level, samples, x, axis, weight_axis = None, 1, call.x, None, None
+        level, samples, x, x_axis, axis, weight_axis = None, 1, call.input, None, None, None
         if stacked:
-            (level, samples), x, weight_axis = stacking(), inside(x), samples_axis(call.weight)
+            (level, samples), x_axis, weight_axis = stacking(), samples_axis(x), samples_axis(call.weight)
+            x = inside(x)
         if not call.known() or id(x) in self._watched:
             return NotImplemented
         calls: list[LayerCall] = []
@@ -318,13 +334,12 @@ class Intercept(TorchFunctionMode):
             if parts == (None, None):
                 continue
             each = copy(call) if calls else call
-            each.listener, each.parts, each.samples = listener, parts, samples
+            each.listened(listener, parts, samples)
             if not self._reports(each, level, stacked):
                 return NotImplemented
             calls.append(each)
         brought = weight is not None and len(calls) == 1 and call.listener.brings_gradient(call)
-        shared = type(call) is Embedding and self._positions.shared(call.x, call)
-        x_axis = samples_axis(call.x) if stacked else None
+        shared = type(call) is Embedding and shares_positions(call, self._aranges)
         if weight is not None:
             own = weight.alias.detach() if brought else weight.alias
             call.weight = own if level is None else stack(own, level, weight_axis)
@@ -340,16 +355,15 @@ class Intercept(TorchFunctionMode):
             # What follows may change it in place, and a view's node would then be left out.
             y = unsafe_view(y, y.shape)
         for each in calls:
-            each.x = None if each.parts[0] is None else x  # a bias has no need of inputs
-            each.version, each.from_data, each.x_axis, each.grad_axis = x._version, x.is_leaf, x_axis, axis
-            each.keep(y)
-            each.weight = each.bias = each.alias = None
+            each.ran(x, x_axis, y, axis)
             if not shared:
                 each.listener.begin(each)
             if not (shared or brought):
                 add_hook(y, each)
         if weight is not None and shared:
-            return self._positions.share(out, calls, level, partial(self._unreport, weight))
+            rows = shared_rows(out, calls, level, partial(self._unreport, weight))
+            self._rows[id(rows.given)] = rows
+            return rows.given
         if weight is not None and brought:
             if stacked or not (y.requires_grad and weight.alias.is_leaf):
                 with temporarily_pop_interpreter_stack() if stacked else _NOTHING:
@@ -358,8 +372,8 @@ class Intercept(TorchFunctionMode):
                 call.alias, self._edgeless = weight.alias, True
                 add_hook(y, call)
         out = y if level is None else stack(y, level, axis)
-        if type(call) is Embedding and call.leading == 1:
-            self._positions.remember(out, calls)
+        if type(call) is Embedding and call.counted is None:  # a row for each example, as far as can be seen
+            self._rows[id(out)] = Rows(out, out, calls, False)
         return out
 
     def _reports(self, call: LayerCall, level: int | None, stacked: bool) -> bool:
@@ -368,32 +382,20 @@ class Intercept(TorchFunctionMode):
         One that cannot is given the weight itself, whose gradient is then refused.
         """
         listener = call.listener
-        if stacked and (
-            level is None
-            or not listener.stacked
-            or any(part and part.sample is not None for part in call.parts)
-        ):
+        one_by_one = stacked and any(part and part.sample is not None for part in call.parts)
+        if stacked and (level is None or one_by_one or not listener.stacked):
             reason = "is used inside a transform of torch.func that stacks no samples"
-        elif self._attending is None and call.leading < 1:
-            reason = f"is used on inputs {list(call.x.shape)} without an axis of examples"
+        elif not call.find_examples(self._attending):
+            reason = f"is used on inputs {list(call.input.shape)} without an axis of examples"
         elif graph_task_id() != -1:
-            names = [part.name for part in call.parts if part]
-            listener.refuse(names, "is used in a backward pass, as checkpointing does")
+            listener.refuse(call.names, "is used in a backward pass, as checkpointing does")
             return False
         else:
-            shape = call.x.shape
-            if self._attending is None:
-                call.folded, call.axis = False, min(listener.batch_dim, call.leading - 1)
-                call.examples, call.counted = shape[call.axis], call.axis if call.leading > 1 else None
-            else:
-                examples, call.counted = self._attending
-                call.folded, call.axis = len(shape) == 2, 1
-                call.examples = examples if call.folded else shape[1]
             return True
-        self._reasons.update({part.name: reason for part in call.parts if part})
+        self._reasons.update(dict.fromkeys(call.names, reason))
         return False
 
-    def _attention(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _attention(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Attention with its layers in sight: torch turns its examples to axis 1 before it calls it."""
         if functorch.peek_interpreter_stack() is None and not (self._watched and torch.is_grad_enabled()):
             return func(*args, **kwargs)
@@ -410,21 +412,24 @@ class Intercept(TorchFunctionMode):
         finally:
             self._attending = before
 
-    def _arange(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _arange(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if self._watched:
-            self._positions.count(out)
+            self._aranges[id(out)] = out
         return out
 
-    def _broadcast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._positions.rows and len(args) == 2:
-            one, other = args
-            args = self._positions.told_apart(one, other), self._positions.told_apart(other, one)
+    def _broadcast(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._rows and len(args) == 2:
+            own = [self._rows.get(id(each)) for each in args]
+            args = [
+                each if rows is None else told_apart(rows, other)
+                for each, rows, other in zip(args, own, reversed(args), strict=True)
+            ]
         return func(*args, **kwargs)
 
 
 # By operation of torch, who handles its calls; all others run as they are.
-_HANDLERS: dict[Any, Callable[[Intercept, Callable[..., Any], Sequence[Any], dict[str, Any]], Any]] = {
+_HANDLERS: dict[Any, Callable[[Intercept, Function, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(LAYERS, Intercept._layer),
     **dict.fromkeys(OPERATIONS, Intercept._operation),
     **dict.fromkeys((Tensor.backward, torch.autograd.backward), Intercept._backward),

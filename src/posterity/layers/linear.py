@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -18,27 +19,27 @@ _FEW_ROWS = 512
 
 
 @final
+@dataclass(eq=False)
 class Linear(Multiplying):
     """``x [N, T…, I]``, ``grad [N, T…, O]``."""
 
-    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, bias, input.dim() - 1
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
 
     def known(self) -> bool:
         """Whether its weight is a matrix."""
-        return self.weight is not None and self.weight.dim() == 2
+        return self.weight.dim() == 2
 
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, self.weight, self.bias)
+    def leading(self) -> int:
+        """All axes but that of the features."""
+        return self.input.dim() - 1
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """As one product of stacks."""
-        x, weight, bias = self.x, self.weight, self.bias
+        x, weight, bias = self.input, self.weight, self.bias
         level = level_of(x, weight, bias)
-        if level is None or weight is None or not batched(weight):
-            return NotImplemented
-        if weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
+        if level is None or not batched(weight) or weight.dim() != 2 or x.shape[-1] != weight.shape[-1]:
             return NotImplemented
         rows, w, b, low = operands(x, weight, bias)
         # Inputs that all samples share stay one matrix.
@@ -52,9 +53,9 @@ class Linear(Multiplying):
         if grad.dim() == 2:
             own = (grad if grad.dtype is wide else grad.to(wide)).square()
             shift = own.sum(0) if bias else None
-            if len(x) != len(grad):  # what all samples share is multiplied once
+            if x.shape[0] != grad.shape[0]:  # what all samples share is multiplied once
                 own = own.view(self.samples, -1, own.shape[1]).sum(0)
-            return Found(own.mT @ (x if x.dtype is wide else x.to(wide)).square(), shift)
+            return Found(torch.mm(own.t(), (x if x.dtype is wide else x.to(wide)).square()), shift)
         if kernels is None or not kernels.multiplies(grad):
             return super().squares(x, grad, bias)
         # A convolution by one tap, over a picture of one row.
@@ -114,10 +115,5 @@ class StackedLinear(StackedLayer):
             back = torch.bmm(grad, weight)
             back = back if x.dim() == 3 else back.sum(0)
         rows = x.expand(len(grad), -1, -1)
-        return (
-            back,
-            StackedLayer.into_weight(ctx, lambda part: torch.bmm(grad[part].mT, rows[part])),
-            column_sums(grad) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+        into = StackedLayer.into_weight(ctx, lambda part: torch.bmm(grad[part].mT, rows[part]))
+        return back, into, column_sums(grad) if ctx.needs_input_grad[2] else None, None, None

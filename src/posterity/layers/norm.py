@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -28,50 +29,30 @@ class ByChannel(LayerCall):
 
 
 @final
+@dataclass(eq=False)
 class BatchNorm(ByChannel):
     """What an example does to the batch's statistics is in ``grad`` already."""
 
-    # By the name of torch's own node: under which names it keeps the batch's mean and 1 / √(var + eps).
-    saved: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
-        ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "NativeBatchNormBackward0"),
-        ("_saved_result1", "_saved_result2"),
-    )
+    # Torch's own nodes that keep the batch's mean and 1 / √(var + eps) as their second and third results.
+    saved = ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "NativeBatchNormBackward0")
 
-    def __init__(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, bias, 1
-        self.running, self.training, self.momentum, self.eps = (
-            (running_mean, running_var),
-            training,
-            momentum,
-            eps,
-        )
-
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, *self.running, self.weight, self.bias, self.training, self.momentum, self.eps)
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
     def keep(self, out: Tensor) -> None:
         """Mean and 1 / √(var + eps) that inputs were normalised by, ``[C]`` or ``[K, C]``, if known."""
         self.statistics: tuple[Tensor, Tensor] | None = None
-        mean, var = self.running
+        mean, var, node = self.running_mean, self.running_var, cast("Any", out.grad_fn)
         if not self.training and mean is not None and var is not None:
             self.statistics = front(mean), torch.rsqrt(front(var).to(wide_dtype(var.dtype)) + self.eps)
-        elif (
-            self.grad_axis is None
-            and (node := out.grad_fn) is not None
-            and (names := self.saved.get(node.name()))
-        ):
-            self.statistics = getattr(node, names[0]), getattr(node, names[1])
+        elif self.grad_axis is None and node is not None and node.name() in self.saved:
+            self.statistics = node._saved_result1, node._saved_result2
 
     def squares(self, x: Tensor, grad: Tensor, bias: bool) -> Found:
         """By a kernel, where it can be."""
@@ -106,7 +87,7 @@ class BatchNorm(ByChannel):
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
         """By kernels in training; else as one product and sum."""
-        input, (running_mean, running_var) = self.x, self.running
+        input, running_mean, running_var = self.input, self.running_mean, self.running_var
         level = level_of(input, running_mean, running_var, self.weight, self.bias)
         x = channels_last(input) if level is not None and batched(input) else None
         rows = input.numel() // input.shape[1] if input.dim() > 1 else 0
@@ -120,7 +101,7 @@ class BatchNorm(ByChannel):
             scale = scale if self.weight is None else self.weight * scale
             shift = -running_mean * scale if self.bias is None else self.bias - running_mean * scale
             return torch.addcmul(shift.view(shape), input, scale.view(shape)).to(input.dtype)
-        if any(each is not None and not batched(each) for each in self.running):
+        if any(each is not None and not batched(each) for each in (running_mean, running_var)):
             return NotImplemented
         affine = [None if each is None else front(each) for each in (self.weight, self.bias)]
         flat = x.reshape(len(x), -1, x.shape[-1])
@@ -133,32 +114,23 @@ class BatchNorm(ByChannel):
 
 
 @final
+@dataclass(eq=False)
 class LayerNorm(LayerCall):
     """``x [N, T…, *shape]``."""
 
-    def __init__(
-        self,
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = (
-            input,
-            weight,
-            bias,
-            input.dim() - len(normalized_shape),
-        )
-        self.shape, self.eps = tuple(normalized_shape), eps
+    input: Tensor
+    normalized_shape: Sequence[int]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
 
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, self.shape, self.weight, self.bias, self.eps)
+    def leading(self) -> int:
+        """All axes but those that are normalised."""
+        return self.input.dim() - len(self.normalized_shape)
 
     def prepared(self, x: Tensor) -> Tensor:
         """Normalised inputs."""
-        return F.layer_norm(x.to(wide_dtype(x.dtype)), self.shape, eps=self.eps)
+        return F.layer_norm(x.to(wide_dtype(x.dtype)), self.normalized_shape, eps=self.eps)
 
     def terms(self, x: Tensor, grad: Tensor) -> Tensor:
         """Of normalised inputs, summed over positions."""
@@ -166,31 +138,23 @@ class LayerNorm(LayerCall):
 
     def bias_terms(self, grad: Tensor) -> Tensor:
         """Sums over positions."""
-        return grad.reshape(len(grad), -1, *self.shape).sum(1, dtype=wide_dtype(grad.dtype))
+        return grad.reshape(len(grad), -1, *self.normalized_shape).sum(1, dtype=wide_dtype(grad.dtype))
 
 
 @final
+@dataclass(eq=False)
 class GroupNorm(ByChannel):
     """``x [N, C, T…]``."""
 
-    def __init__(
-        self,
-        input: Tensor,
-        num_groups: int,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> None:
-        self.x, self.weight, self.bias, self.leading = input, weight, bias, 1
-        self.groups, self.eps = num_groups, eps
-
-    def call(self, func: Callable[..., Any]) -> Any:
-        """Call torch's."""
-        return func(self.x, self.groups, self.weight, self.bias, self.eps)
+    input: Tensor
+    num_groups: int
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
 
     def prepared(self, x: Tensor) -> Tensor:
         """Normalised inputs."""
-        return F.group_norm(x.to(wide_dtype(x.dtype)), self.groups, eps=self.eps)
+        return F.group_norm(x.to(wide_dtype(x.dtype)), self.num_groups, eps=self.eps)
 
 
 @final

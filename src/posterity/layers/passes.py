@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posterity.layers.calls import LayerCall, Listener, Part
 from posterity.layers.stacks import rows_of
-from posterity.torch_private import DisableTorchFunction, fast_apply, has_hooks
+from posterity.torch_private import DisableTorchFunction, fast_apply
 
 
 class Watched(NamedTuple):
@@ -107,33 +107,17 @@ def leaves(outputs: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-@torch.no_grad()
-def deliver(all_watched: Iterable[Watched], keep_graph: bool) -> None:
-    """Give weights the gradients that their aliases have.
-
-    Autograd takes twenty times as long for that as an assignment does: it is asked only where somebody would
-    notice, by hooks or in other processes, or where weights were made of others.
+def deliver(all_watched: Sequence[Watched], keep_graph: bool) -> None:
+    """Let autograd give weights the gradients that their aliases have.
 
     Args:
         all_watched: Weights and aliases.
         keep_graph: Whether the graph that made weights of others is to serve again.
     """
-    weights, grads = [], []
-    everyone = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for weight, alias, _ in all_watched:
-        grad = alias.grad
-        if grad is None:
-            continue
-        alias.grad = None
-        if everyone or not weight.is_leaf or has_hooks(weight, own=1):
-            weights.append(weight)
-            grads.append(grad)
-        elif weight.grad is None:
-            weight.grad = grad
-        else:
-            weight.grad.add_(grad)
-    if weights:
-        with torch.enable_grad(), DisableTorchFunction():
-            root = _Deliver.apply(grads, *weights)  # type: ignore[no-untyped-call]
-            del grads, grad
-            torch.autograd.backward(root, retain_graph=keep_graph)
+    grads = [each.alias.grad for each in all_watched]
+    for each in all_watched:
+        each.alias.grad = None
+    with torch.enable_grad(), DisableTorchFunction():
+        root = _Deliver.apply(grads, *(each.tensor for each in all_watched))  # type: ignore[no-untyped-call]
+        del grads
+        torch.autograd.backward(root, retain_graph=keep_graph)

@@ -1,4 +1,4 @@
-"""Tensors as vmap has stacked them, and what autograd functions of whole stacks share.
+"""Tensors as vmap has stacked them, what autograd functions of whole stacks share, and those without weights.
 
 These see K weight samples at once, forward and backward. They take stacked tensors as they lie in memory,
 samples first and channels last.
@@ -6,12 +6,15 @@ samples first and channels last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard, final
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from posterity.layers.calls import Call, Sink
 from posterity.noise import kernels
 from posterity.torch_private import functorch
 
@@ -154,3 +157,103 @@ def channels_last(input: Tensor) -> Tensor | None:
 def pair(size: Any) -> tuple[int, int]:
     """A size for both axes of a picture."""
     return (size, size) if isinstance(size, int) else (size[0], size[-1])
+
+
+@final
+@dataclass(eq=False)
+class MaxPool2d(Call):
+    """``x [B, C, H, W]``."""
+
+    input: Tensor
+    kernel_size: Any
+    stride: Any = None
+    padding: Any = 0
+    dilation: Any = 1
+    ceil_mode: bool = False
+    return_indices: bool = False
+
+    def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
+        """By kernels."""
+        level, kernel = level_of(self.input), pair(self.kernel_size)
+        x = channels_last(self.input) if level is not None and self.input.dim() == 4 else None
+        sizes = pair(self.stride or kernel), pair(self.padding), pair(self.dilation), self.ceil_mode
+        if level is None or x is None or self.return_indices or not kernels.pools(kernel, *sizes):
+            return NotImplemented
+        out = StackedMaxPool2d.apply(x.flatten(0, 1), kernel)  # type: ignore[no-untyped-call]
+        return stack(out.view(*x.shape[:2], *out.shape[1:]).movedim(-1, 2), level)
+
+
+@final
+class StackedMaxPool2d(Stacked):
+    """``x [N, H, W, C]`` → ``[N, P, Q, C]``, by windows that do not overlap."""
+
+    @staticmethod
+    def forward(x: Tensor, kernel: tuple[int, int]) -> Any:
+        return kernels.max_pool2d(x, kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.kernel = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return kernels.max_pool2d_grad(x, grad.contiguous(), ctx.kernel), None
+
+
+@final
+@dataclass(eq=False)
+class CrossEntropy(Call):
+    """The mean loss of logits ``[B, C]`` and labels ``[B]``, with nothing else asked for."""
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = None
+    ignore_index: int = -100
+    reduce: bool | None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
+        """By a kernel."""
+        input, target = self.input, self.target
+        level, asked = level_of(input, target), (self.weight, self.size_average, self.reduce)
+        if (
+            kernels is None
+            or level is None
+            or any(each is not None for each in asked)
+            or (self.reduction, self.label_smoothing) != ("mean", 0.0)
+            or not batched(input)
+            or not input.is_cuda
+            or input.dtype not in FLOATS
+            or (input.dim(), target.dim(), target.dtype) != (2, 1, torch.int64)
+        ):
+            return NotImplemented
+        loss, _ = StackedCrossEntropy.apply(front(input), front(target), self.ignore_index)  # type: ignore[no-untyped-call]
+        return stack(loss, level)
+
+
+@final
+class StackedCrossEntropy(Stacked):
+    """Mean loss of every sample, ``[K]``, of logits ``[K, B, C]``."""
+
+    @staticmethod
+    def forward(logits: Tensor, target: Tensor, ignore_index: int) -> Any:
+        return kernels.cross_entropy(logits, target, ignore_index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
+        (slope,) = ctx.saved_tensors
+        return (slope * grad[:, None, None]).to(slope.dtype), None, None

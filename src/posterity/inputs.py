@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from operator import itemgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from posterity import buffers
 
+T = TypeVar("T")
 Inputs: TypeAlias = Any
 # A key or attribute, an index, or a function.
 Pick: TypeAlias = str | int | Callable[[Any], Any]
@@ -69,6 +70,21 @@ def pairs(data: Any, batch_size: int) -> Iterator[tuple[Inputs, Any]]:
         if length(x) != len(y):
             raise ValueError(f"a batch has {length(x)} inputs and {len(y)} targets: give one for each")
         yield from batches((x, y), batch_size) if whole else [(x, y)]
+
+
+def shown(parts: Iterable[T], doing: str) -> Iterable[T]:
+    """The same parts, such as batches, with a progress bar that says what is being done to them.
+
+    Example:
+        >>> list(shown([1, 2], "counting"))
+        [1, 2]
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError("a progress bar needs rich: pip install 'posterity[lab]'") from error
+    return track(parts, description=doing, console=Console(stderr=True))
 
 
 def separated(batch: Any) -> tuple[Inputs, Any]:
@@ -154,10 +170,10 @@ def tensor_of(result: Any, output: Pick | None = None) -> Tensor:
         >>> tensor_of((torch.ones(2), torch.zeros(3)), output=1)
         tensor([0., 0., 0.])
     """
-    if isinstance(result, Mapping):
-        found = result.get("logits", result) if output is None else picked(result, output)
-    elif output is not None:
+    if output is not None:
         found = picked(result, output)
+    elif isinstance(result, Mapping):
+        found = result.get("logits", result)
     else:
         found = result if isinstance(result, Tensor) else getattr(result, "logits", result)
     if not isinstance(found, Tensor):

@@ -91,10 +91,9 @@ def ece(probs: Tensor, target: Tensor, bins: int = 15) -> float:
         >>> round(ece(torch.tensor([[0.8, 0.2]]), torch.tensor([0])), 4)
         0.2
     """
-    return _mean(
-        (table.count / len(target) * (table.confidence - table.accuracy).abs()).nansum()
-        for table in (reliability(p, target, bins) for p in _checked(probs, target))
-    )
+    tables = [reliability(each, target, bins) for each in _checked(probs, target)]
+    gaps = [(table.count * (table.confidence - table.accuracy).abs()).nansum() for table in tables]
+    return float(torch.stack(gaps).mean() / len(target))
 
 
 def reliability(probs: Tensor, target: Tensor, bins: int = 15) -> Reliability:
@@ -171,10 +170,6 @@ def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     # torchmetrics squashes scores outside [0, 1] by a sigmoid, which ties large ones; ranks are safe.
     ranks = torch.unique(scores, return_inverse=True)[1].double() / len(scores)
     return ranks, labels
-
-
-def _mean(values: Any) -> float:
-    return float(torch.stack(list(values)).mean())
 
 
 def _functional() -> Any:

@@ -197,9 +197,10 @@ def chosen(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
 def checked(out: Tensor, y: Tensor | None, likelihood: Likelihood) -> Tensor:
     """The outputs, if they, and targets if there are any, are what the likelihood takes."""
     classes = likelihood == "classification"
-    if not isinstance(out, Tensor) or out.dim() != 2 or not len(out) or out.shape[1] <= classes:
-        shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"the model must give outputs [B, C], for two classes or more, not {shape}")
+    if out.dim() != 2 or not len(out) or out.shape[1] <= classes:
+        raise ValueError(
+            f"the model must give outputs [B, C], for two classes or more, not {list(out.shape)}"
+        )
     if y is None:
         return out
     if y.shape != (out.shape[:1] if classes else out.shape):
@@ -230,17 +231,8 @@ def _columns(
             )
     else:
         shape = out.shape[:1] if likelihood == "classification" else out.shape
-        for m in range(draws):
-            eps = noise.normal(
-                range(m, m + 1),
-                shape,
-                seed=seed,
-                step=step,
-                block="labels",
-                device=out.device,
-                dtype=out.dtype,
-                domain=noise.Domain.LABELS,
-            )[0]
+        at: dict[str, Any] = {"block": "labels", "domain": noise.Domain.LABELS, "seed": seed, "step": step}
+        for eps in noise.normal(range(draws), shape, device=out.device, dtype=out.dtype, **at):
             if likelihood == "classification":
                 passed = probs.cumsum(-1) < torch.special.ndtr(eps)[:, None]
                 label = passed.sum(-1).clamp_max(classes - 1)

@@ -64,10 +64,10 @@ def linearised(
     if isinstance(model, Variational):
         model = model.module
     posterior.check(model)
-    own = {name: p.detach() for name, p in model.named_parameters()}
-    mean = {name: each.to(own[name].dtype) for name, each in posterior.mean().items()}
-    drawn = posterior.sample(samples, seed=seed)
-    shifts = {name: (each - posterior.mean()[name]).to(own[name].dtype) for name, each in drawn.items()}
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    centre, drawn = posterior.mean(), posterior.sample(samples, seed=seed)
+    mean = {name: each.to(dtypes[name]) for name, each in centre.items()}
+    shifts = {name: (each - centre[name]).to(dtypes[name]) for name, each in drawn.items()}
 
     def outputs(batch: Inputs) -> Tensor:
         args, kwargs = arguments(moved(batch, model))

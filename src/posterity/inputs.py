@@ -44,10 +44,13 @@ def is_loader(x: Inputs) -> bool:
 def batches(x: Inputs, batch_size: int, pick: Pick | None = None) -> Iterator[Inputs]:
     """Inputs in batches; of a loader's batches what ``pick`` picks, or else all but the targets."""
     if is_loader(x):
+        found = None
         for batch in x:
             found = separated(batch)[0] if pick is None else picked(batch, pick)
             length(found)
             yield found
+        if found is None:
+            raise ValueError("the loader gave no batch: pass one that is not at its end")
     elif pick is not None:
         raise TypeError(f"inputs= picks from the batches of a loader, and x is a {type(x).__name__}")
     else:
@@ -148,6 +151,16 @@ def mapped(x: Inputs, function: Callable[[Any], Any]) -> Inputs:
     return function(x) if _is_array(x) else x
 
 
+def one_each(outputs: Tensor, x: Inputs) -> Tensor:
+    """Networks' outputs ``[S, B, ...]``, if there is one for each input."""
+    if outputs.shape[1:2] != (length(x),):
+        raise ValueError(
+            f"the model gave outputs {list(outputs.shape[1:])} for a batch of {length(x)} inputs: it must "
+            "keep them on axis 0, and a single input x is given as x[None]"
+        )
+    return outputs
+
+
 def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of the model's call."""
     if isinstance(x, Mapping):
@@ -188,9 +201,13 @@ def picked(whole: Any, pick: Pick) -> Any:
     """One part of a batch or an output, by key or attribute, by index, or by a function."""
     if callable(pick):
         return pick(whole)
-    if isinstance(pick, str) and not isinstance(whole, Mapping):
-        return getattr(whole, pick)
-    return whole[pick]
+    try:
+        return (
+            getattr(whole, pick) if isinstance(pick, str) and not isinstance(whole, Mapping) else whole[pick]
+        )
+    except (AttributeError, LookupError, TypeError) as error:
+        has = f" with {', '.join(map(repr, whole))}" if isinstance(whole, Mapping) else ""
+        raise ValueError(f"there is no {pick!r} to pick from a {type(whole).__name__}{has}") from error
 
 
 @contextmanager

@@ -144,6 +144,9 @@ def fpr95(inside: Tensor, outside: Tensor) -> float:
 
 def _checked(probs: Tensor, target: Tensor) -> Tensor:
     """``[S, B, C]``, after refusing what is not probabilities of these targets."""
+    for given in (probs, target):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"metrics take tensors, such as prediction.probs, not a {type(given).__name__}")
     if probs.dim() not in (2, 3) or target.dim() != 1 or probs.shape[-2] != len(target):
         raise ValueError(
             f"probs must be [B, C] or [S, B, C] with targets [B], not {tuple(probs.shape)} and "

@@ -12,7 +12,18 @@ from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from posterity.inputs import Inputs, Pick, arguments, batches, called, is_loader, moved, shown, undisturbed
+from posterity.inputs import (
+    Inputs,
+    Pick,
+    arguments,
+    batches,
+    called,
+    is_loader,
+    moved,
+    one_each,
+    shown,
+    undisturbed,
+)
 from posterity.mc import How, chunks, run
 from posterity.posterior.base import Networks
 from posterity.variational import Variational
@@ -219,7 +230,7 @@ def predict(
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):
         raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
-    if not isinstance(source, Predictive):
+    if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
         raise TypeError(f"a {type(source).__name__} gives no networks: pass a posterior or MCDropout()")
     source.check(models[0])
     samples = len(models) if posterior is None else samples
@@ -242,9 +253,8 @@ def predict(
         read_once = ((rows, part) for part in numbered for rows in some)
         order = read_once if is_loader(x) else list(product(some, numbered))
         for rows, (step, batch) in shown(order, "predicting") if progress else order:
-            outputs[rows].append(networks(rows)(partial(run_batch, batch), step))
-    if not outputs[some[0]]:
-        raise ValueError("the loader gave no batch: pass one that is not at its end")
+            found = networks(rows)(partial(run_batch, batch), step)
+            outputs[rows].append(one_each(found, batch))
     whole = torch.cat([torch.cat(each, dim=1) for each in outputs.values()])
     return Prediction(whole, mode, class_dim, binary)
 

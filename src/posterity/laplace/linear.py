@@ -13,7 +13,7 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posterity import buffers
-from posterity.inputs import Inputs, Pick, arguments, batches, moved, undisturbed
+from posterity.inputs import Inputs, Pick, arguments, batches, moved, one_each, undisturbed
 from posterity.mc import one_pass
 from posterity.posterior import Posterior
 from posterity.predict import Prediction, check_call
@@ -61,6 +61,8 @@ def linearised(
         torch.Size([40, 3])
     """
     check_call(x, samples, batch_size)
+    if not isinstance(posterior, Posterior):
+        raise TypeError(f"linearised() needs a posterior over weights, not a {type(posterior).__name__}")
     if isinstance(model, Variational):
         model = model.module
     posterior.check(model)
@@ -80,7 +82,8 @@ def linearised(
             at_mean, moved = cast("tuple[Tensor, Tensor]", jvp(network, (mean,), (shift,)))
             return at_mean + moved
 
-        return vmap(network_along, chunk_size=chunk, randomness="different")(shifts)
+        found = vmap(network_along, chunk_size=chunk, randomness="different")(shifts)
+        return one_each(found, batch)
 
     with torch.no_grad(), undisturbed(model), _differentiable(), warnings.catch_warnings():
         # torch's own, when it first reads its forward derivatives.

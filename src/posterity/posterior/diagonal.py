@@ -47,7 +47,13 @@ class DiagonalGaussian(Leaf):
             raise TypeError(f"means must be floating-point numbers, not {mean.dtype}: pass mean.float()")
         super().__init__(mean.shape, keep)
         self._trainable = trainable
-        spread = torch.as_tensor(std, dtype=mean.dtype, device=mean.device).detach().expand(mean.shape)
+        spread = torch.as_tensor(std, dtype=mean.dtype, device=mean.device).detach()
+        try:
+            spread = spread.expand(mean.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"std of shape {tuple(spread.shape)} does not broadcast to means of shape {tuple(mean.shape)}"
+            ) from None
         alive = spread if self.keep is None else spread[self.keep]
         lowest_allowed = "greater than 0" if trainable else "0 or more"
         if not bool(torch.isfinite(alive).all()) or bool(

@@ -102,6 +102,8 @@ def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density
     """What p says of one of q's blocks, in the block's shape."""
     if isinstance(p, Density):
         return p
+    if not hasattr(p, "block"):
+        raise TypeError(f"a {type(p).__name__} is no prior: pass a posterior, a Density or ByName of them")
     if not q.joined:
         return cast("Leaf | Density", p.block(name))
     held = p.block(name) if isinstance(p, Factorised) and name in p.tensors else None

@@ -91,6 +91,11 @@ class Factorised(Posterior):
 
     def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One value per weight, given by tensor, by block: the inverse of :meth:`split`."""
+        for name, shape in self.shapes().items():
+            if name not in values:
+                raise KeyError(f"{name!r} is missing: give values of every tensor of the posterior")
+            if (given := values[name].shape)[len(given) - len(shape) :] != shape:
+                raise ValueError(f"{name!r} has shape {tuple(given)}, and the posterior's is {tuple(shape)}")
         return {
             block: leaf.join([values[name] for name in self.tensors[block]])
             for block, leaf in self.blocks.items()
@@ -117,9 +122,6 @@ class Factorised(Posterior):
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """Log-density of the given weights, summed over them; leading dimensions are kept."""
-        missing = [name for names in self.tensors.values() for name in names if name not in params]
-        if missing:
-            raise KeyError(f"log_prob needs every block's weights; {missing[0]!r} is missing")
         values = self.join(params)
         return torch.stack([leaf.log_prob(values[block]) for block, leaf in self.blocks.items()]).sum(0)
 
@@ -146,9 +148,12 @@ class Factorised(Posterior):
         metadata = {_FORMAT: json.dumps({"version": _VERSION, "blocks": config})}
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
-        # Written by Python, so that the file has the permissions of any other.
-        partial.write_bytes(save(tensors, metadata))
-        os.replace(partial, target)
+        try:
+            # Written by Python, so that the file has the permissions of any other.
+            partial.write_bytes(save(tensors, metadata))
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Factorised:

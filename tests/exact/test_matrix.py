@@ -306,6 +306,8 @@ def test_bad_blocks_are_refused() -> None:
         MatrixGaussian((torch.zeros(3, 2), torch.zeros(2)), eye, eye)
     with pytest.raises(ValueError, match="same first dimension"):
         MatrixGaussian(torch.zeros(()), eye, eye)
+    with pytest.raises(TypeError, match="means must be floating-point numbers"):
+        MatrixGaussian(torch.zeros(3, 3, dtype=torch.int64), eye, eye)
     with pytest.raises(ValueError, match=r"columns must have shape \(2, 2\), not \(3, 3\)"):
         MatrixGaussian(torch.zeros(3, 2), eye, eye)
     for wrong in (eye + 1, -eye, eye * torch.nan, torch.zeros(3, 3)):

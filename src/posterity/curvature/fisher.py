@@ -221,7 +221,7 @@ def _columns(
     out = out if out.dtype == torch.float64 else out.float()
     probs, classes = out.softmax(-1), out.shape[-1]
     if y is not None:
-        yield probs - F.one_hot(y, classes) if likelihood == "classification" else out - y
+        yield probs - F.one_hot(y.long(), classes) if likelihood == "classification" else out - y
     elif kind == "exact":
         for j, one in enumerate(torch.eye(classes, dtype=out.dtype, device=out.device)):
             yield (

@@ -110,9 +110,8 @@ def fit(
             x, y = moved(pair, model)
             out = checked(called(model, x, output), y, likelihood)
             how: Kind = kind or ("exact" if out.shape[1] <= _FEW_OUTPUTS else "mc")
-            labels = y.long() if likelihood == "classification" else y
             try:
-                seen = labels if how == "empirical" else None
+                seen = y if how == "empirical" else None
                 sums.add(out, y, fisher(model, x, seen, kind=how, step=step, **options))
             except Uncollected as error:
                 raise RuntimeError(

@@ -96,7 +96,7 @@ class DiagonalGaussian(Leaf):
 
     def pruned(self, keep: Tensor) -> Self:
         """The same distribution with the weights outside ``keep`` removed: mean and std zero."""
-        keep = keep if self.keep is None else keep & self.keep
+        keep = keep & self.kept
         return type(self)(self.loc.detach() * keep, self.std(), trainable=self._trainable, keep=keep)
 
     def config(self) -> dict[str, Any]:

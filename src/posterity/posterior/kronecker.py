@@ -126,7 +126,7 @@ class KroneckerGaussian(Leaf):
 
     def pruned(self, keep: Tensor) -> Self:
         """The marginal of the weights in ``keep``; the others are zero."""
-        keep = keep if self.keep is None else keep & self.keep
+        keep = keep & self.kept
         mean = self.split(torch.where(keep, self.loc, 0.0))
         return type(self)(mean, *(getattr(self, name) for name in self.parts), keep=keep)
 

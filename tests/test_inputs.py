@@ -237,7 +237,7 @@ def test_inputs_that_cannot_be_used_are_refused() -> None:
     assert net.training
 
 
-def test_outputs_without_one_row_per_input_are_refused() -> None:
+def test_outputs_that_lose_the_batch_are_refused() -> None:
     net, pooled = Net(), Net(lambda out: out.mean(0))
     q = BGD(net).posterior()
     for call in (predict, laplace.linearised):
@@ -245,6 +245,13 @@ def test_outputs_without_one_row_per_input_are_refused() -> None:
             call(net, q, X[0])
         with pytest.raises(ValueError, match=r"outputs \[3\] for a batch of 10 inputs"):
             call(pooled, q, X)
+
+
+def test_outputs_may_have_several_rows_per_input() -> None:
+    net = Net(lambda out: out.repeat_interleave(2, 0))
+    q = BGD(net).posterior()
+    for call in (predict, laplace.linearised):
+        assert call(net, q, X, samples=3).samples.shape == (3, 20, 3)
 
 
 def test_a_loader_at_its_end_is_refused() -> None:

@@ -151,9 +151,10 @@ def mapped(x: Inputs, function: Callable[[Any], Any]) -> Inputs:
     return function(x) if _is_array(x) else x
 
 
-def one_each(outputs: Tensor, x: Inputs) -> Tensor:
-    """Networks' outputs ``[S, B, ...]``, if there is one for each input."""
-    if outputs.shape[1:2] != (length(x),):
+def rows_of(outputs: Tensor, x: Inputs) -> Tensor:
+    """Networks' outputs ``[S, B, ...]``, if each input has its rows: one, or several such as its tokens."""
+    rows = outputs.shape[1] if outputs.dim() > 1 else 0
+    if rows == 0 or rows % length(x):
         raise ValueError(
             f"the model gave outputs {list(outputs.shape[1:])} for a batch of {length(x)} inputs: it must "
             "keep them on axis 0, and a single input x is given as x[None]"

@@ -20,7 +20,7 @@ from posterity.inputs import (
     called,
     is_loader,
     moved,
-    one_each,
+    rows_of,
     shown,
     undisturbed,
 )
@@ -254,7 +254,7 @@ def predict(
         order = read_once if is_loader(x) else list(product(some, numbered))
         for rows, (step, batch) in shown(order, "predicting") if progress else order:
             found = networks(rows)(partial(run_batch, batch), step)
-            outputs[rows].append(one_each(found, batch))
+            outputs[rows].append(rows_of(found, batch))
     whole = torch.cat([torch.cat(each, dim=1) for each in outputs.values()])
     return Prediction(whole, mode, class_dim, binary)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -242,9 +242,9 @@ def _columns(
 
 def _check(kind: str, structure: str, likelihood: str, fallback: str | None, draws: int, chunk: int) -> None:
     for name, value, known in (
-        ("kind", kind, ("empirical", "mc", "exact")),
-        ("structure", structure, ("diagonal", "kronecker")),
-        ("likelihood", likelihood, ("classification", "regression")),
+        ("kind", kind, get_args(Kind)),
+        ("structure", structure, get_args(Structure)),
+        ("likelihood", likelihood, get_args(Likelihood)),
         ("fallback", fallback, (None, "vmap")),
     ):
         if value not in known:

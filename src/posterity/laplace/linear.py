@@ -13,7 +13,7 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posterity import buffers
-from posterity.inputs import Inputs, Pick, arguments, batches, moved, one_each, undisturbed
+from posterity.inputs import Inputs, Pick, arguments, batches, moved, rows_of, undisturbed
 from posterity.mc import one_pass
 from posterity.posterior import Posterior
 from posterity.predict import Prediction, check_call
@@ -83,7 +83,7 @@ def linearised(
             return at_mean + moved
 
         found = vmap(network_along, chunk_size=chunk, randomness="different")(shifts)
-        return one_each(found, batch)
+        return rows_of(found, batch)
 
     with torch.no_grad(), undisturbed(model), _differentiable(), warnings.catch_warnings():
         # torch's own, when it first reads its forward derivatives.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
-from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from posterity.posterior.base import Networks
 from posterity.variational import Variational
 
 Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
-MODES: tuple[Mode, ...] = ("average", "mean", "single", "vote")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @runtime_checkable

@@ -32,8 +32,7 @@ MAY_IMPORT = {
     "train": {"torch_private", "buffers", "layers", "mc", "noise", "optim"},
     "variational": {"torch_private", "names", "noise", "posterior", "mc"},
     "dropout": {"noise", "posterior"},
-    "progress": set(),
-    "predict": {"inputs", "mc", "posterior", "progress", "variational"},
+    "predict": {"inputs", "mc", "posterior", "variational"},
     "laplace": {
         "buffers",
         "curvature",
@@ -42,7 +41,6 @@ MAY_IMPORT = {
         "names",
         "posterior",
         "predict",
-        "progress",
         "variational",
     },
 }

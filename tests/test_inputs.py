@@ -237,6 +237,44 @@ def test_inputs_that_cannot_be_used_are_refused() -> None:
     assert net.training
 
 
+def test_outputs_that_lose_the_batch_are_refused() -> None:
+    net, pooled = Net(), Net(lambda out: out.mean(0))
+    q = BGD(net).posterior()
+    for call in (predict, laplace.linearised):
+        with pytest.raises(ValueError, match=r"outputs \[3\] for a batch of 4 inputs: .* given as x\[None\]"):
+            call(net, q, X[0])
+        with pytest.raises(ValueError, match=r"outputs \[3\] for a batch of 10 inputs"):
+            call(pooled, q, X)
+
+
+def test_outputs_may_have_several_rows_per_input() -> None:
+    net = Net(lambda out: out.repeat_interleave(2, 0))
+    q = BGD(net).posterior()
+    for call in (predict, laplace.linearised):
+        assert call(net, q, X, samples=3).samples.shape == (3, 20, 3)
+
+
+def test_a_loader_at_its_end_is_refused() -> None:
+    net = Net()
+    q = BGD(net).posterior()
+    for call in (
+        lambda: predict(net, q, iter([])),
+        lambda: laplace.linearised(net, q, iter([])),
+        lambda: run(net, q.sample(2), iter([])),
+    ):
+        with pytest.raises(ValueError, match="the loader gave no batch: pass one that is not at its end"):
+            call()
+
+
+def test_a_pick_that_is_not_there_is_refused() -> None:
+    net = Net(lambda out: {"scores": out})
+    q = BGD(net).posterior()
+    with pytest.raises(ValueError, match="there is no 'logit' to pick from a dict with 'scores'"):
+        predict(net, q, X, output="logit")
+    with pytest.raises(ValueError, match="there is no 2 to pick from a tuple"):
+        predict(net, q, iter([(X, Y)]), inputs=2)
+
+
 def test_a_fallback_needs_one_tensor() -> None:
     class Unreported(Net):
         def forward(self, first: Tensor, second: Tensor | None = None, *, scale: Tensor | None = None) -> Any:

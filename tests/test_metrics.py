@@ -120,3 +120,10 @@ def test_nll_of_a_prediction_does_not_saturate() -> None:
     assert metrics.nll(Prediction(logits, "single"), wrong) == pytest.approx(250.0)
     with pytest.raises(ValueError, match=r"labels|target"):
         metrics.nll(Prediction(logits), torch.tensor([5]))
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"metrics take tensors, such as prediction.probs, not a Prediction"):
+        metrics.accuracy(Prediction(PROBS.log()), TARGET)
+    with pytest.raises(TypeError, match=r"metrics take tensors, .* not a ndarray"):
+        metrics.nll(PROBS, TARGET.numpy())

@@ -146,6 +146,10 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict([model, model], x)
     with pytest.raises(TypeError, match="a Tensor gives no networks: pass a posterior or MCDropout"):
         posterity.predict(model, x, x)
+    with pytest.raises(TypeError, match="a type gives no networks: pass a posterior or MCDropout"):
+        posterity.predict(model, posterity.MCDropout, x)
+    with pytest.raises(TypeError, match=r"linearised\(\) needs a posterior over weights, not a MCDropout"):
+        posterity.laplace.linearised(model, posterity.MCDropout(), x)
     with pytest.raises(ValueError, match="one model and its posterior, or a list of models alone, not 2"):
         posterity.predict([model, model], q, x)
     with pytest.raises(ValueError, match="the loader gave no batch"):

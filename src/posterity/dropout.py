@@ -66,10 +66,13 @@ class MCDropout:
 
         def masked(run: Run, step: int) -> Tensor:
             drawn: list[Tensor] = []
-            with _masks_of(model) as ran, _borrowed() as generators:
+            # torch's dropout draws from these. There are none of CUDA before it is used, and
+            # torch.manual_seed() would also seed devices that are not in use, for good.
+            gpus = torch.cuda.default_generators
+            with _masks_of(model) as ran, torch.random.fork_rng(range(len(gpus))):
                 for sample in samples:
                     key = noise.address(seed, step, sample, "dropout", domain=noise.Domain.DROPOUT)
-                    for generator in generators:
+                    for generator in (torch.default_generator, *gpus):
                         generator.manual_seed(key)
                     drawn.append(run(model, {}))
             if not ran:
@@ -182,16 +185,3 @@ def _masks_of(model: nn.Module) -> Iterator[set[nn.Module]]:
         for layer, hook, training in zip(layers, hooks, before, strict=True):
             layer.training = training
             hook.remove()
-
-
-@contextmanager
-def _borrowed() -> Iterator[list[torch.Generator]]:
-    """torch's own generators, from which its dropout draws; put back afterwards."""
-    # One by one: torch.manual_seed would also seed devices that are not in use, for good.
-    generators = [torch.default_generator, *torch.cuda.default_generators]
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield generators
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

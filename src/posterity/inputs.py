@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from operator import itemgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from posterity import buffers
 
+T = TypeVar("T")
 Inputs: TypeAlias = Any
 # A key or attribute, an index, or a function.
 Pick: TypeAlias = str | int | Callable[[Any], Any]
@@ -43,10 +44,13 @@ def is_loader(x: Inputs) -> bool:
 def batches(x: Inputs, batch_size: int, pick: Pick | None = None) -> Iterator[Inputs]:
     """Inputs in batches; of a loader's batches what ``pick`` picks, or else all but the targets."""
     if is_loader(x):
+        found = None
         for batch in x:
             found = separated(batch)[0] if pick is None else picked(batch, pick)
             length(found)
             yield found
+        if found is None:
+            raise ValueError("the loader gave no batch: pass one that is not at its end")
     elif pick is not None:
         raise TypeError(f"inputs= picks from the batches of a loader, and x is a {type(x).__name__}")
     else:
@@ -69,6 +73,21 @@ def pairs(data: Any, batch_size: int) -> Iterator[tuple[Inputs, Any]]:
         if length(x) != len(y):
             raise ValueError(f"a batch has {length(x)} inputs and {len(y)} targets: give one for each")
         yield from batches((x, y), batch_size) if whole else [(x, y)]
+
+
+def shown(parts: Iterable[T], doing: str) -> Iterable[T]:
+    """The same parts, such as batches, with a progress bar that says what is being done to them.
+
+    Example:
+        >>> list(shown([1, 2], "counting"))
+        [1, 2]
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError("a progress bar needs rich: pip install 'posterity[lab]'") from error
+    return track(parts, description=doing, console=Console(stderr=True))
 
 
 def separated(batch: Any) -> tuple[Inputs, Any]:
@@ -132,6 +151,17 @@ def mapped(x: Inputs, function: Callable[[Any], Any]) -> Inputs:
     return function(x) if _is_array(x) else x
 
 
+def rows_of(outputs: Tensor, x: Inputs) -> Tensor:
+    """Networks' outputs ``[S, B, ...]``, if each input has its rows: one, or several such as its tokens."""
+    rows = outputs.shape[1] if outputs.dim() > 1 else 0
+    if rows == 0 or rows % length(x):
+        raise ValueError(
+            f"the model gave outputs {list(outputs.shape[1:])} for a batch of {length(x)} inputs: it must "
+            "keep them on axis 0, and a single input x is given as x[None]"
+        )
+    return outputs
+
+
 def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of the model's call."""
     if isinstance(x, Mapping):
@@ -154,10 +184,10 @@ def tensor_of(result: Any, output: Pick | None = None) -> Tensor:
         >>> tensor_of((torch.ones(2), torch.zeros(3)), output=1)
         tensor([0., 0., 0.])
     """
-    if isinstance(result, Mapping):
-        found = result.get("logits", result) if output is None else picked(result, output)
-    elif output is not None:
+    if output is not None:
         found = picked(result, output)
+    elif isinstance(result, Mapping):
+        found = result.get("logits", result)
     else:
         found = result if isinstance(result, Tensor) else getattr(result, "logits", result)
     if not isinstance(found, Tensor):
@@ -172,9 +202,13 @@ def picked(whole: Any, pick: Pick) -> Any:
     """One part of a batch or an output, by key or attribute, by index, or by a function."""
     if callable(pick):
         return pick(whole)
-    if isinstance(pick, str) and not isinstance(whole, Mapping):
-        return getattr(whole, pick)
-    return whole[pick]
+    try:
+        return (
+            getattr(whole, pick) if isinstance(pick, str) and not isinstance(whole, Mapping) else whole[pick]
+        )
+    except (AttributeError, LookupError, TypeError) as error:
+        has = f" with {', '.join(map(repr, whole))}" if isinstance(whole, Mapping) else ""
+        raise ValueError(f"there is no {pick!r} to pick from a {type(whole).__name__}{has}") from error
 
 
 @contextmanager

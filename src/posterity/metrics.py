@@ -91,10 +91,9 @@ def ece(probs: Tensor, target: Tensor, bins: int = 15) -> float:
         >>> round(ece(torch.tensor([[0.8, 0.2]]), torch.tensor([0])), 4)
         0.2
     """
-    return _mean(
-        (table.count / len(target) * (table.confidence - table.accuracy).abs()).nansum()
-        for table in (reliability(p, target, bins) for p in _checked(probs, target))
-    )
+    tables = [reliability(each, target, bins) for each in _checked(probs, target)]
+    gaps = [(table.count * (table.confidence - table.accuracy).abs()).nansum() for table in tables]
+    return float(torch.stack(gaps).mean() / len(target))
 
 
 def reliability(probs: Tensor, target: Tensor, bins: int = 15) -> Reliability:
@@ -145,6 +144,9 @@ def fpr95(inside: Tensor, outside: Tensor) -> float:
 
 def _checked(probs: Tensor, target: Tensor) -> Tensor:
     """``[S, B, C]``, after refusing what is not probabilities of these targets."""
+    for given in (probs, target):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"metrics take tensors, such as prediction.probs, not a {type(given).__name__}")
     if probs.dim() not in (2, 3) or target.dim() != 1 or probs.shape[-2] != len(target):
         raise ValueError(
             f"probs must be [B, C] or [S, B, C] with targets [B], not {tuple(probs.shape)} and "
@@ -171,10 +173,6 @@ def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     # torchmetrics squashes scores outside [0, 1] by a sigmoid, which ties large ones; ranks are safe.
     ranks = torch.unique(scores, return_inverse=True)[1].double() / len(scores)
     return ranks, labels
-
-
-def _mean(values: Any) -> float:
-    return float(torch.stack(list(values)).mean())
 
 
 def _functional() -> Any:

@@ -7,19 +7,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
-from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from posterity.inputs import Inputs, Pick, arguments, batches, is_loader, moved, undisturbed
-from posterity.mc import How, chunks, one_pass, run
-from posterity.posterior.base import Networks, Run
-from posterity.progress import shown
+from posterity.inputs import (
+    Inputs,
+    Pick,
+    arguments,
+    batches,
+    called,
+    is_loader,
+    moved,
+    rows_of,
+    shown,
+    undisturbed,
+)
+from posterity.mc import How, chunks, run
+from posterity.posterior.base import Networks
 from posterity.variational import Variational
 
 Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
-MODES: tuple[Mode, ...] = ("average", "mean", "single", "vote")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @runtime_checkable
@@ -220,7 +230,7 @@ def predict(
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):
         raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
-    if not isinstance(source, Predictive):
+    if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
         raise TypeError(f"a {type(source).__name__} gives no networks: pass a posterior or MCDropout()")
     source.check(models[0])
     samples = len(models) if posterior is None else samples
@@ -228,15 +238,11 @@ def predict(
     # The same networks for one batch after another.
     networks = lru_cache(maxsize=1)(partial(source.networks, models[0], seed=seed))
 
-    def ready(batch: Inputs) -> Run:
-        def run_batch(model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
-            args, kwargs = arguments(batch)
-            if weights:
-                return run(model, weights, *args, how=how, output=output, **kwargs)
-            args, kwargs = moved((args, kwargs), model)
-            return one_pass(model, {}, {}, args, kwargs, output)[None]
-
-        return run_batch
+    def run_batch(batch: Inputs, model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+        if not weights:
+            return called(model, moved(batch, model), output)[None]
+        args, kwargs = arguments(batch)
+        return run(model, weights, *args, how=how, output=output, **kwargs)
 
     some: list[range | None] = [None] if mode == "mean" else [*chunks(samples, chunk)]
     outputs: dict[range | None, list[Tensor]] = {rows: [] for rows in some}
@@ -247,9 +253,8 @@ def predict(
         read_once = ((rows, part) for part in numbered for rows in some)
         order = read_once if is_loader(x) else list(product(some, numbered))
         for rows, (step, batch) in shown(order, "predicting") if progress else order:
-            outputs[rows].append(networks(rows)(ready(batch), step))
-    if not outputs[some[0]]:
-        raise ValueError("the loader gave no batch: pass one that is not at its end")
+            found = networks(rows)(partial(run_batch, batch), step)
+            outputs[rows].append(rows_of(found, batch))
     whole = torch.cat([torch.cat(each, dim=1) for each in outputs.values()])
     return Prediction(whole, mode, class_dim, binary)
 

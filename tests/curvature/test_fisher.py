@@ -283,3 +283,11 @@ def test_the_fallback_holds_no_graph() -> None:
     found = fisher(Twice(), torch.randn(5, 4), fallback="vmap").diagonal
     assert {name: value.requires_grad for name, value in found.items()} == dict.fromkeys(found, False)
     assert sorted(found) == ["head.bias", "head.weight", "inner.bias", "inner.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_labels_of_any_whole_number_type(dtype: torch.dtype) -> None:
+    model, x = problem()
+    y = torch.arange(len(x)) % 3
+    found, expected = (fisher(model, x, labels, kind="empirical").diagonal for labels in (y.to(dtype), y))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -306,6 +306,8 @@ def test_bad_blocks_are_refused() -> None:
         MatrixGaussian((torch.zeros(3, 2), torch.zeros(2)), eye, eye)
     with pytest.raises(ValueError, match="same first dimension"):
         MatrixGaussian(torch.zeros(()), eye, eye)
+    with pytest.raises(TypeError, match="means must be floating-point numbers"):
+        MatrixGaussian(torch.zeros(3, 3, dtype=torch.int64), eye, eye)
     with pytest.raises(ValueError, match=r"columns must have shape \(2, 2\), not \(3, 3\)"):
         MatrixGaussian(torch.zeros(3, 2), eye, eye)
     for wrong in (eye + 1, -eye, eye * torch.nan, torch.zeros(3, 3)):
@@ -349,3 +351,12 @@ def test_inverse_roots_of_matrices_of_any_sizes_come_in_their_order(monkeypatch:
             exact = torch.linalg.inv(matrix + shift * torch.eye(len(matrix)).double())
             torch.testing.assert_close(root @ root.mT, exact)
             assert not root.triu(1).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_density_in_half_precision(dtype: torch.dtype) -> None:
+    mean, value = torch.zeros(2, 3), torch.ones(2, 3)
+    wide, half = (MatrixGaussian(mean.to(d), torch.eye(2), torch.eye(3)) for d in (mean.dtype, dtype))
+    torch.testing.assert_close(
+        half.log_prob(value.to(dtype)).float(), wide.log_prob(value), rtol=0.01, atol=0
+    )

@@ -219,3 +219,20 @@ def test_a_rule_takes_over_its_moments() -> None:
     opt = BGD(nn.Linear(4, 3).double(), std_init=0.1)
     opt.load_posterior(q)
     torch.testing.assert_close(opt.posterior().std()["weight"], q.std()["weight"].detach())
+
+
+def test_weights_of_other_shapes_or_too_few_are_refused() -> None:
+    q = BGD(nn.Linear(3, 2)).posterior()
+    with pytest.raises(KeyError, match="'bias' is missing: give values of every tensor"):
+        kl(q, ScaleMixture(), weights={"weight": torch.zeros(1, 2, 3)})
+    with pytest.raises(ValueError, match=r"'weight' has shape \(3,\), and the posterior's is \(2, 3\)"):
+        q.log_prob({"weight": torch.zeros(3), "bias": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"std of shape \(3,\) does not broadcast to means of shape \(2,\)"):
+        DiagonalGaussian(torch.zeros(2), torch.ones(3))
+
+
+def test_a_failed_save_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        BGD(nn.Linear(3, 2)).posterior().save(tmp_path / "folder")
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -193,9 +193,10 @@ def chosen(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
 def checked(out: Tensor, y: Tensor | None, likelihood: Likelihood) -> Tensor:
     """The outputs, if they, and targets if there are any, are what the likelihood takes."""
     classes = likelihood == "classification"
-    if not isinstance(out, Tensor) or out.dim() != 2 or not len(out) or out.shape[1] <= classes:
-        shape = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"the model must give outputs [B, C], for two classes or more, not {shape}")
+    if out.dim() != 2 or not len(out) or out.shape[1] <= classes:
+        raise ValueError(
+            f"the model must give outputs [B, C], for two classes or more, not {list(out.shape)}"
+        )
     if y is None:
         return out
     if y.shape != (out.shape[:1] if classes else out.shape):
@@ -217,20 +218,14 @@ def _columns(
     probs, classes, labels = out.softmax(-1), out.shape[-1], likelihood == "classification"
     like: dict[str, Any] = {"dtype": out.dtype, "device": out.device}
     if y is not None:
-        yield probs - F.one_hot(y, classes) if labels else out - y
+        yield probs - F.one_hot(y.long(), classes) if labels else out - y
     elif kind == "exact":
         for j, one in enumerate(torch.eye(classes, **like)):
             yield probs[:, j, None].sqrt() * (one - probs) if labels else one.expand_as(out)
     else:
         shape = out.shape[:1] if labels else out.shape
-        address: dict[str, Any] = {
-            "seed": seed,
-            "step": step,
-            "block": "labels",
-            "domain": noise.Domain.LABELS,
-        }
-        for m in range(draws):
-            eps = noise.normal(range(m, m + 1), shape, **address, **like)[0]
+        at: dict[str, Any] = {"block": "labels", "domain": noise.Domain.LABELS, "seed": seed, "step": step}
+        for eps in noise.normal(range(draws), shape, **at, **like):
             if labels:
                 passed = probs.cumsum(-1) < torch.special.ndtr(eps)[:, None]
                 label = passed.sum(-1).clamp_max(classes - 1)
@@ -240,9 +235,9 @@ def _columns(
 
 def _check(kind: str, structure: str, likelihood: str, fallback: str | None, draws: int, chunk: int) -> None:
     for name, value, known in (
-        ("kind", kind, ("empirical", "mc", "exact")),
-        ("structure", structure, ("diagonal", "kronecker")),
-        ("likelihood", likelihood, ("classification", "regression")),
+        ("kind", kind, get_args(Kind)),
+        ("structure", structure, get_args(Structure)),
+        ("likelihood", likelihood, get_args(Likelihood)),
         ("fallback", fallback, (None, "vmap")),
     ):
         if value not in known:

@@ -13,7 +13,6 @@ from torch import Tensor
 from posterity.curvature import Curvature, Kronecker
 from posterity.curvature.fisher import Likelihood
 from posterity.posterior import DiagonalGaussian, EigenGaussian, Factorised, Leaf
-from posterity.posterior.factorised import Key
 
 Prior: TypeAlias = float | Literal["marginal", "marginal-by-block"]
 
@@ -121,10 +120,9 @@ class Laplace:
 
     def posterior(self) -> Factorised:
         """q: means at the trained weights, precision N F / τ + δ."""
-        blocks: dict[Key, Leaf] = {
-            each.tensors: each.leaf(self.prior_precision[name]) for name, each in self.spectra.items()
-        }
-        return Factorised(blocks)
+        return Factorised(
+            {each.tensors: each.leaf(self.prior_precision[name]) for name, each in self.spectra.items()}
+        )
 
     @property
     def log_evidence(self) -> float:

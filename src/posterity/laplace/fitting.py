@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
-from posterity.inputs import Inputs, Pick, called, moved, pairs, undisturbed
+from posterity.inputs import Inputs, Pick, called, moved, pairs, shown, undisturbed
 from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
 from posterity.names import NameFilter
 from posterity.predict import Prediction, predict
-from posterity.progress import shown
 from posterity.variational import Variational
 
 # An exact Fisher matrix is one backward pass for each output: up to here it is the default.
@@ -112,11 +110,14 @@ def fit(
             x, y = moved(pair, model)
             out = checked(called(model, x, output), y, likelihood)
             how: Kind = kind or ("exact" if out.shape[1] <= _FEW_OUTPUTS else "mc")
-            labels = y.long() if likelihood == "classification" else y
-            with _advised():
-                seen = labels if how == "empirical" else None
-                found = fisher(model, x, seen, kind=how, step=step, **options)
-            sums.add(out, y, found)
+            try:
+                seen = y if how == "empirical" else None
+                sums.add(out, y, fisher(model, x, seen, kind=how, step=step, **options))
+            except Uncollected as error:
+                raise RuntimeError(
+                    f"{error.reason}, from which no curvature can be collected: leave it out by names=, or "
+                    "pass fallback='vmap'"
+                ) from error
         if not sums.examples:
             raise ValueError("the loader gave no batch: pass the training data, not an iterator at its end")
         result = sums.result(params, kind == "empirical", noise_variance, temperature, num_data)
@@ -153,15 +154,3 @@ def _check(likelihood: str, noise_variance: float | None, temperature: float, **
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-
-
-@contextmanager
-def _advised() -> Iterator[None]:
-    """What a collector refuses, with what to do about it here."""
-    try:
-        yield
-    except Uncollected as error:
-        raise RuntimeError(
-            f"{error.reason}, from which no curvature can be collected: leave it out by names=, or pass "
-            "fallback='vmap'"
-        ) from error

@@ -13,7 +13,7 @@ from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posterity import buffers
-from posterity.inputs import Inputs, Pick, arguments, batches, moved, undisturbed
+from posterity.inputs import Inputs, Pick, arguments, batches, moved, rows_of, undisturbed
 from posterity.mc import one_pass
 from posterity.posterior import Posterior
 from posterity.predict import Prediction, check_call
@@ -61,13 +61,15 @@ def linearised(
         torch.Size([40, 3])
     """
     check_call(x, samples, batch_size)
+    if not isinstance(posterior, Posterior):
+        raise TypeError(f"linearised() needs a posterior over weights, not a {type(posterior).__name__}")
     if isinstance(model, Variational):
         model = model.module
     posterior.check(model)
-    own = {name: p.detach() for name, p in model.named_parameters()}
-    mean = {name: each.to(own[name].dtype) for name, each in posterior.mean().items()}
-    drawn = posterior.sample(samples, seed=seed)
-    shifts = {name: (each - posterior.mean()[name]).to(own[name].dtype) for name, each in drawn.items()}
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    centre, drawn = posterior.mean(), posterior.sample(samples, seed=seed)
+    mean = {name: each.to(dtypes[name]) for name, each in centre.items()}
+    shifts = {name: (each - centre[name]).to(dtypes[name]) for name, each in drawn.items()}
 
     def outputs(batch: Inputs) -> Tensor:
         args, kwargs = arguments(moved(batch, model))
@@ -80,7 +82,8 @@ def linearised(
             at_mean, moved = cast("tuple[Tensor, Tensor]", jvp(network, (mean,), (shift,)))
             return at_mean + moved
 
-        return vmap(network_along, chunk_size=chunk, randomness="different")(shifts)
+        found = vmap(network_along, chunk_size=chunk, randomness="different")(shifts)
+        return rows_of(found, batch)
 
     with torch.no_grad(), undisturbed(model), _differentiable(), warnings.catch_warnings():
         # torch's own, when it first reads its forward derivatives.

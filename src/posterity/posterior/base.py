@@ -164,20 +164,13 @@ class Leaf(nn.Module, ABC):
         return {"": self.shape}
 
     def noise(
-        self,
-        samples: range,
-        *,
-        seed: int,
-        step: int,
-        block: str,
-        domain: noise.Domain = noise.Domain.SAMPLE,
+        self, samples: range, *, block: str, seed: int, step: int, domain: noise.Domain = noise.Domain.SAMPLE
     ) -> dict[str, Tensor]:
         """Standard normals ``[n, ...]`` for the given sample numbers, by name."""
-        at: dict[str, Any] = {"seed": seed, "step": step, "device": self.device, "dtype": self.dtype}
+        at: dict[str, Any] = {"domain": domain, "seed": seed, "step": step}
+        at |= {"device": self.device, "dtype": self.dtype}
         return {
-            name: noise.normal(
-                samples, shape, block=f"{block}|{name}" if name else block, domain=domain, **at
-            )
+            name: noise.normal(samples, shape, block=f"{block}|{name}" if name else block, **at)
             for name, shape in self.noise_shapes.items()
         }
 

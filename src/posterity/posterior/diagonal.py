@@ -47,13 +47,18 @@ class DiagonalGaussian(Leaf):
             raise TypeError(f"means must be floating-point numbers, not {mean.dtype}: pass mean.float()")
         super().__init__(mean.shape, keep)
         self._trainable = trainable
-        spread = torch.as_tensor(std, dtype=mean.dtype, device=mean.device).detach().expand(mean.shape)
+        spread = torch.as_tensor(std, dtype=mean.dtype, device=mean.device).detach()
+        try:
+            spread = spread.expand(mean.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"std of shape {tuple(spread.shape)} does not broadcast to means of shape {tuple(mean.shape)}"
+            ) from None
         alive = spread if self.keep is None else spread[self.keep]
-        lowest_allowed = "greater than 0" if trainable else "0 or more"
-        if not bool(torch.isfinite(alive).all()) or bool(
-            (alive <= 0).any() if trainable else (alive < 0).any()
-        ):
-            raise ValueError(f"std must be finite and {lowest_allowed}; the lowest is {_lowest(alive):g}")
+        unfit = alive[~(torch.isfinite(alive) & (alive > 0 if trainable else alive >= 0))]
+        if len(unfit):
+            least = "greater than 0" if trainable else "0 or more"
+            raise ValueError(f"std must be finite and {least}; the lowest is {float(unfit.min()):g}")
         if self.keep is not None:
             # Stored as 1 and masked on the way out: no ρ gives a std of 0, and its logarithm has no gradient.
             spread = torch.where(self.keep, spread, torch.ones_like(spread))
@@ -91,7 +96,7 @@ class DiagonalGaussian(Leaf):
 
     def pruned(self, keep: Tensor) -> Self:
         """The same distribution with the weights outside ``keep`` removed: mean and std zero."""
-        keep = keep if self.keep is None else keep & self.keep
+        keep = keep & self.kept
         return type(self)(self.loc.detach() * keep, self.std(), trainable=self._trainable, keep=keep)
 
     def config(self) -> dict[str, Any]:
@@ -103,14 +108,11 @@ class DiagonalGaussian(Leaf):
         """Build the leaf again; bit for bit, because ρ itself is stored."""
         leaf = cls(tensors["loc"], 1.0, trainable=bool(config["trainable"]), keep=tensors.get("keep"))
         leaf.load_state_dict(dict(tensors))
-        if not bool((leaf.filled_std() >= 0).all()):  # NaN is not, either
-            raise ValueError(f"a saved std is {_lowest(leaf.filled_std()):g}: the file is damaged")
+        std = leaf.filled_std()
+        unfit = std[~(std >= 0)]  # NaN is not, either
+        if len(unfit):
+            raise ValueError(f"a saved std is {float(unfit.min()):g}: the file is damaged")
         return leaf
 
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
         return torch.addcmul(self.loc, self.filled_std(), noise[""])
-
-
-def _lowest(values: Tensor) -> float:
-    bad = values[~torch.isfinite(values)]
-    return float(bad[0]) if len(bad) else float(values.min())

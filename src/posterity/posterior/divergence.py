@@ -102,11 +102,12 @@ def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density
     """What p says of one of q's blocks, in the block's shape."""
     if isinstance(p, Density):
         return p
+    if not hasattr(p, "block"):
+        raise TypeError(f"a {type(p).__name__} is no prior: pass a posterior, a Density or ByName of them")
     if not q.joined:
         return cast("Leaf | Density", p.block(name))
-    held = p.block(name) if isinstance(p, Factorised) and name in p.tensors else None
-    if held is not None and held.joined:
-        return held
+    if isinstance(p, Factorised) and name in p.tensors and p.block(name).joined:
+        return p.block(name)
     parts = [p.block(tensor) for tensor in tensors]
     if isinstance(parts[0], Density) and all(part is parts[0] for part in parts):
         return parts[0]

@@ -35,6 +35,9 @@ class Factorised(Posterior):
         blocks: Leaf of every block, by the parameter's name in the model, or a tuple of names in the order
             of the leaf's ``shapes``.
 
+    Attributes:
+        tensors: The names of every block's tensors, by the block's name.
+
     Example:
         >>> from posterity import DiagonalGaussian
         >>> q = Factorised({"fc.weight": DiagonalGaussian(torch.zeros(2, 3), 0.1)})
@@ -42,11 +45,13 @@ class Factorised(Posterior):
         torch.Size([5, 2, 3])
     """
 
-    def __init__(self, blocks: Mapping[str, Leaf] | Mapping[Key, Leaf]) -> None:
+    def __init__(
+        self, blocks: Mapping[str, Leaf] | Mapping[tuple[str, ...], Leaf] | Mapping[Key, Leaf]
+    ) -> None:
         super().__init__()
         if not blocks:
             raise ValueError("a posterior needs at least one block")
-        self._tensors: dict[str, tuple[str, ...]] = {}
+        self.tensors: dict[str, tuple[str, ...]] = {}
         seen: set[str] = set()
         for key, leaf in blocks.items():
             names = (key,) if isinstance(key, str) else tuple(key)
@@ -55,29 +60,24 @@ class Factorised(Posterior):
             if len({*names} - seen) < len(names):
                 raise ValueError(f"a tensor of {key!r} is in the posterior twice: give it to one block")
             seen |= {*names}
-            self._tensors[_called(names)] = names
+            self.tensors["+".join(names)] = names
         # A module's children may not have dots in their names; parameters usually do.
         self._leaves = nn.ModuleList(blocks.values())
 
     @property
     def blocks(self) -> dict[str, Leaf]:
         """The leaves by their blocks' names: that of the tensor, or those of several joined by ``+``."""
-        return dict(zip(self._tensors, cast("list[Leaf]", list(self._leaves)), strict=True))
-
-    @property
-    def tensors(self) -> dict[str, tuple[str, ...]]:
-        """The names of the tensors of every block, by the block's name."""
-        return dict(self._tensors)
+        return dict(zip(self.tensors, cast("list[Leaf]", list(self._leaves)), strict=True))
 
     def block(self, name: Key) -> Leaf:
         """The leaf of one block, by its name or a tuple of its tensors' names."""
-        called = name if isinstance(name, str) else _called(name)
-        if called not in self._tensors:
-            for block, tensors in self._tensors.items():
+        called = name if isinstance(name, str) else "+".join(name)
+        if called not in self.tensors:
+            for block, tensors in self.tensors.items():
                 if called in tensors:
                     raise KeyError(f"{called!r} is only part of a block: ask for {block!r}")
             raise KeyError(
-                f"the posterior has no block {called!r}; its first is {next(iter(self._tensors))!r}"
+                f"the posterior has no block {called!r}; its first is {next(iter(self.tensors))!r}"
             )
         return self.blocks[called]
 
@@ -86,20 +86,27 @@ class Factorised(Posterior):
         return {
             name: part
             for block, leaf in self.blocks.items()
-            for name, part in zip(self._tensors[block], leaf.split(values[block]), strict=True)
+            for name, part in zip(self.tensors[block], leaf.split(values[block]), strict=True)
         }
 
     def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One value per weight, given by tensor, by block: the inverse of :meth:`split`."""
+        for name, shape in self.shapes().items():
+            if name not in values:
+                raise KeyError(f"{name!r} is missing: give values of every tensor of the posterior")
+            if (given := values[name].shape)[len(given) - len(shape) :] != shape:
+                raise ValueError(f"{name!r} has shape {tuple(given)}, and the posterior's is {tuple(shape)}")
         return {
-            block: leaf.join([values[name] for name in self._tensors[block]])
+            block: leaf.join([values[name] for name in self.tensors[block]])
             for block, leaf in self.blocks.items()
         }
 
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of every tensor."""
-        pairs = (zip(self._tensors[block], leaf.shapes, strict=True) for block, leaf in self.blocks.items())
-        return dict(chain.from_iterable(pairs))
+        names = chain.from_iterable(self.tensors.values())
+        return dict(
+            zip(names, chain.from_iterable(leaf.shapes for leaf in self.blocks.values()), strict=True)
+        )
 
     def mean(self) -> dict[str, Tensor]:
         """The mean of every tensor."""
@@ -115,9 +122,6 @@ class Factorised(Posterior):
 
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """Log-density of the given weights, summed over them; leading dimensions are kept."""
-        missing = [name for names in self._tensors.values() for name in names if name not in params]
-        if missing:
-            raise KeyError(f"log_prob needs every block's weights; {missing[0]!r} is missing")
         values = self.join(params)
         return torch.stack([leaf.log_prob(values[block]) for block, leaf in self.blocks.items()]).sum(0)
 
@@ -127,8 +131,7 @@ class Factorised(Posterior):
 
     def rebuilt(self, leaves: Mapping[str, Leaf]) -> Factorised:
         """The same blocks with other leaves, given by the blocks' names."""
-        blocks: dict[Key, Leaf] = {self._tensors[name]: leaf for name, leaf in leaves.items()}
-        return Factorised(blocks)
+        return Factorised({self.tensors[name]: leaf for name, leaf in leaves.items()})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
@@ -138,16 +141,19 @@ class Factorised(Posterior):
             for key, value in leaf.state_dict().items()
         }
         config = {
-            name: {"family": type(leaf).__name__, "tensors": self._tensors[name], **leaf.config()}
+            name: {"family": type(leaf).__name__, "tensors": self.tensors[name], **leaf.config()}
             for name, leaf in self.blocks.items()
         }
         # One key: safetensors writes several in any order, and equal posteriors should give equal files.
         metadata = {_FORMAT: json.dumps({"version": _VERSION, "blocks": config})}
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
-        # Written by Python, so that the file has the permissions of any other.
-        partial.write_bytes(save(tensors, metadata))
-        os.replace(partial, target)
+        try:
+            # Written by Python, so that the file has the permissions of any other.
+            partial.write_bytes(save(tensors, metadata))
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Factorised:
@@ -183,15 +189,10 @@ class Factorised(Posterior):
         self, samples: range, seed: int, step: int, domain: noise.Domain = noise.Domain.SAMPLE
     ) -> dict[str, Tensor]:
         draws = {
-            name: leaf.draw(leaf.noise(samples, seed=seed, step=step, block=name, domain=domain))
+            name: leaf.draw(leaf.noise(samples, block=name, seed=seed, step=step, domain=domain))
             for name, leaf in self.blocks.items()
         }
         return self.split(draws)
-
-
-def _called(tensors: tuple[str, ...]) -> str:
-    """What a block of some tensors is called."""
-    return "+".join(tensors)
 
 
 def _restored(header: dict[str, Any], tensors: Mapping[str, Any], path: object) -> dict[Key, Leaf]:

@@ -53,6 +53,8 @@ class KroneckerGaussian(Leaf):
     def __init__(self, mean: Means, rows: Tensor, columns: Tensor, *, keep: Tensor | None = None) -> None:
         tensors = (mean,) if isinstance(mean, Tensor) else tuple(mean)
         shapes = [each.shape for each in tensors]
+        if not all(each.is_floating_point() for each in tensors):
+            raise TypeError("means must be floating-point numbers: pass mean.float()")
         if not tensors or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
             raise ValueError(
                 "the tensors of a matrix block need the same first dimension, not the shapes "
@@ -123,7 +125,7 @@ class KroneckerGaussian(Leaf):
 
     def pruned(self, keep: Tensor) -> Self:
         """The marginal of the weights in ``keep``; the others are zero."""
-        keep = keep if self.keep is None else keep & self.keep
+        keep = keep & self.kept
         mean = self.split(torch.where(keep, self.loc, 0.0))
         return type(self)(mean, *(getattr(self, name) for name in self.parts), keep=keep)
 

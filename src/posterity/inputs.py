@@ -170,8 +170,8 @@ def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def called(model: nn.Module, x: Inputs, output: Pick | None = None) -> Tensor:
-    """The model's output for a batch of inputs."""
-    args, kwargs = arguments(x)
+    """The model's output for a batch of inputs, which go to its device."""
+    args, kwargs = arguments(moved(x, model))
     return tensor_of(model(*args, **kwargs), output)
 
 

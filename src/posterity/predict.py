@@ -12,18 +12,7 @@ from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checka
 import torch
 from torch import Tensor, nn
 
-from posterity.inputs import (
-    Inputs,
-    Pick,
-    arguments,
-    batches,
-    called,
-    is_loader,
-    moved,
-    rows_of,
-    shown,
-    undisturbed,
-)
+from posterity.inputs import Inputs, Pick, arguments, batches, called, is_loader, rows_of, shown, undisturbed
 from posterity.mc import How, chunks, run
 from posterity.posterior.base import Networks
 from posterity.variational import Variational
@@ -240,7 +229,7 @@ def predict(
 
     def run_batch(batch: Inputs, model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
         if not weights:
-            return called(model, moved(batch, model), output)[None]
+            return called(model, batch, output)[None]
         args, kwargs = arguments(batch)
         return run(model, weights, *args, how=how, output=output, **kwargs)
 

@@ -132,10 +132,10 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         # Without a backward pass there is nothing to collect, and nothing to absorb.
         with suppress(NothingCollected), _late_backward_refused(opt.module, inside), collecting(opt):
             yield
-        grads = {p: grad for p in params if (grad := p.grad) is not None}
-        if any(grad.is_sparse for grad in grads.values()):
+        grads = [p.grad for p in params]
+        if any(grad.is_sparse for grad in grads if grad is not None):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-        if grads:
+        if any(grad is not None for grad in grads):
             absorb(opt, grads, drawn, 1, weight)
             used = True
     finally:
@@ -212,7 +212,7 @@ def due(group: Group) -> bool:
 
 def absorb(
     opt: VariationalOptimizer,
-    grads: Mapping[Tensor, Tensor],
+    grads: Sequence[Tensor | None],
     drawn: Sequence[Draw],
     samples: int,
     weight: float,
@@ -224,14 +224,15 @@ def absorb(
 
     Args:
         opt: The optimiser.
-        grads: By parameter.
+        grads: Of its parameters, in their order.
         drawn: The weights.
         samples: How many.
         weight: Of each.
     """
     sums, collector = opt.sums, opt.collector
+    found = {p: grad for p, grad in zip(opt.parameters(), grads, strict=True) if grad is not None}
     by_group = [
-        (flat, {i: grads[p] for i, p in enumerate(flat.params) if p in grads}) for flat in opt.cache.latest
+        (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.cache.latest
     ]
     noises = {each.group: each.noise for each in drawn if collector is None}
     reports = collector if due(opt.param_groups[0]) else None

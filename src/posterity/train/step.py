@@ -146,8 +146,8 @@ class TrainStep:
                         modes.close()  # the backward pass has nobody to tell
                     loss, grads = self._backward(leaves, loss, len(rows))
                 losses.append(loss.detach())
-            found = {p: grad for p, grad in zip(wanted, grads, strict=True) if grad is not None}
-            absorb(opt, found, drawn, len(rows), 1 / samples)
+            found = dict(zip(wanted, grads, strict=True))
+            absorb(opt, [found.get(p) for p in params], drawn, len(rows), 1 / samples)
         opt.sums.publish(last=True)
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)

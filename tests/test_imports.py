@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "train": {"torch_private", "buffers", "layers", "mc", "noise", "optim"},
     "variational": {"torch_private", "names", "noise", "posterior", "mc"},
     "dropout": {"noise", "posterior"},
-    "predict": {"inputs", "mc", "posterior", "variational"},
+    "predict": {"names", "inputs", "mc", "posterior", "variational"},
     "laplace": {
         "buffers",
         "curvature",

@@ -166,7 +166,7 @@ def test_a_posterior_of_other_names_says_which_module_to_pass() -> None:
         ValueError, match="'param.0', but the model has no such parameter .its first is '0.weight'." + advice
     ):
         posterity.predict(model, bare, x)
-    for other, first in ((nn.DataParallel(model), "module.0.weight"), (model[0], "weight")):
+    for other, first in ((nn.Sequential(model), "0.0.weight"), (model[0], "weight")):
         with pytest.raises(
             ValueError, match=f"'0.weight', but the model has no such parameter .its first is '{first}'"
         ):
@@ -334,3 +334,12 @@ def test_prediction_leaves_buffers_and_random_numbers_alone() -> None:
     posterity.predict(model, q, loader, how="loop")
     assert model.calls == 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_wrapped_models_are_predicted_with_as_the_ones_inside() -> None:
+    net = nn.Sequential(nn.Linear(3, 2))
+    wrapper = nn.DataParallel(net)
+    posterior = posterity.BGD(wrapper, seed=0).posterior()
+    x = torch.randn(4, 3)
+    found = [posterity.predict(each, posterior, x).samples for each in (wrapper, net)]
+    assert torch.equal(*found)

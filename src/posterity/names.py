@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 from torch import nn
 
@@ -61,6 +61,22 @@ def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
         p for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)
     )
     return [known[p] for p in dict.fromkeys(owned) if p in known]
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel, DataParallel and torch.compile.
+
+    Example:
+        >>> net = nn.Linear(2, 2)
+        >>> inner(nn.DataParallel(net)) is net
+        True
+    """
+    while isinstance(module, _PARALLEL) or hasattr(module, "_orig_mod"):
+        module = module.module if isinstance(module, _PARALLEL) else cast(nn.Module, module._orig_mod)
+    return module
+
+
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def _listed(names: list[str], limit: int = 6) -> str:

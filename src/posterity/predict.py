@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from posterity.inputs import Inputs, Pick, arguments, batches, called, is_loader, rows_of, shown, undisturbed
 from posterity.mc import How, chunks, run
+from posterity.names import inner
 from posterity.posterior.base import Networks
 from posterity.variational import Variational
 
@@ -215,7 +216,7 @@ def predict(
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     check_call(x, samples, batch_size)
     given = [model] if isinstance(model, nn.Module) else list(model)
-    models = [each.module if isinstance(each, Variational) else each for each in given]
+    models = [inner(each.module if isinstance(each, Variational) else each) for each in given]
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):
         raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")

@@ -569,3 +569,113 @@ def test_a_loss_with_a_gradient_inside_is_refused_by_rules_that_collect() -> Non
         step = posterity.compile_step(model, penalised, posterity.VOGN(model, num_data=6, mc_samples=samples))
         with pytest.raises(RuntimeError, match="create_graph"):
             step(x, y)
+
+
+@rules
+def test_gradients_changed_between_contexts_are_refused_and_dropped_ones_are_dropped(rule: Rule) -> None:
+    def sample() -> None:
+        with opt.sampled_params():
+            loss_fn(model).backward()
+
+    model = net()
+    opt = rule.make(model, mc_samples=1)
+    sample()
+    loss_fn(model).backward()
+    with pytest.raises(RuntimeError, match="changed between two contexts of one step"):
+        sample()
+    opt.zero_grad()
+    sample()
+    model.last.bias.grad.mul_(0.0)
+    with pytest.raises(RuntimeError, match=r"the gradient of 'last.bias' was changed between two contexts"):
+        sample()
+    opt.zero_grad()
+    sample()
+    model.zero_grad()  # a batch that is skipped
+    sample()
+    assert opt.sums.samples == 1
+    opt.step(batch_size=16)
+
+
+@rules
+def test_a_step_after_all_gradients_were_dropped_is_refused(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model, mc_samples=1)
+    with opt.sampled_params():
+        loss_fn(model).backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="has no gradient at sampled weights"):
+        opt.step(batch_size=16)
+    by_context(model, opt)
+
+
+@rules
+def test_state_changed_between_sample_and_step_counts_and_replaced_is_refused(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model, mc_samples=1)
+    by_closure(model, opt)
+    p, key = model.first.weight, "std" if rule.name == "BGD" else "momentum"
+    results = []
+    for factor in (1.0, 10.0):
+        twin_model, twin = copy.deepcopy((model, opt))
+        with twin.sampled_params():
+            loss_fn(twin_model).backward()
+        twin.state[twin_model.first.weight][key].mul_(factor)
+        twin.step(batch_size=16)
+        results.append(twin_model.first.weight.detach().clone())
+    assert not torch.equal(*results)
+    with opt.sampled_params():
+        loss_fn(model).backward()
+    opt.state[p][key] = opt.state[p][key].clone()
+    with pytest.raises(RuntimeError, match="were replaced while samples wait"), opt.sampled_params():
+        loss_fn(model).backward()
+
+
+@drawing_rules
+def test_gradients_of_a_context_without_gradients_are_not_learned_from(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model, mc_samples=2)
+    with torch.no_grad(), opt.sampled_params(), torch.enable_grad():
+        loss_fn(model).backward()
+    assert opt.sums.samples == 0
+    assert model.last.weight.grad is None
+    with opt.sampled_params():
+        loss_fn(model).backward()
+    opt.param_groups[0]["mc_samples"] = 4
+    with pytest.raises(RuntimeError, match="mc_samples was changed while samples wait"), opt.sampled_params():
+        loss_fn(model).backward()
+
+
+@rules
+def test_copies_and_saving_inside_a_context_are_refused(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    group = {"params": [("more", torch.zeros(2, requires_grad=True))]}
+    for call in (lambda: copy.deepcopy(opt), opt.state_dict, lambda: opt.add_param_group(group)):
+        with pytest.raises(RuntimeError, match="would see sampled weights"), opt.sampled_params():
+            call()
+
+
+@rules
+def test_outputs_that_are_parameters_and_errors_of_other_collectors_do_no_harm(rule: Rule) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.layer.bias
+
+    model = Scaled()
+    opt = rule.make(model, mc_samples=1)
+    for _ in range(2):
+        with opt.sampled_params():
+            model(X)[0].square().mean().backward()
+        opt.step(batch_size=16)
+    other = posterity.curvature.Squares(model)
+    with pytest.raises(RuntimeError, match="nothing was collected"), opt.sampled_params(), other:
+        model(X)
+    with torch.inference_mode():
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    with opt.sampled_params():
+        model(X)[0].square().mean().backward()
+    opt.step(batch_size=16)

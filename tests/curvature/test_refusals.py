@@ -77,7 +77,7 @@ OTHER_USES = {
     "no examples": (lambda x, w, b: F.linear(x[0], w), r"'inner.weight' is used on inputs \[3\] without"),
     "a vmap of one's own": (
         lambda x, w, b: vmap(lambda one: F.linear(one[None], w)[0])(x),
-        "'inner.weight' is used inside a transform of torch.func that stacks no samples",
+        "'inner.weight' is used inside torch.compile, or a transform of torch.func that stacks no samples",
     ),
     "itself": (
         lambda x, w, b: F.linear(w, w),
@@ -140,7 +140,10 @@ def test_a_vmap_inside_a_stack_is_refused(looks: bool) -> None:
 
     drawn = {"inner.weight": torch.randn(3, 3, 3, requires_grad=True)}
     with (
-        pytest.raises(RuntimeError, match=r"'inner\.weight' is used inside a transform of torch\.func"),
+        pytest.raises(
+            RuntimeError,
+            match=r"'inner\.weight' is used inside torch\.compile, or",
+        ),
         pytest.warns(UserWarning, match="cannot be vectorised") if looks else nullcontext(),
         Squares().watch(drawn, stacked=True),
     ):

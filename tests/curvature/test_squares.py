@@ -325,3 +325,19 @@ def test_unused_and_frozen_parameters_are_left_out() -> None:
         model["unused"](x)  # its outputs lead nowhere
         model["frozen"](model["used"](x)).square().mean().backward()
     assert sorted(squares.sums) == ["frozen.bias", "used.bias", "used.weight"]
+
+
+def test_two_forward_passes_before_two_backward_passes_are_two_batches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    x = torch.randn(8, 5).double()
+    for cut in (4, 6):
+        both, one = Squares(model), Squares(model)
+        with both:
+            first, second = (model(part).square().sum() / 8 for part in (x[:cut], x[cut:]))
+            first.backward()
+            second.backward()
+        with one:
+            (model(x).square().sum() / 8).backward()
+        assert both.examples == one.examples == 8
+        torch.testing.assert_close(both.mean(8), one.mean(8))

@@ -11,6 +11,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 import posterity
+from posterity.curvature import Squares, Uncollected
 from posterity.layers import Intercept, attention
 from posterity.layers.attention import Attention
 
@@ -133,3 +134,40 @@ def test_torchs_attention_is_run_as_it_is() -> None:
     real = F.multi_head_attention_forward
     assert attention.attention_forward.__code__ is real.__code__
     assert attention.attention_forward.__kwdefaults__ == real.__kwdefaults__
+
+
+class Attending(nn.Module):
+    """Attention twice without a norm between, whose strides say nothing of its axes."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.batch_first = nn.Linear(4, 6), batch_first
+        self.layers = nn.ModuleList(nn.MultiheadAttention(6, 2, batch_first=batch_first) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x if self.batch_first else x.transpose(0, 1))
+        for layer in self.layers:
+            hidden = layer(hidden, hidden, hidden, need_weights=False)[0] + hidden
+        return self.head(hidden.mean(1 if self.batch_first else 0))
+
+
+@pytest.mark.parametrize("words", [5, 4])
+def test_modules_tell_on_which_axis_their_examples_are(words: int) -> None:
+    model, x = Attending(True).double(), torch.randn(4, words, 4).double()
+    with Squares(model) as squares:
+        model(x).square().sum().backward()
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for one in x.split(1):
+        grads = torch.autograd.grad(model(one).square().sum(), list(model.parameters()))
+        for total, grad in zip(expected.values(), grads, strict=True):
+            total += grad.square()
+    torch.testing.assert_close(squares.sums, expected)
+
+
+@pytest.mark.parametrize("words", [5, 4])
+def test_time_first_attention_is_refused(words: int) -> None:
+    model, x = Attending(False).double(), torch.randn(4, words, 4).double()
+    with pytest.raises(Uncollected, match=r"on axis|examples where another"), Squares(model):
+        model(x).square().sum().backward()

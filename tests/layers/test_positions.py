@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import posterity
 from posterity.curvature import Squares, Uncollected
 
 WORDS = 5
@@ -46,6 +48,8 @@ EXACT = {
     "a product": lambda x, e: torch.mul(e(torch.arange(x.shape[1])), x),
     "twice": lambda x, e: (x + e(torch.arange(x.shape[1]))).tanh() + e(torch.arange(x.shape[1])),
     "one for all, added twice": lambda x, e: (lambda p: (x + p).tanh() * p)(e(torch.arange(x.shape[1]))),
+    "rows with an axis more": lambda x, e: x + e(torch.arange(x.shape[1])).unsqueeze(0),
+    "rows[None]": lambda x, e: e(torch.arange(x.shape[1]))[None] + x,
     "for each example": lambda x, e: x + e(torch.arange(x.shape[1]).expand(x.shape[:2])),
 }
 
@@ -83,7 +87,6 @@ def test_the_models_shapes_are_what_they_were() -> None:
 
 
 REFUSED = {
-    "another axis": lambda x, e: x + e(torch.arange(x.shape[1])).unsqueeze(0),
     "one of its rows": lambda x, e: x + e(torch.arange(x.shape[1])[None])[0],
     "scaled": lambda x, e: x + 0.5 * e(torch.arange(x.shape[1])),
     "joined": lambda x, e: torch.cat([x, e(torch.arange(x.shape[1])[None]).expand_as(x)], 1),
@@ -119,3 +122,37 @@ def test_one_word_for_each_example_is_no_position() -> None:
     with Squares(model) as squares:
         model(ids).square().sum().backward()
     torch.testing.assert_close(squares.sums, naive(model, ids))
+
+
+LOST = {
+    "scaled": lambda x, e: x + 0.5 * e(torch.arange(x.shape[1])),
+    "joined": lambda x, e: torch.cat([x, e(torch.arange(x.shape[1])[None]).expand_as(x)], 1),
+}
+
+
+@pytest.mark.parametrize("rule", [posterity.VOGN, posterity.NoisyKFAC])
+@pytest.mark.parametrize("case", LOST)
+def test_a_rule_refuses_positions_whose_gradient_was_lost(case: str, rule: Callable[..., Any]) -> None:
+    model, ids = Positions(LOST[case]), torch.randint(0, 7, (4, WORDS))
+    opt = rule(model, num_data=100)
+    with pytest.raises(RuntimeError, match=r"'places.weight' is used on positions"), opt.sampled_params():
+        model(ids).square().mean().backward()
+    step = posterity.compile_step(model, lambda m, x: m(x).square().mean(), opt)
+    with pytest.raises(RuntimeError, match=r"'places.weight' is used on positions"):
+        step(ids)
+
+
+def test_laplace_refuses_positions_whose_gradient_was_lost() -> None:
+    class Classes(Positions):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids).mean(1)
+
+    model, ids = Classes(LOST["scaled"]), torch.randint(0, 7, (4, WORDS))
+    with pytest.raises(RuntimeError, match=r"'places.weight' is used on positions"):
+        posterity.laplace.fit(model, (ids, torch.zeros(4, dtype=torch.long)))
+
+
+def test_as_many_rows_as_examples_are_no_positions() -> None:
+    model = Positions(lambda x, e: x + e(OUTSIDE[: x.shape[1]])[None])
+    with pytest.raises(Uncollected, match=r"'places.weight' has a row for each example"), Squares(model):
+        model(torch.randint(0, 7, (WORDS, WORDS))).square().sum().backward()

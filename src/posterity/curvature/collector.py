@@ -196,7 +196,12 @@ class Collector(ABC):
         if not call.fresh:
             if self._once:
                 self.refuse(names, "is in several backward passes of one forward pass (add the losses)")
-        elif call.examples != run.matched or call.counted != run.counted:
+        elif any(run.tasks.setdefault(part[::2], task) != task for part in call.parts if part):
+            # Another forward pass, before the backward pass of the first: its examples are others.
+            run.begun.clear()
+            run.tasks = {part[::2]: task for part in call.parts if part}
+            run.matched = run.counted = None
+        if call.fresh and (call.examples != run.matched or call.counted != run.counted):
             # Only now: a pass that nobody differentiates does no harm.
             self._match(call, run)
         part = call.parts[0] or call.parts[1]

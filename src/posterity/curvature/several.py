@@ -25,6 +25,7 @@ class Run:
         begun: Samples whose backward pass has begun.
         matched: Examples in the layers that have reported.
         counted: Their axis, where a layer tells.
+        tasks: By parameter and sample, the backward pass that has reported it first.
     """
 
     context: object
@@ -34,6 +35,7 @@ class Run:
     begun: set[int | None] = field(default_factory=set)
     matched: int | None = None
     counted: int | None = None
+    tasks: dict[tuple[str, int | None], int] = field(default_factory=dict)
 
     def several(self, part: Part) -> bool:
         """Whether several layers use a part."""

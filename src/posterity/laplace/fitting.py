@@ -14,7 +14,7 @@ from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
 from posterity.inputs import Inputs, Pick, called, moved, pairs, shown, undisturbed
 from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
-from posterity.names import NameFilter
+from posterity.names import NameFilter, inner
 from posterity.predict import Prediction, predict
 from posterity.variational import Variational
 
@@ -93,8 +93,7 @@ def fit(
         raise ValueError("grid is empty: give the prior precisions to choose from")
     for each in priors:
         check_prior(each)
-    if isinstance(model, Variational):
-        model = model.module
+    model = inner(model.module if isinstance(model, Variational) else model)
     params = chosen(model, names)
     options: dict[str, Any] = {"structure": structure, "likelihood": likelihood, "names": list(params)}
     options |= {"seed": seed, "fallback": fallback, "output": output}

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from posterity import buffers
 from posterity.inputs import Inputs, Pick, arguments, batches, moved, rows_of, undisturbed
 from posterity.mc import one_pass
+from posterity.names import inner
 from posterity.posterior import Posterior
 from posterity.predict import Prediction, check_call
 from posterity.variational import Variational
@@ -63,8 +64,7 @@ def linearised(
     check_call(x, samples, batch_size)
     if not isinstance(posterior, Posterior):
         raise TypeError(f"linearised() needs a posterior over weights, not a {type(posterior).__name__}")
-    if isinstance(model, Variational):
-        model = model.module
+    model = inner(model.module if isinstance(model, Variational) else model)
     posterior.check(model)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     centre, drawn = posterior.mean(), posterior.sample(samples, seed=seed)

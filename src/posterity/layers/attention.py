@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import currentframe
 from types import FunctionType
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from posterity.layers.calls import Call, Sink
 from posterity.layers.stacks import batched, front, level_of, stack
 from posterity.torch_private import temporarily_pop_interpreter_stack
+
+
+def examples_axis() -> int | None:
+    """On which axis the model has its examples around the attention module that is running, if one is.
+
+    The module tells: what it hands on has them on axis 1, whatever its ``batch_first``.
+    """
+    frame = currentframe()
+    for _ in range(_FRAMES):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code is nn.MultiheadAttention.forward.__code__:
+            return 0 if frame.f_locals["self"].batch_first else 1
+    return None
+
+
+# From a module's forward() over torch's handling of modes to here.
+_FRAMES = 16
 
 
 @final

@@ -128,6 +128,21 @@ def shared_rows(
     return Rows(leaf if level is None else stack(leaf, level, samples_axis(out)), out, calls, True)
 
 
+def with_batch_axis(rows: Rows, given: Tensor) -> Rows:
+    """The same rows behind an axis of length 1 in front: ``pos(arange(T))[None]``.
+
+    A row for each example would not be used so.
+    """
+    calls = [copy(call) for call in rows.calls]
+    for call in calls:
+        if not rows.shared:
+            call.listener.refuse(call.names, _ALIKE)
+        # With an axis more, as if its inputs had been [1, T].
+        call.input, call.axis, call.counted, call.examples = call.input[None], 0, 0, 1
+        call.x_axis = None if call.x_axis is None else call.x_axis + 1
+    return Rows(given, rows.out[None], calls, rows.shared)
+
+
 def told_apart(rows: Rows, other: Any) -> Tensor:
     """What is added to another tensor in the place of rows that were given: those of all examples."""
     one, out, calls, shared = rows

@@ -20,10 +20,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from posterity.layers.attention import Attention, attention_forward
+from posterity.layers.attention import Attention, attention_forward, examples_axis
 from posterity.layers.calls import Call, LayerCall, Listener, Part, Sink
 from posterity.layers.conv import Conv
-from posterity.layers.embedding import Embedding, Rows, shared_rows, shares_positions, told_apart
+from posterity.layers.embedding import (
+    Embedding,
+    Rows,
+    shared_rows,
+    shares_positions,
+    told_apart,
+    with_batch_axis,
+)
 from posterity.layers.linear import Linear
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
 from posterity.layers.passes import Watched, deliver, leaves, tap
@@ -199,9 +206,10 @@ class Intercept(TorchFunctionMode):
     def _more(self, outputs: Any, inputs: Sequence[Any]) -> list[Tensor]:
         """What else a backward pass to some inputs must reach, so that all layers report.
 
-        A layer whose gradient a listener brings has no edge to its weight's alias.
+        A layer whose gradient a listener brings has no edge to its weight's alias, and rows that all examples
+        share are a leaf.
         """
-        if not self._edgeless:
+        if not (self._edgeless or self._rows):
             return []
         there = set(map(id, inputs))
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
@@ -384,7 +392,7 @@ class Intercept(TorchFunctionMode):
         listener = call.listener
         one_by_one = stacked and any(part and part.sample is not None for part in call.parts)
         if stacked and (level is None or one_by_one or not listener.stacked):
-            reason = "is used inside a transform of torch.func that stacks no samples"
+            reason = "is used inside torch.compile, or a transform of torch.func that stacks no samples"
         elif not call.find_examples(self._attending):
             reason = f"is used on inputs {list(call.input.shape)} without an axis of examples"
         elif graph_task_id() != -1:
@@ -403,8 +411,7 @@ class Intercept(TorchFunctionMode):
         examples, counted = 1, None
         if query.dim() == 3:
             examples = query.shape[1]
-            if min(query.shape[:2]) > 1:  # with batch_first=True it is a transposed view
-                counted = int(query.stride(0) > query.stride(1))
+            counted = examples_axis()
         before, self._attending = self._attending, (examples, counted)
         try:
             with self:  # torch has left it to look at this call
@@ -416,6 +423,13 @@ class Intercept(TorchFunctionMode):
         out = func(*args, **kwargs)
         if self._watched:
             self._aranges[id(out)] = out
+        return out
+
+    def _viewed(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        rows = self._rows.get(id(args[0])) if self._rows and args else None
+        if rows is not None and out.shape == (1, *rows.given.shape):
+            self._rows[id(out)] = with_batch_axis(rows, out)
         return out
 
     def _broadcast(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -436,6 +450,7 @@ _HANDLERS: dict[Any, Callable[[Intercept, Function, Sequence[Any], dict[str, Any
     torch.autograd.grad: Intercept._grad,
     F.multi_head_attention_forward: Intercept._attention,
     torch.arange: Intercept._arange,
+    **dict.fromkeys((torch.unsqueeze, Tensor.unsqueeze, Tensor.__getitem__), Intercept._viewed),
     **dict.fromkeys((torch.add, torch.sub, torch.mul), Intercept._broadcast),
     **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.mul), Intercept._broadcast),
     **dict.fromkeys((Tensor.add_, Tensor.sub_, Tensor.mul_), Intercept._broadcast),

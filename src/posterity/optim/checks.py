@@ -79,6 +79,16 @@ class GradientLedger:
                     "or drop it with zero_grad()"
                 )
 
+    def refuse_changed(self, groups: Sequence[Group]) -> None:
+        """Raise for a gradient that is not as a context has left it: the next one would not see it."""
+        for group in groups:
+            for name, p in members(group):
+                if (p.grad is not None or id(p) in self._known) and not self._knows(p):
+                    raise RuntimeError(
+                        f"the gradient of {name!r} was changed between two contexts of one step: change it "
+                        "after the last one, or call zero_grad() first"
+                    )
+
     def not_finite(self, named: Iterable[tuple[str, Tensor]]) -> str | None:
         """The first of the gradients that the last step has used up that is not finite, in words."""
         return bad_gradient((name, p) for name, p in named if self._knows(p))
@@ -97,7 +107,7 @@ def bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 def refuse_missing(groups: Sequence[Group], sums: Accumulator, optimizer: str) -> None:
     """Raise, before anything moves, if there is no sample, or a gradient from elsewhere."""
-    if sums.samples == 0:
+    if sums.samples == 0 or all(p.grad is None for group in groups for p in group["params"]):
         raise RuntimeError(
             f"{optimizer}.step() has no gradient at sampled weights: put "
             "`with optimizer.sampled_params():` around forward and backward, or pass a closure"
@@ -147,10 +157,11 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
     for name in collector.several() & grads.keys():
         if grads[name]._version == 0:  # else the passes' gradients were added in it
             raise RuntimeError(
-                f"the gradient of {name!r} was dropped between backward passes that {rule} has curvature of: "
-                "call the optimiser's own zero_grad()"
+                f"the gradient of {name!r} lacks a backward pass that {rule} has curvature of: drop "
+                "gradients by the optimiser's own zero_grad(), and call torch.autograd.grad() outside"
             )
-    for name in grads:
+    # A gradient may have been lost with its report.
+    for name in dict.fromkeys((*grads, *collector.refused)):
         if not (name in collector.sums or name in inside) or name in collector.refused:
             reason = collector.refused.get(name, "has a gradient that no layer reported")
             raise RuntimeError(

@@ -169,16 +169,28 @@ class VariationalOptimizer(Optimizer, ABC):
             yield
             return
         self.check_changed()
+        if not torch.is_grad_enabled():
+            with one_sample(self, next(self._peeks), 0.0):
+                yield
+            return
+        if self.sums.samples and all(p.grad is None for p in self.parameters()):
+            self.reset()  # somebody has dropped all gradients, as zero_grad() does
+        elif self.sums.samples:
+            self._ledger.refuse_changed(self.param_groups)
         taken = self.sums.samples
-        with self._next_sample() if torch.is_grad_enabled() else one_sample(self, next(self._peeks), 1.0):
+        with self._next_sample():
             yield
         if self.sums.samples > taken:
             self.sums.publish()
+            self._ledger.remember(self.parameters())
 
     def _next_sample(self) -> AbstractContextManager[None]:
+        weight = 1 / self.param_groups[0]["mc_samples"]
         if self.sums.samples == 0:
             self.refuse_foreign()
-        return one_sample(self, self.sums.samples, 1 / self.param_groups[0]["mc_samples"])
+        elif weight != self.sums.weight:
+            raise RuntimeError("mc_samples was changed while samples wait: call step() or zero_grad() first")
+        return one_sample(self, self.sums.samples, weight)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -237,6 +249,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def _learn(self, sizes: Sequence[int], batch_size: int | None) -> None:
         """Judge what was absorbed, and apply it."""
         checks.refuse_missing(self.param_groups, self.sums, type(self).__name__)
+        self.cache.groups()  # a user may have changed state since the draw
         if batch_size is not None:
             checks.refuse_batch_size(self.sums, batch_size)
         self.settle_step()
@@ -334,6 +347,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """Add a group; it is checked as a whole before anything is added."""
         built = hasattr(self, "cache")  # else there are neither samples nor a cache
         if built:
+            self.refuse_inside("add_param_group()")
             if self.sums.samples:
                 raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
             self.settle()
@@ -351,6 +365,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to resume from."""
+        self.refuse_inside("state_dict()")
         self.settle()
         return super().state_dict()
 
@@ -374,6 +389,7 @@ class VariationalOptimizer(Optimizer, ABC):
         saved.load(self.state, self.param_groups, used[0])
 
     def __getstate__(self) -> dict[str, Any]:
+        self.refuse_inside("copying an optimiser")
         self.settle()
         own = {"module": self.module, "_deterministic_lr": self._deterministic_lr}
         return {**super().__getstate__(), **own}

@@ -25,10 +25,11 @@ def saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterato
 
 def load(states: Mapping[Tensor, State], groups: Sequence[Group], state_dict: dict[str, Any]) -> None:
     """Copy what was saved into the state, which torch would cast to the parameters' dtype."""
-    for p, state in saved_states(groups, state_dict):
-        for key, value in state.items():
-            own = value.detach().to("cpu" if key == "step" else p.device, copy=True)
-            states[p][key] = own.contiguous()
+    with torch.inference_mode(False):
+        for p, state in saved_states(groups, state_dict):
+            for key, value in state.items():
+                own = value.detach().to("cpu" if key == "step" else p.device, copy=True)
+                states[p][key] = own.contiguous().clone() if own.is_inference() else own.contiguous()
 
 
 def refuse_mismatch(

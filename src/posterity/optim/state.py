@@ -275,6 +275,11 @@ class StateCache:
                 if not flat.current():  # a user has changed state in place
                     flat.load()
             return self.latest
+        if opt.sums.samples:
+            raise RuntimeError(
+                "parameters or tensors of the state were replaced while samples wait: call step() or "
+                "zero_grad() first"
+            )
         opt.settle_step()  # it would uncount steps of these groups
         with torch.inference_mode(False), torch.no_grad():
             for group in opt.param_groups:

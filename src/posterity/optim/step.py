@@ -7,6 +7,7 @@ all run these functions; they differ in who calls them, and in where :class:`Num
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -112,7 +113,7 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
 def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterator[None]:
     """Inside, the model has drawn weights; gradients that were taken there are absorbed.
 
-    Whatever is raised inside, the means come back, and nothing is absorbed.
+    Whatever is raised inside, the means come back, and nothing is absorbed. So it is without a weight.
     """
     params = opt.parameters()
     before = [p.grad for p in params]
@@ -129,13 +130,12 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             if grad is not None:
                 p.grad = None
         opt.entered = 0
-        # Without a backward pass there is nothing to collect, and nothing to absorb.
-        with suppress(NothingCollected), _late_backward_refused(opt.module, inside), collecting(opt):
+        with _late_backward_refused(opt.module, inside), _if_any(collecting(opt)):
             yield
         grads = [p.grad for p in params]
         if any(grad.is_sparse for grad in grads if grad is not None):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-        if any(grad is not None for grad in grads):
+        if weight and any(grad is not None for grad in grads):
             absorb(opt, grads, drawn, 1, weight)
             used = True
     finally:
@@ -150,6 +150,19 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
                 each.group.put(each.group.weights)
         torch.clear_autocast_cache()
         opt.buffers.leave(number, used)
+
+
+@contextmanager
+def _if_any(context: AbstractContextManager[object]) -> Iterator[None]:
+    """A collector's context, in which a backward pass may be missing: then there is nothing to collect."""
+    context.__enter__()
+    try:
+        yield
+    except BaseException:
+        context.__exit__(*sys.exc_info())
+        raise
+    with suppress(NothingCollected):
+        context.__exit__(None, None, None)
 
 
 @contextmanager
@@ -172,7 +185,7 @@ def _late_backward_refused(module: nn.Module | None, inside: Sequence[bool]) -> 
     def watch(_: nn.Module, __: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             for each in [output] if isinstance(output, Tensor) else tree_leaves(output):
-                if isinstance(each, Tensor) and each.requires_grad:
+                if isinstance(each, Tensor) and each.grad_fn is not None:
                     each.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     handle = module.register_forward_hook(watch)

@@ -240,7 +240,7 @@ def test_a_column_has_the_precision_and_layout_that_it_names() -> None:
 
 
 @pytest.mark.usefixtures("scripts")
-def test_targets_are_for_tf32_on_a_gpu_and_on_a_cpu_ours_is_never_to_be_slower() -> None:
+def test_targets_by_device_and_precision() -> None:
     from train_step import target
 
     assert [target("cuda", "tf32", width) for width in (400, 1200, 2000, 8)] == [100, 50, 30, None]
@@ -334,7 +334,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
     assert "r.json: choose a file in a folder that exists" in result.stderr.replace("\n", "")
 
 
-def test_the_command_lists_names_passes_options_on_and_refuses_unknown_names() -> None:
+def test_bench_command_lists_and_refuses_names() -> None:
     runner = CliRunner()
     for arguments in ([], ["--help"]):
         assert "conv_step, growth" in runner.invoke(app, ["bench", *arguments]).stdout

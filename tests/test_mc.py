@@ -268,7 +268,7 @@ def test_waiting_samples_are_not_mixed_in() -> None:
         step(torch.ones(1, 3))
 
 
-def test_running_out_of_memory_is_not_taken_for_a_model_that_cannot_be_stacked(
+def test_out_of_memory_is_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*_: object, **__: object) -> None:

@@ -73,7 +73,7 @@ def test_what_follows_from_outputs_is_in_single_precision_at_least(dtype: torch.
         torch.testing.assert_close(got.double(), getattr(exact, name), rtol=1e-5, atol=1e-6)
 
 
-def test_under_autocast_networks_run_in_half_precision_and_uncertainties_do_not() -> None:
+def test_uncertainties_under_autocast_are_full_precision() -> None:
     model, q, x = make()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         p = posterity.predict(model, q, x, samples=5, how="loop")

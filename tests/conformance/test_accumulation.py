@@ -83,7 +83,7 @@ def test_ragged_micro_batches_count_by_their_examples(rule: Rule) -> None:
         torch.testing.assert_close(results[1][key], value, rtol=1e-4, atol=1e-9, msg=key)
 
 
-def test_samples_missing_from_a_step_are_refused_and_those_that_are_there_wait() -> None:
+def test_step_with_missing_samples_is_refused() -> None:
     model, twin = net(), net()
     opt, other = (posterity.BGD(each, mc_samples=3, batch_size=16, seed=0) for each in (model, twin))
     for _ in range(2):

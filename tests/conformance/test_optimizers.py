@@ -231,7 +231,7 @@ def test_backwards_in_one_context_add_up(rule: Rule) -> None:
 
 
 @drawing_rules
-def test_zero_grad_inside_a_context_keeps_earlier_samples_and_outside_drops_all(rule: Rule) -> None:
+def test_zero_grad_inside_and_outside_a_context(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
     for _ in range(3):

@@ -478,7 +478,7 @@ def test_a_backward_pass_that_makes_no_gradient_of_a_weight_is_refused(wanted: s
         squares_of(model, twice)
 
 
-def test_several_backward_passes_of_one_forward_pass_are_refused_where_their_sum_is_meant() -> None:
+def test_several_backwards_of_one_forward_are_refused() -> None:
     def halves(model: nn.Module, x: Tensor) -> None:
         loss = model(x).square().mean()
         (0.5 * loss).backward(retain_graph=True)

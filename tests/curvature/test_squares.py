@@ -208,9 +208,7 @@ def resnet_with_copies(w: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_with_batch_statistics_a_term_is_the_gradient_of_an_examples_own_copy(
-    kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terms_with_batch_statistics(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     real = torch.var_mean
     monkeypatch.setattr(torch, "var_mean", lambda *args, **more: made.append(args) or real(*args, **more))

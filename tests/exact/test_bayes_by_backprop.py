@@ -178,7 +178,7 @@ def test_what_no_gradient_trains_is_refused_and_the_module_left_as_it_was() -> N
     )
 
 
-def test_an_estimated_divergence_has_its_whole_gradient_after_a_forward_pass_without_one() -> None:
+def test_estimated_kl_keeps_its_gradient_after_no_grad() -> None:
     model = variational(nn.Linear(2, 3))
     with torch.no_grad():
         model(torch.ones(1, 2))

@@ -421,7 +421,7 @@ def test_an_eigenbasis_posterior_is_taken_up_as_the_nearest_product() -> None:
         assert set(opt.posterior().blocks) == {"0.weight+0.bias", "2.weight"}
 
 
-def test_a_diagonal_posterior_is_taken_up_until_layers_tell_of_their_factors() -> None:
+def test_diagonal_posterior_is_used_until_factors_come() -> None:
     model, x, y = mlp()
     opt = NoisyKFAC(model, seed=0, **HYPER)
     opt.step(lambda: loss_fn(model, x, y))

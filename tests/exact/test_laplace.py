@@ -95,7 +95,7 @@ def test_the_evidence_is_that_of_linear_regression() -> None:
     assert list(found.posterior().blocks) == ["weight"]
 
 
-def test_the_best_prior_of_linear_regression_is_a_fixed_point_of_the_exact_evidence() -> None:
+def test_best_prior_maximises_the_exact_evidence() -> None:
     """Where δ trains the weights that choose δ again, the exact evidence has its maximum."""
     prior = 1.0
     for _ in range(60):

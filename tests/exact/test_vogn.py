@@ -243,7 +243,7 @@ def test_micro_batches_are_one_batch_and_schedules_are_followed() -> None:
     compare(model, opt, exact)
 
 
-def test_keeping_the_velocity_multiplies_momentum_where_the_learning_rate_drops() -> None:
+def test_keep_velocity_when_the_learning_rate_drops() -> None:
     results = []
     for keep in (False, True):
         model, x, y = mlp()

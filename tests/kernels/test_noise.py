@@ -204,9 +204,7 @@ def test_a_tensor_that_is_not_finite_poisons_what_it_is_copied_with(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("blocks", [tuple(range(len(SHAPES))), (4, 2)])
-def test_tensors_are_added_by_their_addresses_and_poison_a_sum_that_is_not_finite(
-    blocks: tuple[int, ...], value: float
-) -> None:
+def test_adding_by_address_poisons_infinite_sums(blocks: tuple[int, ...], value: float) -> None:
     tensors = {i: torch.randn(SHAPES[i], device=DEVICE) for i in blocks}
     tensors[2][63, 3, 2, 1] = value
     pointers = torch.tensor([each.data_ptr() for each in tensors.values()]).to(DEVICE)

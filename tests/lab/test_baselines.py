@@ -76,7 +76,7 @@ def test_the_empirical_fisher_is_the_mean_of_squared_gradients(heads: Tensor | N
         assert torch.allclose(mine, naive, rtol=1e-10, atol=1e-14)
 
 
-def test_the_fisher_takes_the_labels_of_the_whole_task_for_the_labels_trick() -> None:
+def test_fisher_uses_all_labels_of_a_task() -> None:
     net, data = small(), Split(examples(70, seed=1).x, torch.arange(70) % 2)
     found = fisher(net, data, labels="data", mask=partial(present, classes=4))
     naive = naive_fisher(net, data, heads=torch.tensor([0, 0, 1, 1]))

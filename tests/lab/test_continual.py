@@ -331,7 +331,7 @@ def test_the_stream_in_the_documents_is_learned(capsys: pytest.CaptureFixture[st
     assert scores.summary()["average_accuracy"] > plain.summary()["average_accuracy"] + 0.03
 
 
-def test_losses_and_calibration_are_of_probabilities_where_labels_are_voted_for() -> None:
+def test_votes_do_not_change_losses_and_calibration() -> None:
     tasks = permuted(load("digits"), tasks=1, seed=0)
     found = []
     modes: tuple[Mode, ...] = ("vote", "average")

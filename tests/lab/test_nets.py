@@ -167,7 +167,7 @@ def test_initialise_resets_batchnorm_and_takes_layers_without_bias():
     assert net[1].bias.tolist() == [0, 0]
 
 
-def test_initialise_depends_on_its_seed_alone_and_leaves_the_global_generator():
+def test_initialise_depends_on_its_seed_alone():
     before = torch.get_rng_state()
     net = initialise(torch.nn.utils.skip_init(nn.Linear, 3, 2), seed=1)
     assert torch.equal(torch.get_rng_state(), before)

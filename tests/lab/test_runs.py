@@ -157,7 +157,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     }
 
 
-def test_a_run_killed_before_its_posterior_was_written_gets_it_without_the_data(tmp_path, monkeypatch):
+def test_resume_writes_a_missing_posterior_without_data(tmp_path, monkeypatch):
     config = tiny(method="bgd", epochs=1)
     runs.train(config, tmp_path / "run")
     before = contents(tmp_path / "run")

@@ -154,7 +154,7 @@ def test_trapezoids_follow_their_definition() -> None:
     assert torch.allclose(probs.sum(1), torch.ones(length * tasks, dtype=torch.float64))
 
 
-def test_trapezoids_of_tasks_of_different_length_reach_as_far_as_the_shorter_allows() -> None:
+def test_overlap_of_tasks_is_limited_by_the_shorter() -> None:
     probs = trapezoids([40, 48], 0.25)
     assert probs[37, 1] == 0
     assert probs[39, 1] > 0

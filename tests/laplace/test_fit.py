@@ -258,7 +258,7 @@ def test_a_layer_applied_twice_has_squares() -> None:
     assert {*blocks} == {"layer.weight", "layer.bias", "head.weight+head.bias"}
 
 
-def test_the_evidence_counts_every_weight_once_with_projections_of_other_widths() -> None:
+def test_evidence_with_kdim_and_vdim() -> None:
     """The log-determinant of a prior that outweighs the data is that of the prior, weight by weight."""
 
     class Net(nn.Module):

@@ -221,7 +221,7 @@ def test_leaves_of_a_graph() -> None:
     assert {id(each) for each in found} == {id(a), id(b)}
 
 
-def test_a_forward_pass_of_an_earlier_context_is_not_differentiated_in_a_later_one() -> None:
+def test_backward_of_an_earlier_context_is_refused() -> None:
     """Its gradients would go to aliases that nobody delivers."""
     model, squares = net(), Squares(net())
     squares.watch(model)

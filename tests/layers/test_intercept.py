@@ -102,7 +102,7 @@ def test_filters_may_get_another_size() -> None:
         check(squares, {"weight": torch.stack(grads).square().sum(0)})
 
 
-def test_attention_counts_examples_though_some_of_its_weights_alone_are_watched() -> None:
+def test_attention_with_some_weights_watched() -> None:
     model = nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True).double().requires_grad_(False)
     weights = {name: getattr(model, name).requires_grad_() for name in ("q_proj_weight", "v_proj_weight")}
     query, key = (torch.randn(4, 5, size, dtype=torch.float64) for size in (8, 6))

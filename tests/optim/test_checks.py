@@ -65,7 +65,7 @@ def test_nothing_moves_and_the_next_step_raises_and_the_one_after_goes_on(rule: 
     assert same(complete(twin, other), complete(model, opt))
 
 
-def test_whatever_shows_or_replaces_the_posterior_learns_of_a_bad_step_first() -> None:
+def test_showing_or_loading_a_posterior_raises_a_bad_step() -> None:
     model = net()
     opt = posterity.IVON(model, num_data=100)
     q, state = opt.posterior(), copy.deepcopy(opt.state_dict())
@@ -239,7 +239,7 @@ def test_buffers_that_a_pass_makes_or_lets_grow_do_no_harm() -> None:
     assert opt.param_groups[0]["steps"] == int(opt.state[model.linear.weight]["step"]) == 4
 
 
-def test_state_that_is_replaced_before_anybody_knew_of_a_bad_step_has_its_counts() -> None:
+def test_replaced_state_keeps_counts_after_a_bad_step() -> None:
     model = net()
     opt = posterity.IVON(model, num_data=100)
     by_context(model, opt)

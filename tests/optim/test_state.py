@@ -110,7 +110,7 @@ def test_gradients_are_gathered_whatever_their_memory_and_type(slab: FlatGroup) 
     assert torch.equal(a, half.params[0].grad.float())
 
 
-def test_an_optimiser_follows_parameters_that_move_inside_and_after_a_context(
+def test_parameters_may_move_in_memory_around_a_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(state_module, "kernels", SimpleNamespace(transfer=transfer))

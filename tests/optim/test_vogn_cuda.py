@@ -25,7 +25,7 @@ X, Y = torch.randn(16, 3, 6, 6), torch.randint(0, 5, (16,))
 
 
 @pytest.mark.parametrize("method", ["1", "4", "ogn"])
-def test_a_captured_step_equals_the_loop_through_changes_of_lr_and_temperature(method: str) -> None:
+def test_graph_equals_loop_with_schedules(method: str) -> None:
     x, y = X.cuda(), Y.cuda()
     temperature = posterity.warmup(20, start=0.1)
     results = []

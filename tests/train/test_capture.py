@@ -128,7 +128,7 @@ def test_a_gradient_from_outside_is_refused_and_one_that_is_dropped_is_not(rule:
 
 
 @captured_rules
-def test_a_loss_that_is_not_finite_moves_nothing_and_is_raised_by_the_next_call(rule: Rule) -> None:
+def test_nan_in_a_graph_is_raised_by_the_next_call(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
     step = captured(model, opt)
@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_is_raised_by_the_next_call(
     assert not torch.equal(before["last.weight"], model.last.weight)
 
 
-def test_a_bad_step_is_raised_though_others_have_followed_before_the_host_looked() -> None:
+def test_bad_step_is_raised_after_later_replays() -> None:
     model = net()
     step = captured(model, posterity.BGD(model, batch_size=16))
     for _ in range(3):
@@ -214,7 +214,7 @@ def test_what_cannot_be_captured_says_so_once_and_runs_without(monkeypatch: pyte
     assert not torch.equal(before, model.last.weight)
 
 
-def test_a_failure_concerns_one_kind_of_batch_and_no_graph_is_made_over_a_foreign_gradient() -> None:
+def test_failed_capture_concerns_one_batch_shape() -> None:
     model = net()
     opt = posterity.BGD(model, batch_size=16)
     step = captured(model, opt)
@@ -346,7 +346,7 @@ def test_a_graph_that_is_replaced_tells_of_its_bad_step_first() -> None:
     step(X, Y)
 
 
-def test_a_training_step_inside_a_sampling_context_is_refused_and_the_means_come_back() -> None:
+def test_train_step_inside_a_context_is_refused() -> None:
     model = net()
     opt = posterity.BGD(model, batch_size=16)
     step = captured(model, opt)

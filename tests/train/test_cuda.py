@@ -63,7 +63,7 @@ def test_loop_and_stack_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bgd", "ivon"])
-def test_a_captured_step_equals_the_loop_through_changes_of_lr_and_ragged_batches(name: str) -> None:
+def test_graph_equals_loop_with_ragged_batches(name: str) -> None:
     x, y = X.cuda(), Y.cuda()
     sizes = [32, 32, 7, 32, 32, 7, 7, 32]
     results = []
@@ -115,7 +115,7 @@ def test_capturing_changes_nothing_and_resuming_is_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bgd", "ivon"])
-def test_a_captured_step_sees_state_that_was_loaded_and_posteriors_that_were_taken_up(name: str) -> None:
+def test_graph_sees_loaded_state_and_posteriors(name: str) -> None:
     x, y = X.cuda(), Y.cuda()
     results = []
     for captured in (False, True):
@@ -194,7 +194,7 @@ def test_a_nan_in_a_captured_step_leaves_the_posterior_alone_and_is_raised() -> 
 
 
 @pytest.mark.parametrize("name", ["bgd", "ivon"])
-def test_a_nan_in_an_eager_step_moves_nothing_and_is_raised_by_the_next_call(name: str) -> None:
+def test_nan_in_an_eager_step_is_raised_by_the_next_call(name: str) -> None:
     x, y = X.cuda(), Y.cuda()
     bad = x.clone()
     bad[0, 0] = torch.nan

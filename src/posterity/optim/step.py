@@ -119,7 +119,7 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
     before = [p.grad for p in params]
     opt.buffers.enter(number)
     used, drawn = False, list[Draw]()
-    inside = [True]
+    inside, handle = [True], None
     try:
         drawn = draw(opt, range(number, number + 1), weight)
         with torch.no_grad():
@@ -130,7 +130,10 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             if grad is not None:
                 p.grad = None
         opt.entered = 0
-        with _late_backward_refused(opt.module, inside), _if_any(collecting(opt)):
+        if opt.module is not None and torch.is_grad_enabled():
+            handle = opt.module.register_forward_hook(_late_backward_refused(inside))
+        collector = collecting(opt)
+        with collector if opt.collector is None else _if_any(collector):
             yield
         grads = [p.grad for p in params]
         if any(grad.is_sparse for grad in grads if grad is not None):
@@ -140,6 +143,8 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             used = True
     finally:
         inside[0] = False
+        if handle is not None:
+            handle.remove()
         if not used:  # an error, or a forward pass alone: as if nothing had happened
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
@@ -165,15 +170,11 @@ def _if_any(context: AbstractContextManager[object]) -> Iterator[None]:
         context.__exit__(None, None, None)
 
 
-@contextmanager
-def _late_backward_refused(module: nn.Module | None, inside: Sequence[bool]) -> Iterator[None]:
-    """Let the model's outputs say what to do when ``backward()`` comes after the context.
+def _late_backward_refused(inside: Sequence[bool]) -> Callable[..., None]:
+    """A forward hook: outputs say what to do when ``backward()`` comes after the context.
 
     Autograd itself would only say that a weight was changed in place.
     """
-    if module is None or not torch.is_grad_enabled():
-        yield
-        return
 
     def refuse(_: Tensor) -> None:
         if not inside[0]:
@@ -188,11 +189,7 @@ def _late_backward_refused(module: nn.Module | None, inside: Sequence[bool]) -> 
                 if isinstance(each, Tensor) and each.grad_fn is not None:
                     each.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    handle = module.register_forward_hook(watch)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return watch
 
 
 # Absorb.

@@ -24,7 +24,7 @@ class Run:
         repeated: Whether one has several uses.
         begun: Samples whose backward pass has begun.
         matched: Examples in the layers that have reported.
-        counted: Their axis, where a layer tells.
+        counted: Their axis, where it is known.
         tasks: By parameter and sample, the backward pass that has reported it first.
     """
 

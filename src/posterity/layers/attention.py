@@ -19,7 +19,7 @@ from posterity.torch_private import temporarily_pop_interpreter_stack
 def examples_axis() -> int | None:
     """On which axis the model has its examples around the attention module that is running, if one is.
 
-    The module tells: what it hands on has them on axis 1, whatever its ``batch_first``.
+    Only the module knows: what it passes on has them on axis 1, whatever its ``batch_first``.
     """
     frame = currentframe()
     for _ in range(_FRAMES):

@@ -128,14 +128,14 @@ class LayerCall(Call, ABC):
         input: Its inputs; None if nothing will look at them.
         weight: Its weight, if it has one; None once it has run.
         bias: Its bias, likewise.
-        listener: Who is told.
+        listener: Whom it reports to.
         run: The forward pass that it is part of.
         parts: What the listener watches of weight and bias.
         names: Of these.
         examples: How many.
         axis: Of the examples, samples aside.
         folded: Whether they are one axis together with the positions, positions outside.
-        counted: The axis of the examples as the model has them around the layer; None if nothing tells.
+        counted: The axis of the examples as the model has them around the layer; None if unknown.
         samples: K, or 1.
         x_axis: Where inputs have their samples, if they have any.
         grad_axis: Where outputs have theirs; None outside vmap alone.
@@ -199,7 +199,7 @@ class LayerCall(Call, ABC):
     # From the forward to the backward pass.
 
     def listened(self, listener: Listener, parts: tuple[Part | None, Part | None], samples: int) -> None:
-        """A listener is to be told."""
+        """It is to report to a listener."""
         self.listener, self.parts, self.samples = listener, parts, samples
         self.names = [part.name for part in parts if part is not None]
 

@@ -143,7 +143,7 @@ def with_batch_axis(rows: Rows, given: Tensor) -> Rows:
     return Rows(given, rows.out[None], calls, rows.shared)
 
 
-def told_apart(rows: Rows, other: Any) -> Tensor:
+def rows_by_example(rows: Rows, other: Any) -> Tensor:
     """What is added to another tensor in the place of rows that were given: those of all examples."""
     one, out, calls, shared = rows
     if not isinstance(other, Tensor):

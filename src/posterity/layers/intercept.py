@@ -26,9 +26,9 @@ from posterity.layers.conv import Conv
 from posterity.layers.embedding import (
     Embedding,
     Rows,
+    rows_by_example,
     shared_rows,
     shares_positions,
-    told_apart,
     with_batch_axis,
 )
 from posterity.layers.linear import Linear
@@ -436,7 +436,7 @@ class Intercept(TorchFunctionMode):
         if self._rows and len(args) == 2:
             own = [self._rows.get(id(each)) for each in args]
             args = [
-                each if rows is None else told_apart(rows, other)
+                each if rows is None else rows_by_example(rows, other)
                 for each, rows, other in zip(args, own, reversed(args), strict=True)
             ]
         return func(*args, **kwargs)

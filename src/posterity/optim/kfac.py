@@ -33,7 +33,7 @@ side by side, each addressed by its own name.
 K-FAC is the limit without noise: it takes gradients and factors at M, and its Gaussian is fitted, not learned
 from. A parameter without factors (norms, embeddings, convolutions in groups) follows the rule of VOGN, with
 squares of single examples' gradients from the same steps as the factors. So does, with the curvature
-``hess_init``, a weight whose layer has not told of its factors yet: the first step draws independent weights.
+``hess_init``, a weight whose layer has reported no factors yet: the first step draws independent weights.
 
 **Which Fisher.** The factors are those of the loss's own gradients, the empirical Fisher, as in VOGN: they
 cost no second backward pass, and die away with the residuals where a model fits its data.
@@ -242,9 +242,9 @@ class KroneckerNewton(GaussNewton):
         new = {key: state[key].to(stats.grad) for key in self.matrices if key in state}
         if stats.factors is None:
             return new
-        for key, told in (("inputs", stats.factors.A), ("outputs", stats.factors.S)):
-            told = told.to(stats.grad)
-            new[key] = torch.lerp(new[key], told, 1 - group["betas"][1]) if key in new else told
+        for key, factor in (("inputs", stats.factors.A), ("outputs", stats.factors.S)):
+            factor = factor.to(stats.grad)
+            new[key] = torch.lerp(new[key], factor, 1 - group["betas"][1]) if key in new else factor
         # Of each weight by itself, for those who ask how fast it moves.
         new["hess"] = torch.outer(new["outputs"].diagonal(), new["inputs"].diagonal())
         return new
@@ -260,7 +260,7 @@ class NoisyKFAC(KroneckerNewton):
 
     For every mini-batch: draw ``mc_samples`` weight matrices, average the gradient and the Kronecker factors
     of the layers' inputs and gradients, then step by the first times the inverse of the second, which is also
-    the posterior's covariance. Weights must be used by layers that tell of single examples, as for
+    the posterior's covariance. Weights must be used by layers that report single examples, as for
     :class:`VOGN`. ``compile_step`` runs all samples at once; on a GPU, steps without factors are a graph.
 
     In "Practical Deep Learning with Bayesian Principles" AlexNet on CIFAR-10 has ``lr=1e-3``, divided by ten

@@ -220,7 +220,7 @@ class VOGN(GaussNewton):
     """Variational Online Gauss-Newton: Adam's form, with a scale learned from single examples' gradients.
 
     For every mini-batch: draw ``mc_samples`` weight vectors, average the gradient and the examples' squared
-    gradients, then step by both. Weights must be used by layers that tell of single examples (linear layers,
+    gradients, then step by both. Weights must be used by layers that report single examples (linear layers,
     convolutions, norms, embeddings, attention); one that is used in another way is refused by name.
 
     The defaults are the authors' for CIFAR-10, except ``prior_precision``, theirs being 100 (LeNet-5), 0.5

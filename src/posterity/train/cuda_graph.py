@@ -194,7 +194,7 @@ class Graph:
         """Raise what is known of earlier steps; this waits for nothing, unless one was bad."""
         loss = self.host_loss.item()
         if not math.isfinite(loss):
-            torch.cuda.synchronize()  # else a step under way would tell of it again
+            torch.cuda.synchronize()  # else a step under way would raise it again
             self.poison.zero_()
         self.host_loss.zero_()
         self.step.optimizer.watch(loss)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "diagnostics": {"optim", "posterior"},
     "inputs": {"buffers"},
     "mc": {"buffers", "inputs", "layers"},
-    "train": {"torch_private", "buffers", "layers", "mc", "noise", "optim"},
+    "train": {"torch_private", "buffers", "inputs", "layers", "mc", "noise", "optim"},
     "variational": {"torch_private", "names", "noise", "posterior", "mc"},
     "dropout": {"noise", "posterior"},
     "predict": {"names", "inputs", "mc", "posterior", "variational"},

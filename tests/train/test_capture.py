@@ -450,3 +450,21 @@ def test_squares_that_overflow_in_a_graph_move_nothing(rule: Rule) -> None:
         assert same(before, everything(model, opt))
     step(X, Y)
     assert not torch.equal(before["last.weight"], model.last.weight)
+
+
+@captured_rules
+@pytest.mark.parametrize("graphs", [False, True])
+def test_arrays_are_learned_from_as_tensors(rule: Rule, graphs: bool) -> None:
+    def nested(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss_fn(model, batch["x"], batch["y"])
+
+    results = []
+    for arrays in (False, True):
+        model = net()
+        opt = rule.make(model)
+        step = posterity.compile_step(model, nested, opt)
+        learn = compiled.CapturedStep(step) if graphs else step  # type: ignore[arg-type]
+        for _ in range(4):
+            learn({"x": X.numpy() if arrays else X, "y": Y.numpy() if arrays else Y})
+        results.append(everything(model, opt))
+    near(*results)

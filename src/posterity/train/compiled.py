@@ -45,10 +45,10 @@ def compile_step(
 
     Args:
         model: The module whose parameters the optimiser holds.
-        loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch: of tensors, or dicts, lists and
-            tuples of them, whose examples are on the first axis. The first tensor's are counted, for rules
-            that want to know how many there are, unless the optimiser was given a ``batch_size``. A batch
-            that has other things in it is never a graph.
+        loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch: of tensors or arrays, or dicts,
+            lists and tuples of them, whose examples are on the first axis. The first tensor's are counted,
+            for rules that want to know how many there are, unless the optimiser was given a ``batch_size``. A
+            batch that has other things in it is never a graph.
         optimizer: A rule such as BGD or IVON; it decides the number of samples.
         max_norm: Clip the norm of the mean gradient E[g] to this, as ``torch.nn.utils.clip_grad_norm_`` would
             between backward and step.
@@ -92,6 +92,7 @@ class CapturedStep:
         self._calls += 1
         self.step.refuse_changed()
         self.step.optimizer.check_changed()
+        batch = self.step.as_tensors(batch)
         tensors, form = flat_batch(batch)
         if not self.step.optimizer.captures() or not all(isinstance(x, Tensor) for x in tensors):
             return self.step(*batch)

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
 from posterity import buffers
+from posterity.inputs import moved
 from posterity.layers import Intercept
 from posterity.mc import chunks, stacked_pass
 from posterity.optim import VariationalOptimizer
@@ -78,6 +79,7 @@ class TrainStep:
         if opt.sums.samples:
             raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
         opt.refuse_foreign()
+        batch = self.as_tensors(batch)
         size = self.batch_size(batch)  # loss functions may take things out of dicts
         self._keeper.keep()
         try:
@@ -91,6 +93,10 @@ class TrainStep:
         if opt.ok is not None:
             self._keeper.restore_unless(opt.ok)
         return loss
+
+    def as_tensors(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The batch with NumPy's arrays as tensors, alone or in dicts and lists, where the model is."""
+        return batch if all(isinstance(x, Tensor) for x in batch) else moved(batch, self.target)
 
     def batch_size(self, batch: tuple[Any, ...]) -> int | None:
         """The optimiser's own batch_size where it was given one, else the first tensor's length."""

@@ -488,7 +488,7 @@ def test_a_rule_of_layers_refuses_weights_that_are_used_otherwise(
     rule: Rule, way: Callable[..., None]
 ) -> None:
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7)), nn.Linear(7, 3))
-    name, reason = "0.parametrizations.weight.original", "is used by an operation that is no known layer"
+    name, reason = "0.parametrizations.weight.original", "is used by an operation that is not a known layer"
     opt = rule.make(model)
     before = everything(model, opt)
     with pytest.raises(

@@ -139,7 +139,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 def test_the_fallback_is_exact(structure: str) -> None:
     model, x = Tied().double(), torch.randn(5, 3).double()
-    with pytest.raises(RuntimeError, match="'scale' is used by an operation that is no known layer"):
+    with pytest.raises(RuntimeError, match="'scale' is used by an operation that is not a known layer"):
         fisher(model, x)
     blocks, diagonal = fisher(model, x, structure=structure, fallback="vmap", chunk=2)
     expected = explicit(model, x, "classification")
@@ -164,7 +164,7 @@ class Recurrent(nn.Module):
 
 def test_the_fallback_where_nothing_else_is() -> None:
     model, x = nn.PReLU(3).double(), torch.randn(5, 3).double()
-    with pytest.raises(RuntimeError, match="'weight' is used by an operation that is no known layer"):
+    with pytest.raises(RuntimeError, match="'weight' is used by an operation that is not a known layer"):
         fisher(model, x)
     found = fisher(model, x, fallback="vmap").diagonal["weight"]
     torch.testing.assert_close(found, explicit(model, x, "classification")["weight"], **EXACT)

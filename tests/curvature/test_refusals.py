@@ -45,7 +45,7 @@ class Product(torch.autograd.Function):
         return None, ctx.saved_tensors[0].T @ grad
 
 
-UNKNOWN = "is used by an operation that is no known layer"
+UNKNOWN = "is used by an operation that is not a known layer"
 WEIGHT, BIAS = f"'inner.weight' {UNKNOWN}", f"'inner.bias' {UNKNOWN}"
 OTHER_USES = {
     "a product": (lambda x, w, b: x @ w.T + 0 * F.linear(x, w, b), WEIGHT),

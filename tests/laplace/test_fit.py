@@ -243,8 +243,8 @@ class Twice(nn.Module):
 def test_a_layer_that_collectors_refuse() -> None:
     net, data = Scaled(), (torch.randn(12, 4), torch.randint(0, 3, (12,)))
     message = (
-        "'scale' is used by an operation that is no known layer, from which no curvature can be collected: "
-        r"leave it out by names=, or pass fallback='vmap'"
+        "'scale' is used by an operation that is not a known layer, from which no curvature can be "
+        r"collected: leave it out by names=, or pass fallback='vmap'"
     )
     with pytest.raises(RuntimeError, match=message):
         laplace.fit(net, data)

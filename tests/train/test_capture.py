@@ -466,5 +466,6 @@ def test_arrays_are_learned_from_as_tensors(rule: Rule, graphs: bool) -> None:
         learn = compiled.CapturedStep(step) if graphs else step  # type: ignore[arg-type]
         for _ in range(4):
             learn({"x": X.numpy() if arrays else X, "y": Y.numpy() if arrays else Y})
+        assert not graphs or len(learn._graphs) == 1
         results.append(everything(model, opt))
     near(*results)

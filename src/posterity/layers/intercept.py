@@ -64,7 +64,7 @@ OPERATIONS: dict[Any, type[Call]] = {
 }
 Function: TypeAlias = Callable[..., Any]
 _NOTHING = nullcontext()
-_UNREPORTED = "is used by an operation that is no known layer"
+_UNREPORTED = "is used by an operation that is not a known layer"
 
 
 @final

@@ -79,15 +79,14 @@ class GradientLedger:
                     "or drop it with zero_grad()"
                 )
 
-    def refuse_changed(self, groups: Sequence[Group]) -> None:
+    def refuse_changed(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise for a gradient that is not as a context has left it: the next one would not see it."""
-        for group in groups:
-            for name, p in members(group):
-                if (p.grad is not None or id(p) in self._known) and not self._knows(p):
-                    raise RuntimeError(
-                        f"the gradient of {name!r} was changed between two contexts of one step: change it "
-                        "after the last one, or call zero_grad() first"
-                    )
+        for name, p in named:
+            if (p.grad is not None or id(p) in self._known) and not self._knows(p):
+                raise RuntimeError(
+                    f"the gradient of {name!r} was changed between two contexts of one step: change it after "
+                    "the last one, or call zero_grad() first"
+                )
 
     def not_finite(self, named: Iterable[tuple[str, Tensor]]) -> str | None:
         """The first of the gradients that the last step has used up that is not finite, in words."""

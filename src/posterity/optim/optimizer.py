@@ -176,7 +176,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if self.sums.samples and all(p.grad is None for p in self.parameters()):
             self.reset()  # somebody has dropped all gradients, as zero_grad() does
         elif self.sums.samples:
-            self._ledger.refuse_changed(self.param_groups)
+            self._ledger.refuse_changed(self._named())
         taken = self.sums.samples
         with self._next_sample():
             yield

@@ -74,11 +74,12 @@ def transcribed(
     prior_mean = {k: 0 * v for k, v in mu.items()}
     for t in range(steps + 1):
         if t in handed:
-            guess = HYPER["hess_init"] * b2**t if t == min(handed) else 0.0
+            since = max((earlier for earlier in handed if earlier < t), default=0)
+            guess, share = (HYPER["hess_init"] * b2**t if t == min(handed) else 0.0), 1 - b2 ** (t - since)
             for k in mu:
                 m[k] = 0 * m[k]
                 if not k.startswith(fixed):
-                    delta[k] = delta[k] + handed[t] * n * (s[k] - guess).clamp(min=0) / taus(t)
+                    delta[k] = delta[k] + handed[t] * n * (s[k] - guess).clamp(min=0) / share / taus(t)
                     prior_mean[k], s[k] = mu[k], 0 * s[k]
         tau, lr = taus(min(t, steps - 1)), lrs(t)
         shift = {k: tau * delta[k] / n + HYPER["damping"] for k in mu}
@@ -206,6 +207,46 @@ def test_a_posterior_that_was_loaded_is_handed_over_and_learned_from(pruned: boo
     assert loss is not None
     assert math.isfinite(float(loss))
     assert all(bool((std >= 0).all()) for std in opt.posterior().std().values())
+
+
+def test_a_hand_over_counts_all_curvature_of_few_updates() -> None:
+    model = nn.Linear(3, 2)  # in single precision, in which 0.9999 is rounded
+    x = torch.ones(8, 3)
+    hyper = {"num_data": 1000, "lr": 0.0, "betas": (0.9, 0.9999), "prior_precision": 1.0}
+    opt = OGN(model, **hyper)
+    for task in (1, 2):
+        for _ in range(500):
+            opt.step(lambda: model(x).sum(1).mean())  # every gradient is 1
+        opt.hand_over()
+        for p in model.parameters():
+            torch.testing.assert_close(
+                opt.state[p]["known"], torch.full_like(p, 1000.0 * task), rtol=1e-3, atol=0.0
+            )
+        opt.hand_over()  # nothing was learned since
+        assert float(opt.state[model.bias]["known"].max()) < 1002.0 * task
+
+
+def test_a_loaded_curvature_is_an_estimate_of_its_first_period() -> None:
+    std, hyper = 0.1, {"num_data": 100, "lr": 0.0, "betas": (0.9, 0.99), "damping": 0.0}
+    x = torch.ones(8, 3, dtype=torch.float64)
+    loaded = {"weight": (2, 3), "bias": (2,)}
+    q = posterity.Factorised(
+        {
+            name: posterity.DiagonalGaussian(torch.zeros(shape, dtype=torch.float64), std)
+            for name, shape in loaded.items()
+        }
+    )
+    first = 1 / std**2 - 1.0  # its precision without the prior's
+    for steps in (0, 5):
+        model = nn.Linear(3, 2).double()
+        opt = OGN(model, **hyper)
+        opt.load_posterior(q)
+        for _ in range(steps):
+            opt.step(lambda model=model: model(x).sum(1).mean())
+        opt.hand_over()
+        share = 0.99**steps
+        known = torch.full_like(model.weight, share * first + (1 - share) * 100)
+        torch.testing.assert_close(opt.state[model.weight]["known"], known)
 
 
 def test_a_hand_over_that_cannot_be_is_refused_and_changes_nothing() -> None:

@@ -249,7 +249,7 @@ def test_the_posterior_is_handed_on() -> None:
     for p, hess in zip(_params(method), before, strict=True):
         state = method.optimizer.state[p]
         assert torch.equal(state["prior_mean"], p)
-        torch.testing.assert_close(state["known"], 12 * (hess - 0.99**3))  # but for what was guessed
+        torch.testing.assert_close(state["known"], 12 * (hess - 0.99**3) / (1 - 0.99**3))
         assert not state["hess"].any()
         assert not state["momentum"].any()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posterity.curvature import Kronecker
-from posterity.optim.state import Group, State, members
+from posterity.optim.state import COUNTS, Group, State, members
 from posterity.optim.statistics import Accumulator, Statistics
 from posterity.torch_private import foreach_add_, foreach_copy_
 
@@ -113,7 +113,7 @@ class Block:
                 values = [torch.zeros_like(v) if s else v for v, s in zip(values, still, strict=True)]
             return self.join(values)
 
-        apart = {"step", "mean", "keep", *self._matrices}
+        apart = {*COUNTS, "mean", "keep", *self._matrices}
         single = [key for key in self.parts[-1].state if key not in apart]
         state = {key: joined([part.state[key] for part in self.parts]) for key in single}
         state |= {key: self.state[key] for key in self._matrices if key in self.state}

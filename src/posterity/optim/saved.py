@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from posterity.optim.state import Group, State, state_dtype, zero
+from posterity.optim.state import COUNTS, Group, State, state_dtype, zero
 from posterity.posterior import Factorised
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def load(states: Mapping[Tensor, State], groups: Sequence[Group], state_dict: di
     with torch.inference_mode(False):
         for p, state in saved_states(groups, state_dict):
             for key, value in state.items():
-                own = value.detach().to("cpu" if key == "step" else p.device, copy=True)
+                own = value.detach().to("cpu" if key in COUNTS else p.device, copy=True)
                 states[p][key] = own.contiguous().clone() if own.is_inference() else own.contiguous()
 
 
@@ -66,7 +66,7 @@ def refuse_mismatch(
     names = [name for group in groups for name in group["param_names"]]
     for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
         for key, value in state.items():
-            if key != "step" and key not in matrices and value.shape != p.shape:
+            if key not in (*COUNTS, *matrices) and value.shape != p.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(value.shape)} in the state, {tuple(p.shape)} here"
                 )

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Group: TypeAlias = dict[str, Any]
 State: TypeAlias = dict[str, Tensor]
 
+# Keys of counts, which are the host's; all other tensors of a state are the device's.
+COUNTS = ("step", "since")
 # Numbers of each buffer that a rule works on at once on a CPU.
 _IN_CACHE = 1 << 16
 _version = attrgetter("_version")
@@ -72,7 +74,7 @@ class FlatGroup:
         self._fits, self._plain = True, False
         self._places: dict[tuple[int, ...], Tensor] = {}
         self.steps = [states[p]["step"] for p in params]
-        keys = [key for key in states[params[0]] if key != "step" and key not in apart]
+        keys = [key for key in states[params[0]] if key not in (*COUNTS, *apart)]
         self._own = {key: [states[p][key] for p in params] for key in keys}
         self.state: State = {
             key: torch.zeros(self.layout.size, dtype=own[0].dtype, device=self.device)
@@ -318,7 +320,7 @@ class StateCache:
         for number, group in enumerate(self._opt.param_groups):
             similar: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
             for name, p in members(group):
-                keys = sorted(states[p].keys() - set(apart))
+                keys = sorted(states[p].keys() - {*COUNTS, *apart})
                 similar.setdefault((p.device, p.dtype, *keys), []).append((name, p))
             for pairs in similar.values():
                 yield FlatGroup(number, [name for name, _ in pairs], [p for _, p in pairs], states, apart)

@@ -24,7 +24,8 @@ example i's own loss at θ = μ + σ·eps:
 | τ, γ, K | ``temperature``, ``damping``, ``mc_samples`` | |
 
 After :meth:`VOGN.hand_over` the prior of a weight is N(μ0, 1/(δ + κ)), with ``state[p]["prior_mean"]`` and
-``state[p]["known"]``: δ + κ takes the place of δ above, and μ − μ0 that of μ in δ̃ μ.
+``state[p]["known"]``: δ + κ takes the place of δ above, and μ − μ0 that of μ in δ̃ μ. ``state[p]["since"]``
+is the count of updates at that time.
 
 OGN takes its gradients at μ, and is otherwise the same: its Gaussian is fitted, not learned from.
 
@@ -58,7 +59,7 @@ from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
 from posterity.optim.groups import Params, above_zero, at_least_zero, representable
 from posterity.optim.optimizer import VariationalOptimizer
-from posterity.optim.state import Group, State
+from posterity.optim.state import Group, State, zero
 from posterity.optim.statistics import Statistics
 from posterity.posterior import Leaf
 
@@ -173,9 +174,14 @@ class GaussNewton(VariationalOptimizer):
 
         The prior of every weight that was updated becomes N(μ, 1 / (δ + κ)) around its mean of now, κ being
         the precision that data has given it up to now: neither ``hess_init`` nor the damping, which are no
-        knowledge. Its curvature begins anew, and all momentum does. ``betas[1]`` should be near 1, or κ is
-        that of the last batch alone. Deterministic parameters have no prior. A posterior that is loaded later
-        brings the prior N(0, 1 / δ) with it.
+        knowledge. Its curvature begins anew, and all momentum does. After t updates a curvature that began
+        with s₀ is β2ᵗ s₀ + (1 − β2ᵗ) ĥ, with ĥ a weighted mean of the batches' own: N ĥ / τ is what κ gains.
+        ``betas[1]`` should be near 1, or ĥ is that of the last batch alone.
+
+        A posterior that was loaded begins with a curvature that data gave. It counts as an earlier estimate
+        of the same data's: its whole average is handed on. Where it comes from other data, hand it over
+        right after loading it. It brings the prior N(0, 1 / δ) with it. Deterministic parameters have no
+        prior.
 
         Args:
             strength: How many times the curvature since the last call counts. Bayes' rule says once, of the
@@ -201,17 +207,22 @@ class GaussNewton(VariationalOptimizer):
             self.state[p]["momentum"].zero_()
         for _, p, group in self._stochastic():
             state, (num_data, *_) = self.state[p], scales(group)
-            guessed, updates = 0.0, int(state["step"])
+            mean, hess = state.get("mean", p), state["hess"]
+            begun = "since" in state or "known" not in state  # with no curvature, or a guess: not loaded
+            updates = int(state["step"]) - int(state.get("since", 0))
+            if begun and not updates:
+                continue
+            # β2 as rounded in steps: many of them, and 1 / (1 − β2ᵗ), would make much of the difference.
+            forgotten = torch.tensor(group["betas"][1], dtype=hess.dtype).item() ** updates if begun else 0.0
             if "known" not in state:
-                if not updates:
-                    continue
-                state.update({key: torch.zeros_like(state["hess"]) for key in ("prior_mean", "known")})
-                guessed = group["hess_init"] * group["betas"][1] ** updates
-            state["prior_mean"].copy_(state.get("mean", p))
+                state.update({key: torch.zeros_like(hess) for key in ("prior_mean", "known")})
+                hess = hess - forgotten * self.init(mean, None, group)["hess"]
+            state["prior_mean"].copy_(mean)
             # A posterior that was wider than its prior has curvature below 0.
-            gained = (state["hess"] - guessed).clamp_(min=0.0)
+            gained = hess.clamp(min=0.0) / (1.0 - forgotten)
             state["known"].add_(gained, alpha=strength * num_data / group["temperature"])
             state["hess"].zero_()
+            state.setdefault("since", zero()).copy_(state["step"])
         self.reset()
 
 

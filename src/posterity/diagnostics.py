@@ -131,8 +131,8 @@ def check(posterior: Factorised, start: Factorised) -> dict[str, Health]:
 def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> dict[str, Tensor]:
     """The effective learning rate of every weight: what its gradient of the mean loss is multiplied by.
 
-    For BGD lr · std² · batch_size, for IVON lr · (hess_init + δ) / (hess + δ). Pruned weights have 0. Those
-    of a block that moves as a matrix (K-FAC) have no rate of their own, and are left out.
+    For BGD lr · std² · batch_size, for IVON lr · (hess_init + δ) / (hess + δ). Pruned weights and padding
+    rows have 0. Those of a block that moves as a matrix (K-FAC) have no rate of their own, and are left out.
 
     Args:
         optimizer: One whose rule has a rate per weight.
@@ -150,12 +150,12 @@ def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> d
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     posterior = optimizer.posterior()  # every block has its state after this
-    kept, rates = posterior.kept(), {}
+    stds, rates = posterior.std(), {}
     for group in optimizer.param_groups:
         for name, p in members(group):
             if name in posterior.blocks:
                 own = rate(optimizer.state[p], group, batch_size)
-                rates[name] = torch.where(kept[name], own, 0.0)
+                rates[name] = torch.where(stds[name] > 0, own, 0.0)
     return rates
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeAlias, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 T = TypeVar("T")
 NameFilter: TypeAlias = str | Iterable[str] | Callable[[str], bool]
@@ -61,6 +61,28 @@ def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
         p for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)
     )
     return [known[p] for p in dict.fromkeys(owned) if p in known]
+
+
+def padding_rows(model: nn.Module) -> dict[Tensor, int]:
+    """The row of every embedding's weight that ``padding_idx=`` keeps from learning.
+
+    One that another layer uses too, such as an output layer with the same weight, is no such row.
+
+    Example:
+        >>> words = nn.Embedding(9, 4, padding_idx=0)
+        >>> head = nn.Linear(4, 9)
+        >>> list(padding_rows(nn.Sequential(words, head)).values())
+        [0]
+        >>> head.weight = words.weight
+        >>> padding_rows(nn.Sequential(words, head))
+        {}
+    """
+    rows: dict[Tensor, set[int | None]] = {}
+    for module in model.modules():
+        row = module.padding_idx if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+        for p in module.parameters(recurse=False):
+            rows.setdefault(p, set()).add(None if row is None else int(row) % len(p))
+    return {p: row for p, (row, *more) in rows.items() if row is not None and not more}
 
 
 def inner(module: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posterity.mc import How, run
-from posterity.names import NameFilter, first_match, select
+from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
 from posterity.posterior import ByName, Density, DiagonalGaussian, Factorised, Leaf, Posterior, kl
 from posterity.torch_private import graph_task_id
@@ -57,6 +57,7 @@ class Variational(nn.Module):
         super().__init__()
         self.module = module
         self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
+        _hold_padding(self.posterior, module)
         self.seed = new_seed() if seed is None else seed
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
@@ -161,6 +162,19 @@ def _refuse_again(module: nn.Module, args: object) -> None:
             f"activation checkpointing would run a {type(module).__name__} again at its means, not at the "
             "weights that were drawn: do without it, or train by an optimizer's step(closure)"
         )
+
+
+def _hold_padding(posterior: Factorised, module: nn.Module) -> None:
+    """Let padding rows of embeddings be what they are."""
+    params, rows = dict(module.named_parameters()), padding_rows(module)
+    for block, names in posterior.tensors.items():
+        if any(params[name] in rows for name in names):
+            masks = [torch.zeros(params[name].shape, dtype=torch.bool) for name in names]
+            for name, mask in zip(names, masks, strict=True):
+                if params[name] in rows:
+                    mask[rows[params[name]]] = True
+            leaf = posterior.block(block)
+            leaf.hold(leaf.join(masks))
 
 
 def _shared(posterior: Factorised, params: Mapping[str, nn.Parameter]) -> Factorised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -598,6 +599,72 @@ def test_going_on_from_a_pruned_posterior_keeps_zeros(rule: Rule) -> None:
         opt.load_posterior(
             posterity.Factorised({"first.weight": posterity.DiagonalGaussian(torch.zeros(2), 1.0)})
         )
+
+
+class Reader(nn.Module):
+    """Texts of three words and much padding, whose row is not zero, as BERT's is not."""
+
+    words = torch.cat([torch.randint(1, 6, (16, 3)), torch.full((16, 9), 5)], 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(6, 4, padding_idx=-1)
+        nn.init.normal_(self.embed.weight)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(self.words).mean(1))
+
+
+@rules
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_padding_row_is_certain_and_stays(rule: Rule, zero: bool, tmp_path) -> None:
+    model = Reader()
+    if zero:  # as torch initialises it
+        nn.init.zeros_(model.embed.weight[5])
+    row = model.embed.weight[5].detach().clone()
+
+    def certain(q: posterity.Factorised) -> None:
+        assert torch.equal(q.mean()["embed.weight"][5], row)
+        assert not q.std()["embed.weight"][5].any()
+        assert q.std()["embed.weight"][:5].all()
+        assert torch.equal(q.sample(3)["embed.weight"][:, 5], row.expand(3, -1))
+        assert math.isfinite(posterity.kl(q, posterity.IsotropicGaussian()))
+
+    opt = rule.make(model)
+    certain(opt.posterior())
+    for way in ALL_WAYS:
+        way(model, opt)
+        assert torch.equal(model.embed.weight[5], row)
+    with opt.sampled_params():
+        assert torch.equal(model.embed.weight[5], row)
+    q = opt.posterior()
+    certain(q)
+    q.save(tmp_path / "q")
+    certain(posterity.Factorised.load(tmp_path / "q", model))
+    assert torch.equal(posterity.prune(q, 0.3).sample(1)["embed.weight"][0, 5], row)
+    again = rule.make(model)
+    again.load_state_dict(opt.state_dict())
+    by_stack(model, again)
+    certain(again.posterior())
+    for other in (posterity.BGD(model), posterity.BGD(list(model.named_parameters()))):
+        if rule.captures:  # K-FAC's blocks have several tensors
+            other.load_posterior(q)
+            other.step(lambda: loss_fn(model), batch_size=16)
+            certain(other.posterior())
+
+
+@rules
+def test_a_padding_row_that_an_output_layer_uses_too_learns(rule: Rule) -> None:
+    model = Reader()
+    model.head = nn.Linear(4, 6, bias=False)
+    model.head.weight = model.embed.weight
+    row = model.embed.weight[5].detach().clone()
+    opt = rule.make(model)
+    by_closure(model, opt)
+    assert opt.posterior().std()["embed.weight"][5].all()
+    assert not torch.equal(model.embed.weight[5], row)
 
 
 @rules

@@ -249,3 +249,24 @@ def test_a_module_in_two_wrappers_has_one_hook() -> None:
     net = nn.Linear(3, 2)
     variational(net), variational(net)
     assert len(net._forward_pre_hooks) == 1
+
+
+def test_a_padding_row_is_certain_and_stays() -> None:
+    words = torch.cat([torch.randint(1, 6, (16, 3)), torch.zeros(16, 9, dtype=torch.long)], 1)
+    net = nn.Sequential(nn.Embedding(6, 4, padding_idx=0), nn.Flatten(), nn.Linear(48, 3))
+    nn.init.normal_(net[0].weight)
+    row = net[0].weight[0].detach().clone()
+    elsewhere = BGD(list(net.named_parameters())).posterior()  # which does not know of padding
+    for model in (variational(net, std_init=0.1), Variational(net, elsewhere)):
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(3):
+            opt.zero_grad()
+            loss = nn.functional.cross_entropy(model(words), torch.zeros(16, dtype=torch.long))
+            (loss + model.kl(IsotropicGaussian()) / 16).backward()
+            opt.step()
+        assert torch.equal(net[0].weight[0], row)
+        q = model.posterior
+        assert torch.equal(q.sample(3)["0.weight"][:, 0], row.expand(3, -1))
+        assert not q.std()["0.weight"][0].any()
+        assert q.std()["0.weight"][1:].all()
+        assert torch.equal(q.frozen().sample(2)["0.weight"][1, 0], row)

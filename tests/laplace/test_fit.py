@@ -518,3 +518,23 @@ def test_a_bias_keeps_its_curvature_where_its_weight_has_another_use() -> None:
     ]
     torch.testing.assert_close(*stds)
     assert stds[0].max() < 0.1**-0.5
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_a_padding_row_has_no_std_and_no_part_in_the_evidence(structure) -> None:
+    torch.manual_seed(0)
+    words = torch.cat([torch.randint(1, 6, (16, 3)), torch.zeros(16, 2, dtype=torch.long)], 1)
+    y = torch.randint(0, 3, (16,))
+    net = nn.Sequential(nn.Embedding(6, 4, padding_idx=0), nn.Flatten(), nn.Linear(20, 3))
+    evidences = []
+    for value in (0.0, 1.0):
+        nn.init.constant_(net[0].weight[0], value)
+        net[2].weight.data[:, 12:] = 0.0  # so that the row does not change what the net says
+        found = laplace.fit(net, (words, y), structure=structure, prior_precision=2.0)
+        q = found.posterior()
+        assert torch.equal(q.mean()["0.weight"][0], net[0].weight[0])
+        assert not q.std()["0.weight"][0].any()
+        assert q.std()["0.weight"][1:].all()
+        if structure == "diagonal":  # else the last layer has factors of its inputs
+            evidences.append(found.spectra["0.weight"].log_evidence(2.0))
+    assert len(set(evidences)) <= 1

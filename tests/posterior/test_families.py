@@ -62,7 +62,7 @@ class ScaledGaussian(Leaf):
         keep = keep & self.kept
         leaf = type(self)(self.loc.detach() * keep, 1.0, keep)
         leaf.log_std.data.copy_(self.log_std)
-        return leaf
+        return leaf.hold(self.held)
 
     def config(self) -> dict[str, Any]:
         return {}
@@ -236,3 +236,22 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="folder"):
         BGD(nn.Linear(3, 2)).posterior().save(tmp_path / "folder")
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+
+
+def test_held_weights_are_certain_whatever_the_family(tmp_path) -> None:
+    q = posterior()
+    held = torch.zeros(3, 4, dtype=torch.bool)
+    held[1] = True
+    before = float(kl(q, IsotropicGaussian(), seed=0).detach())
+    means = q.mean()["weight"].detach().clone()
+    q.block("weight").hold(held)
+    after = float(kl(q, IsotropicGaussian(), seed=0).detach())
+    assert 0 < after < before
+    q.save(tmp_path / "q")
+    for each in (q, q.frozen(), Factorised.load(tmp_path / "q"), prune(q, 0.5, score=lambda q: q.std())):
+        pruned = ~each.kept()["weight"]
+        expected = means.masked_fill(pruned, 0.0)[1]
+        assert torch.equal(each.sample(2)["weight"][0, 1], expected)
+        assert torch.equal(each.mean()["weight"][1], expected)
+        assert not each.std()["weight"][1].any()
+    assert q.kept()["weight"].all()

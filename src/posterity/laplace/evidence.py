@@ -27,6 +27,7 @@ class Spectrum:
         mean: Their values, in single precision at least.
         values: Eigenvalues of N F / τ in double precision, in the block's shape.
         basis: Eigenvectors among outputs and among inputs; without them, every weight is one.
+        held: Mask of the weights that have no prior and no std (the padding row of an embedding), if some are.
 
     Example:
         >>> block = Spectrum(("w",), (torch.ones(2),), torch.tensor([3.0, 0.0]))
@@ -38,17 +39,19 @@ class Spectrum:
     mean: tuple[Tensor, ...]
     values: Tensor
     basis: tuple[Tensor, Tensor] | None = None
+    held: Tensor | None = None
 
     @property
     def square(self) -> float:
         """‖θ*‖²."""
-        return sum(float(each.double().square().sum()) for each in self.mean)
+        means = self.mean if self.held is None else [self.mean[0][~self.held]]
+        return sum(float(each.double().square().sum()) for each in means)
 
     def leaf(self, precision: float) -> Leaf:
         """q over the block, under a prior of that precision."""
         std = (self.values + precision).rsqrt()
         if self.basis is None:
-            return DiagonalGaussian(self.mean[0], std)
+            return DiagonalGaussian(self.mean[0], std).hold(self.held)
         return EigenGaussian(self.mean, *self.basis, std)
 
     def log_evidence(self, precision: float) -> float:
@@ -202,6 +205,7 @@ class Sums:
         noise_variance: float | None,
         temperature: float,
         num_data: int | None,
+        padding: Mapping[Tensor, int],
     ) -> Laplace:
         """Means over examples, times N / τ, and the log-likelihood of N examples; the prior is still open."""
         count = num_data or self.examples
@@ -219,10 +223,12 @@ class Sums:
             scale /= noise_variance**2 if empirical else noise_variance
             volume = self.examples * self.outputs * math.log(2.0 * math.pi * noise_variance)
             goodness = -0.5 * (goodness / noise_variance + volume)
-        named = {"+".join(each.tensors): each for each in self._spectra(params, scale)}
+        named = {"+".join(each.tensors): each for each in self._spectra(params, scale, padding)}
         return Laplace(named, {}, share * goodness, count, temperature, noise_variance)
 
-    def _spectra(self, params: Mapping[str, Tensor], scale: float) -> Iterator[Spectrum]:
+    def _spectra(
+        self, params: Mapping[str, Tensor], scale: float, padding: Mapping[Tensor, int]
+    ) -> Iterator[Spectrum]:
         """In the order of the parameters; those that no batch used have no curvature."""
         blocks = {block.weight: block for block in self.blocks.values()}
         biases = {block.bias for block in blocks.values()}
@@ -244,7 +250,11 @@ class Sums:
             elif name not in biases:
                 squares = self.diagonal.get(name, torch.zeros_like(p, dtype=torch.float64))
                 _refuse_nan(name, p, squares)
-                yield Spectrum((name,), (_wide(p),), squares * (scale / self.examples))
+                held = None
+                if p in padding:
+                    held = torch.zeros_like(p, dtype=torch.bool)
+                    held[padding[p]] = True
+                yield Spectrum((name,), (_wide(p),), squares * (scale / self.examples), held=held)
 
 
 def _refuse_nan(name: str, *tensors: Tensor) -> None:

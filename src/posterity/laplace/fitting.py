@@ -14,7 +14,7 @@ from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
 from posterity.inputs import Inputs, Pick, called, moved, pairs, shown, undisturbed
 from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
-from posterity.names import NameFilter, inner
+from posterity.names import NameFilter, inner, padding_rows
 from posterity.predict import Prediction, predict
 from posterity.variational import Variational
 
@@ -119,7 +119,8 @@ def fit(
                 ) from error
         if not sums.examples:
             raise ValueError("the loader gave no batch: pass the training data, not an iterator at its end")
-        result = sums.result(params, kind == "empirical", noise_variance, temperature, num_data)
+        empirical, padding = kind == "empirical", padding_rows(model)
+        result = sums.result(params, empirical, noise_variance, temperature, num_data, padding)
         if validation is None:
             return result.with_prior(priors[0])
         more = {} if output is None else {"output": output}

@@ -95,7 +95,7 @@ class Block:
         return [part.state.get("mean", part.p.detach()) for part in self.parts]
 
     def keep(self) -> Tensor | None:
-        """The mask of the weights that are not pruned, if some are."""
+        """The mask of the weights that move, if some do not."""
         if not any("keep" in part.state for part in self.parts):
             return None
         return self.join(
@@ -118,7 +118,7 @@ class Block:
         state = {key: joined([part.state[key] for part in self.parts]) for key in single}
         state |= {key: self.state[key] for key in self._matrices if key in self.state}
         grad = joined(grads)
-        # What is pruned may not move the others through the matrix.
+        # What does not move may not move the others through the matrix.
         return joined(means), grad if keep is None else grad * keep, state
 
     def put(self, mean: Tensor, state: State) -> list[tuple[Tensor, Tensor]]:
@@ -127,7 +127,9 @@ class Block:
         Parameters without a gradient stay, and so does what the rule has left out or given back.
         """
         keep = self.keep()
-        pairs, single = [], {"mean": mean if keep is None else torch.where(keep, mean, 0.0)}
+        pairs, single = [], {"mean": mean}
+        if keep is not None:
+            single["mean"] = torch.where(keep, mean, self.join(self.means()))
         for key, value in state.items():
             old = self.state.get(key)
             if key not in self._matrices:
@@ -191,14 +193,12 @@ class Matrices:
         for block in blocks:
             found = [places[p] for p in block.params]
             noise = block.join(draw.noise.blocks[i] for draw, i in found)
-            values.append(opt.perturb(block.state, noise, groups[block.number]))
+            value, keep = opt.perturb(block.state, noise, groups[block.number]), block.keep()
+            values.append(value if keep is None else value * keep)
             means.append(block.join(block.means())[None])
             targets += [weights[draw.group][i] for draw, i in found]
         foreach_add_(values, means)
-        parts = []
-        for block, value in zip(blocks, values, strict=True):
-            keep = block.keep()
-            parts += block.split(value if keep is None else value * keep)
+        parts = [part for block, value in zip(blocks, values, strict=True) for part in block.split(value)]
         _copy(list(zip(targets, parts, strict=True)))
 
     def move(self, opt: VariationalOptimizer, sizes: Sequence[int], ok: Tensor | None) -> set[Tensor]:

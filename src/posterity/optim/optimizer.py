@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
-from posterity.names import NameFilter, select
+from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
 from posterity.optim import checks, groups, saved
 from posterity.optim.adam import ADAM
@@ -310,13 +310,19 @@ class VariationalOptimizer(Optimizer, ABC):
         within, called = self.blocks.by_name(), groups.names_in(model, self._named())
         for name, p, group in self._stochastic():
             block, state = within.get(name), self.state[p]
+            names: Key
             if block is None:
-                leaves[called[name]] = self.leaf(
-                    [state.get("mean", p.detach())], state, state.get("keep"), group
-                )
+                names, means, keep = called[name], [state.get("mean", p.detach())], state.get("keep")
             elif name == block.names[0]:
                 names = tuple(called[each] for each in block.names)
-                leaves[names] = self.leaf(block.means(), state, block.keep(), group)
+                means, keep = block.means(), block.keep()
+            else:
+                continue
+            held = None
+            if keep is not None:  # pruned weights are zero; others that do not move are held
+                held = ~keep & ((means[0] if block is None else block.join(means)) != 0)
+                keep = keep | held
+            leaves[names] = self.leaf(means, state, keep, group).hold(held)
         return Factorised(leaves)
 
     @torch.no_grad()
@@ -401,6 +407,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.blocks = Matrices(self.param_groups, self.state, self.matrices)
         self.sums = Accumulator()
         self.numbers = Numbers(self.param_groups)
+        self.padding = {} if self.module is None else padding_rows(self.module)
         self.buffers = StepBuffers(self.module)
         # What no layer reports is refused in absorbing: only there is it known which gradients are used.
         self.collector = None if self.collects is None else self.collects(strict=False, once=True)

@@ -106,14 +106,14 @@ def states_from(
         first, group = params[names[0]]
         mean = leaf.mean().detach().to(first.device, state_dtype(first), copy=True).contiguous()
         std = leaf.std().detach().to(mean, copy=True)
-        if leaf.keep is not None:  # masked wherever it matters; any positive std will do
-            std = torch.where(leaf.keep.to(mean.device), std, 1.0)
+        if not leaf.whole:  # masked wherever it matters; any positive std will do
+            std = torch.where(leaf.varying.to(mean.device), std, 1.0)
         try:
             whole = {"mean": mean, **rule.adopt(leaf, mean, std, group)}
         except ValueError as error:
             raise ValueError(f"{block!r}: {error}") from error
-        if leaf.keep is not None:
-            whole["keep"] = leaf.keep.to(mean.device, copy=True)
+        if not leaf.whole:
+            whole["keep"] = leaf.varying.to(mean.device, copy=True)
         single = {key: leaf.split(value) for key, value in whole.items() if key not in rule.matrices}
         for i, name in enumerate(names):
             own = {

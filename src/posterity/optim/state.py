@@ -313,6 +313,11 @@ class StateCache:
             state["step"] = zero()
             rule, mean = self._opt, _mean(p)
             state.update(adam_init(mean) if rule.by_adam(group) else rule.init(mean, None, group))
+        row = self._opt.padding.get(p)
+        if row is not None and not group["deterministic"]:
+            keep = state.setdefault("keep", torch.ones_like(p, dtype=torch.bool))
+            if bool(keep[row].any()):
+                keep[row] = False
 
     def _made(self) -> Iterator[FlatGroup]:
         """The flat groups of an optimiser whose parameters all have their state."""

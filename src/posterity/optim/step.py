@@ -102,7 +102,7 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
         )
         mean, std = flat.mean, numbers.run(opt, type(opt).std)(flat.state, group)
         if "keep" in flat.state:
-            mean, std = mean * flat.state["keep"], std * flat.state["keep"]
+            std = std * flat.state["keep"]
         drawn.append(Draw(flat, noise, noise.perturb(mean, std).to(flat.dtype)))
     if drawn and opt.matrices:
         opt.blocks.draw(opt, drawn)
@@ -346,8 +346,8 @@ def move(
         noise, squares = (second, none) if rule.collects is None else (none, second)
         stats = Statistics(grad, noise, batch_size, step, squares)
         new_mean, new_state = rule.update(mean, state, stats, group)
-    if keep is not None:  # what is pruned does not move: its std, which no gradient knows, might overflow
-        new_mean = torch.where(keep, new_mean, 0.0)
+    if keep is not None:  # others do not move: their std, which no gradient knows, might overflow
+        new_mean = torch.where(keep, new_mean, mean)
         new_state = {key: torch.where(keep, value, state[key]) for key, value in new_state.items()}
     accept([(mean, new_mean), *((state[key], value) for key, value in new_state.items())], ok)
 

@@ -118,6 +118,7 @@ class Leaf(nn.Module, ABC):
 
     loc: Tensor  # means, or what gives them; of pruned weights too
     keep: Tensor | None
+    held: Tensor | None  # mask of the weights that are certain, at their means
 
     def __init__(
         self,
@@ -133,6 +134,7 @@ class Leaf(nn.Module, ABC):
                 f"a mask of shape {tuple(keep.shape)} does not fit a block of shape {tuple(shape)}"
             )
         self.register_buffer("keep", None if keep is None else keep.detach().bool().clone())
+        self.register_buffer("held", None)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
         """One value per weight, ``[..., *shape]``, by tensor: ``[..., *shapes[i]]``."""
@@ -175,16 +177,16 @@ class Leaf(nn.Module, ABC):
         }
 
     def draw(self, noise: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Weights ``[n, *shape]`` from the normals of :meth:`noise`; pruned weights are zero.
+        """Weights ``[n, *shape]`` from the normals of :meth:`noise`; pruned ones are zero, held ones as ever.
 
         Where one normal per weight is all that a family needs, a tensor ``[n, *shape]`` will do.
         """
-        return self.masked(self._draw({"": noise} if isinstance(noise, Tensor) else noise))
+        return self._settled(self._draw({"": noise} if isinstance(noise, Tensor) else noise))
 
     def copy(self) -> Self:
         """The same distribution in memory of its own."""
         state = {key: value.detach().clone() for key, value in self.state_dict().items()}
-        return type(self).restore(state, self.config())
+        return type(self).restored(state, self.config())
 
     def trainable(self) -> Self:
         """This leaf if gradients reach it, else a copy that they reach; fitted families refuse."""
@@ -203,17 +205,40 @@ class Leaf(nn.Module, ABC):
         """
         (parameter,) = parameters
         if self.loc is not parameter:
-            parameter.copy_(self.masked(self.loc))
+            parameter.copy_(self.mean())
             self.loc = parameter
             self.to(self.device, self.dtype)  # the rest follows the module
 
+    def hold(self, held: Tensor | None) -> Self:
+        """Let the weights of a mask, if there is one, be certain, at their means; this leaf, which is changed.
+
+        So it is with the padding row of an embedding, which no data moves. Their std is 0, no gradient
+        reaches them, and densities and divergences leave them out, as they do with what is pruned.
+
+        Example:
+            >>> from posterity import DiagonalGaussian
+            >>> leaf = DiagonalGaussian(torch.ones(2), 0.1).hold(torch.tensor([True, False]))
+            >>> leaf.mean(), leaf.std()
+            (tensor([1., 1.]), tensor([0.0000, 0.1000]))
+        """
+        if held is not None:
+            held = held.to(self.device) & self.kept
+            held = held if self.held is None else held | self.held
+            self.held = held if bool(held.any()) else None
+        return self
+
     def masked(self, values: Tensor) -> Tensor:
-        """The values with those of pruned weights set to zero."""
+        """The values with zero for weights that do not vary."""
         # where, not a product: what a pruned weight would give may be infinite.
-        return values if self.keep is None else torch.where(self.keep, values, 0.0)
+        return values if self.whole else torch.where(self.varying, values, 0.0)
+
+    def _settled(self, values: Tensor) -> Tensor:
+        """The values with zero for pruned weights, and their means for those that are held."""
+        values = self.masked(values)
+        return values if self.held is None else torch.where(self.held, self.loc.detach(), values)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum of one value per weight over the weights that are kept; leading dimensions stay."""
+        """Sum of one value per weight over the weights that vary; leading dimensions stay."""
         values = self.masked(values)
         return values.sum(tuple(range(-len(self.shape), 0))) if self.shape else values
 
@@ -223,6 +248,16 @@ class Leaf(nn.Module, ABC):
         return (
             torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.keep is None else self.keep
         )
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is no mask: all weights vary."""
+        return self.keep is None and self.held is None
+
+    @property
+    def varying(self) -> Tensor:
+        """The mask of the weights that are neither pruned nor held."""
+        return self.kept if self.held is None else self.kept & ~self.held
 
     @property
     def device(self) -> torch.device:
@@ -236,21 +271,24 @@ class Leaf(nn.Module, ABC):
 
     def mean(self) -> Tensor:
         """Mean of the block."""
-        return self.masked(self.loc)
+        return self._settled(self.loc)
 
     @abstractmethod
     def std(self) -> Tensor:
         """Standard deviation of each weight."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log-density summed over the kept weights; leading dimensions stay."""
+        """Log-density summed over the weights that vary; leading dimensions stay."""
         raise TypeError(
             f"a {type(self).__name__} has no log-density: use a prior for which register_kl() has a formula"
         )
 
     @abstractmethod
     def pruned(self, keep: Tensor) -> Self:
-        """The same distribution with the weights outside ``keep`` removed: mean and std zero."""
+        """The same distribution with the weights outside ``keep`` removed: mean and std zero.
+
+        What is held stays so: end with ``.hold(self.held)``.
+        """
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
@@ -259,8 +297,14 @@ class Leaf(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        """Build the leaf again from ``state_dict`` tensors and ``config``."""
+        """Build the leaf again from ``state_dict`` tensors, ``held`` apart, and ``config``."""
+
+    @classmethod
+    def restored(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        """Build the leaf again from all tensors of ``state_dict`` and ``config``."""
+        own = {key: value for key, value in tensors.items() if key != "held"}
+        return cls.restore(own, config).hold(tensors.get("held"))
 
     @abstractmethod
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
-        """Reparametrised draw, before pruned weights are zeroed."""
+        """Reparametrised draw, as if all weights varied."""

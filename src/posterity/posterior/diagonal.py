@@ -74,11 +74,11 @@ class DiagonalGaussian(Leaf):
         return self.masked(self.filled_std())
 
     def filled_std(self) -> Tensor:
-        """The same with 1 for pruned weights, so that logarithms and quotients stay finite."""
+        """The same with more than 0 for weights that do not vary: logarithms and quotients stay finite."""
         return softplus(self.raw) if self._trainable else self.raw
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log-density summed over the kept weights; leading dimensions stay."""
+        """Log-density summed over the weights that vary; leading dimensions stay."""
         std = self.filled_std()
         return self.total(
             -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
@@ -92,12 +92,15 @@ class DiagonalGaussian(Leaf):
             raise ValueError(
                 "it has weights of std 0, which no gradient widens: give them a std, or leave the block out"
             )
-        return type(self)(self.mean(), self.std(), trainable=True, keep=self.keep)
+        leaf = type(self)(self.mean(), self.filled_std(), trainable=True, keep=self.keep)
+        return leaf.hold(self.held)
 
     def pruned(self, keep: Tensor) -> Self:
         """The same distribution with the weights outside ``keep`` removed: mean and std zero."""
         keep = keep & self.kept
-        return type(self)(self.loc.detach() * keep, self.std(), trainable=self._trainable, keep=keep)
+        mean, std = self.loc.detach() * keep, self.filled_std()
+        leaf = type(self)(mean, std, trainable=self._trainable, keep=keep)
+        return leaf.hold(self.held)
 
     def config(self) -> dict[str, Any]:
         """Whether mean and std are trainable."""

@@ -115,7 +115,7 @@ def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density
         return _Beside(parts, q)
     leaves = [_as_diagonal(part, shape, q) for part, shape in zip(parts, q.shapes, strict=True)]
     mean, std, keep = (
-        q.join(values) for values in zip(*((x.mean(), x.std(), x.kept) for x in leaves), strict=True)
+        q.join(values) for values in zip(*((x.mean(), x.std(), x.varying) for x in leaves), strict=True)
     )
     return DiagonalGaussian(mean, std, keep=keep)
 
@@ -152,7 +152,7 @@ def _leaf_kl(
     if isinstance(p, Leaf):
         if p.shape != q.shape:
             raise ValueError(f"q has shape {tuple(q.shape)} and p {tuple(p.shape)}: they must be equal")
-        if p.keep is not None and bool((q.kept & ~p.keep).any()):
+        if not p.whole and bool((q.varying & ~p.varying).any()):
             raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
     formula, needs_draw = _formula(type(q), type(p))
     if formula is not None:
@@ -162,7 +162,7 @@ def _leaf_kl(
             f"kl() to a {type(p).__name__} has neither a formula nor a log-density: give it one with "
             "register_kl(), or derive it from Density"
         )
-    if isinstance(p, Leaf) and not torch.equal(q.kept, p.kept):
+    if isinstance(p, Leaf) and not torch.equal(q.varying, p.varying):
         raise ValueError("an estimated KL needs q and p pruned at the same places: prune both alike")
     if weights is None:
         weights = q.draw(draw())
@@ -180,7 +180,7 @@ def _formula(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
 
 
 def _gaussian_kl(q: DiagonalGaussian, mean: Tensor | float, std: Tensor | float) -> Tensor:
-    """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the kept weights."""
+    """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the weights that vary."""
     growth = (q.filled_std() - std) / std
     shift = (q.mean() - mean) / std
     return 0.5 * q.total(shift * shift + _spread_gap(growth))

@@ -86,7 +86,8 @@ class EigenGaussian(KroneckerGaussian):
         for basis, std in zip((self.rows, self.columns), stds, strict=True):
             upper = cast(Tensor, torch.linalg.qr((basis.double() * std).mT, mode="r").R)
             roots.append((upper * upper.diagonal().sign()[:, None]).mT)
-        return MatrixGaussian(self.split(self.loc), *roots, keep=self.keep)
+        leaf = MatrixGaussian(self.split(self.loc), *roots, keep=self.keep)
+        return leaf.hold(self.held)
 
     def _check(self, name: str, factor: Tensor) -> None:
         if name == "scale":

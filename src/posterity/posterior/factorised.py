@@ -206,7 +206,7 @@ def _restored(header: dict[str, Any], tensors: Mapping[str, Any], path: object) 
             raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
         # Files of before there were blocks of several tensors do not name them.
         names = tuple(config.get("tensors", [name]))
-        blocks[names] = families[config["family"]].restore(tensors[name], config)
+        blocks[names] = families[config["family"]].restored(tensors[name], config)
     return blocks
 
 

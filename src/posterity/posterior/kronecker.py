@@ -85,7 +85,7 @@ class KroneckerGaussian(Leaf):
     def whitened(self, shift: Tensor) -> Tensor:
         """The standard normals ``[..., n]`` behind n kept weights that far from the mean."""
         if self.thinned:
-            return solved(self.cholesky(), shift[..., self.kept], -1)
+            return solved(self.cholesky(), shift[..., self.varying], -1)
         return self._whitened(shift).flatten(-2)
 
     def log_volume(self) -> Tensor:
@@ -94,7 +94,7 @@ class KroneckerGaussian(Leaf):
 
     def cholesky(self) -> Tensor:
         """Lower Cholesky factor of the kept weights' covariance, ``[n, n]``, row after row of the block."""
-        row, column = self.kept.nonzero(as_tuple=True)
+        row, column = self.varying.nonzero(as_tuple=True)
         if len(row) > _DENSE:
             raise ValueError(
                 f"the density of a pruned {type(self).__name__} needs the covariance of its {len(row)} kept "
@@ -104,7 +104,9 @@ class KroneckerGaussian(Leaf):
 
     def marginals(self) -> DiagonalGaussian:
         """Independent weights with the same means and stds."""
-        return DiagonalGaussian(self.mean(), self.std(), keep=self.keep)
+        std = torch.where(self.varying, self.std(), 1.0)
+        leaf = DiagonalGaussian(self.mean(), std, keep=self.keep)
+        return leaf.hold(self.held)
 
     def correlation(self) -> Tensor:
         """KL from this to its ``marginals``: what the weights know of each other."""
@@ -112,14 +114,14 @@ class KroneckerGaussian(Leaf):
 
     def divergence(self, p: Self) -> Tensor:
         """KL(self ‖ p): ½ (tr(Σp⁻¹ Σq) + ‖Lp⁻¹ (μq−μp)‖² − n) + log|Lp| − log|Lq|, of the kept weights."""
-        if self.keep is not None:
-            p = p.pruned(self.keep)
+        if self.thinned:
+            p = p.pruned(self.varying)
         # In double precision: trace and n are large, and nearly equal where q has barely moved.
         if self.thinned:
             trace = solved(p.cholesky().double(), self.cholesky().double(), 0).square().sum()
         else:
             trace = self._trace(p)
-        excess = (trace - int(self.kept.sum())).to(self.dtype)
+        excess = (trace - int(self.varying.sum())).to(self.dtype)
         shift = p.whitened(self.mean() - p.mean()).square().sum()
         return 0.5 * (excess + shift) + p.log_volume() - self.log_volume()
 
@@ -127,7 +129,8 @@ class KroneckerGaussian(Leaf):
         """The marginal of the weights in ``keep``; the others are zero."""
         keep = keep & self.kept
         mean = self.split(torch.where(keep, self.loc, 0.0))
-        return type(self)(mean, *(getattr(self, name) for name in self.parts), keep=keep)
+        leaf = type(self)(mean, *(getattr(self, name) for name in self.parts), keep=keep)
+        return leaf.hold(self.held)
 
     def config(self) -> dict[str, Any]:
         """Shapes of the tensors."""
@@ -144,7 +147,7 @@ class KroneckerGaussian(Leaf):
     @property
     def thinned(self) -> bool:
         """Whether weights are missing, and with them the Kronecker structure."""
-        return self.keep is not None and not bool(self.keep.all())
+        return not (self.whole or bool(self.varying.all()))
 
     @abstractmethod
     def _check(self, name: str, factor: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from posterity.optim import VariationalOptimizer
+from posterity.optim.checks import PosteriorWarning
 from posterity.optim.state import members
 from posterity.posterior import Factorised
 
@@ -24,14 +25,6 @@ COLLAPSED = 2.0**-9
 NOISY = 10.0
 # or where it is so much larger altogether. Biases that start at zero may well grow a hundredfold.
 RUN_AWAY = 1000.0
-
-
-class PosteriorWarning(UserWarning):
-    """A posterior that has not moved, whose noise does nothing, or whose noise is all there is.
-
-    Example:
-        >>> warnings.filterwarnings("error", category=PosteriorWarning)  # stop a sweep's run at once
-    """
 
 
 @dataclass(frozen=True)
@@ -84,12 +77,16 @@ class Histogram:
 
 
 @torch.no_grad()
-def check(posterior: Factorised, start: Factorised) -> dict[str, Health]:
+def check(
+    posterior: Factorised, start: Factorised, optimizer: VariationalOptimizer | None = None
+) -> dict[str, Health]:
     """How each tensor's posterior fares; a :class:`PosteriorWarning` says, once a call, what is wrong.
 
     Args:
         posterior: As it is, after some steps of learning.
         start: As it was before the first.
+        optimizer: Whose it is: then stds that outweigh the weights are warned of, too, if its losses at
+            sampled weights do not show that this does no harm, by the name of the setting to change.
 
     Returns:
         By the tensor's name; tensors with no weight left are left out.
@@ -122,9 +119,13 @@ def check(posterior: Factorised, start: Factorised) -> dict[str, Health]:
     for name, each in health.items():
         if each.complaint is not None:
             said.setdefault(each.complaint, []).append(name)
-    if said:
-        message = "; that of ".join(f"{_listed(names)} {complaint}" for complaint, names in said.items())
-        warnings.warn(f"the posterior of {message}", PosteriorWarning, stacklevel=3)
+    found = [f"that of {_listed(names)} {complaint}" for complaint, names in said.items()]
+    if found:
+        found[0] = found[0].replace("that of", "the posterior of", 1)
+    if optimizer is not None and (unfit := optimizer.unfit(posterior.blocks.values())):
+        found.append(unfit)
+    if found:
+        warnings.warn("; ".join(found), PosteriorWarning, stacklevel=3)
     return health
 
 

@@ -317,7 +317,7 @@ def test_a_loss_that_runs_away_is_warned_of_once(rule: Rule, way: Callable[..., 
         model.last.weight.mul_(1e4)
     with pytest.warns(
         posterity.DivergenceWarning,
-        match=f"{rule.name} seems to diverge: the loss began at .*; lower the learning",
+        match=f"{rule.name} seems to diverge: the loss began at .*; lower lr, or {rule.make(net()).narrower}",
     ):
         way(model, opt)
     way(model, opt)  # a second warning would be an error here

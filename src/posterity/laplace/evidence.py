@@ -27,7 +27,7 @@ class Spectrum:
         mean: Their values, in single precision at least.
         values: Eigenvalues of N F / τ in double precision, in the block's shape.
         basis: Eigenvectors among outputs and among inputs; without them, every weight is one.
-        held: Mask of the weights that have no prior and no std (the padding row of an embedding), if some are.
+        held: Mask of the weights without prior and std (the padding row of an embedding), if there are any.
 
     Example:
         >>> block = Spectrum(("w",), (torch.ones(2),), torch.tensor([3.0, 0.0]))

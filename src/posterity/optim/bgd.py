@@ -91,6 +91,7 @@ class BGD(VariationalOptimizer):
 
     needs_batch_size = True
     scheduled = ("lr", "temperature")
+    narrower = "lower std_init"
 
     def __init__(
         self,

@@ -83,6 +83,8 @@ class IVON(VariationalOptimizer):
         True
     """
 
+    narrower = "raise hess_init or prior_precision"
+
     def __init__(
         self,
         params: Params,

@@ -7,13 +7,14 @@ method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, count
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, proxy
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,7 @@ class VariationalOptimizer(Optimizer, ABC):
         matrices: Keys of a state that are no values of single weights, but matrices of a block of tensors.
         scheduled: Entries of a group that may change at every step; a captured step reads them anew.
         without_noise: What differs in groups without a posterior, if the rule itself can train these.
+        narrower: What a user can do about stds that are too large, by the names of its settings.
 
     Example:
         >>> from posterity import BGD
@@ -80,6 +82,7 @@ class VariationalOptimizer(Optimizer, ABC):
     matrices: ClassVar[tuple[str, ...]] = ()
     scheduled: ClassVar[tuple[str, ...]] = ("lr",)
     without_noise: ClassVar[Group | None] = None
+    narrower: ClassVar[str] = "lower the stds it starts from"
     ok: Tensor | None  # whether the last step was let through, as a flag on the device
     _pending: tuple[checks.Verdict, list[tuple[FlatGroup, list[int]]]] | None
     # Makes a GradScaler announce itself, so that step() can refuse it.
@@ -299,15 +302,43 @@ class VariationalOptimizer(Optimizer, ABC):
     def posterior(self, model: nn.Module | None = None) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes.
 
+        A :class:`~posterity.diagnostics.PosteriorWarning` says if its stds outweigh its weights and nothing
+        shows that sampled networks are any good: the rule takes gradients at the means, or the loss at
+        sampled weights has not come down.
+
         Args:
             model: Whose names the tensors get, where the optimiser was given parameters without names.
         """
         self.refuse_inside("posterior()")
         self.check_changed()
         self.settle()
-        leaves: dict[Key, Leaf] = {}
         self.cache.groups()
-        within, called = self.blocks.by_name(), groups.names_in(model, self._named())
+        leaves = self._leaves(groups.names_in(model, self._named()))
+        if complaint := self.unfit(leaves.values()):
+            warnings.warn(complaint, checks.PosteriorWarning, stacklevel=2)
+        return Factorised(leaves)
+
+    def unfit(self, leaves: Iterable[Leaf]) -> str | None:
+        """Why this optimiser's posterior is not fit to be sampled, and what to do, if so it is.
+
+        Losses at sampled weights that have come down say that it is. Without them, stds that outweigh weights
+        say that it is not.
+        """
+        if not self.param_groups[0]["steps"] or (self.draws and self.watch.learned):
+            return None
+        noise = checks.noise_of(leaves)
+        seen = "its loss has not come down" if self.draws else "it has seen the loss at its means alone"
+        return (
+            f"the stds of {type(self).__name__}'s posterior are {noise:.2g} times its weights, and {seen}: "
+            f"sampled networks will not do what their mean does, {self.narrower}"
+            if noise > 1.0
+            else None
+        )
+
+    def _leaves(self, called: Mapping[str, str]) -> dict[Key, Leaf]:
+        """The posterior of every block, by the names that parameters are called."""
+        leaves: dict[Key, Leaf] = {}
+        within = self.blocks.by_name()
         for name, p, group in self._stochastic():
             block, state = within.get(name), self.state[p]
             names: Key
@@ -323,7 +354,13 @@ class VariationalOptimizer(Optimizer, ABC):
                 held = ~keep & ((means[0] if block is None else block.join(means)) != 0)
                 keep = keep | held
             leaves[names] = self.leaf(means, state, keep, group).hold(held)
-        return Factorised(leaves)
+        return leaves
+
+    def _noise(self) -> float:
+        """‖std‖ / ‖mean‖ of the weights that losses are taken at."""
+        if not self.draws:
+            return 0.0
+        return checks.noise_of(self._leaves({name: name for name, _ in self._named()}).values())
 
     @torch.no_grad()
     def load_posterior(self, posterior: Factorised) -> None:
@@ -339,6 +376,7 @@ class VariationalOptimizer(Optimizer, ABC):
             if state_dtype(p) == p.dtype:
                 del state["mean"]  # the parameter itself is the mean
             self.state[p] = state
+        self.watch.fresh = False
         self.reset()
 
     def _stochastic(self) -> Iterator[tuple[str, Tensor, Group]]:
@@ -411,7 +449,9 @@ class VariationalOptimizer(Optimizer, ABC):
         self.buffers = StepBuffers(self.module)
         # What no layer reports is refused in absorbing: only there is it known which gradients are used.
         self.collector = None if self.collects is None else self.collects(strict=False, once=True)
-        self.watch = checks.LossWatch(type(self).__name__)
+        fresh = all(group["steps"] == 0 for group in self.param_groups)
+        noise = partial(VariationalOptimizer._noise, proxy(self))  # a circle would keep both in memory
+        self.watch = checks.LossWatch(type(self).__name__, self.narrower, noise, fresh)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()
         self.entered: int | None = None  # how often a context was entered again inside itself

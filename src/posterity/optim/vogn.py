@@ -80,6 +80,7 @@ class GaussNewton(VariationalOptimizer):
     collects: ClassVar[type[Collector]] = Squares
     scheduled = ("lr", "temperature")
     without_noise: ClassVar[Group] = {"prior_precision": 0.0}
+    narrower = "raise damping or prior_precision"
 
     def __init__(
         self,

@@ -210,7 +210,7 @@ class Leaf(nn.Module, ABC):
             self.to(self.device, self.dtype)  # the rest follows the module
 
     def hold(self, held: Tensor | None) -> Self:
-        """Let the weights of a mask, if there is one, be certain, at their means; this leaf, which is changed.
+        """Let the weights of a mask, if it is one, be certain, at their means; this leaf, which is changed.
 
         So it is with the padding row of an embedding, which no data moves. Their std is 0, no gradient
         reaches them, and densities and divergences leave them out, as they do with what is pruned.

@@ -197,7 +197,8 @@ class Graph:
             torch.cuda.synchronize()  # else a step under way would raise it again
             self.poison.zero_()
         self.host_loss.zero_()
-        self.step.optimizer.watch(loss)
+        if loss:  # else it has not come yet
+            self.step.optimizer.watch(loss)
 
     def wait(self) -> None:
         """Raise what there is to be known of all steps up to here."""

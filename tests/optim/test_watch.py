@@ -1,0 +1,186 @@
+"""Which runs are warned of: those that diverge or learn nothing, and no others."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import posterity
+from conformance.rules import Rule, X, Y, by_closure, by_context, loss_fn, net, rules
+from posterity import diagnostics
+from posterity.diagnostics import PosteriorWarning
+from posterity.optim.checks import LossWatch
+
+
+def messages(losses: Iterable[float], noise: float = 0.1, fresh: bool = True) -> list[str]:
+    watch = LossWatch("VOGN", "raise damping", lambda: noise, fresh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loss in losses:
+            watch(loss)
+    assert all(each.category is posterity.DivergenceWarning for each in caught)
+    return [str(each.message) for each in caught]
+
+
+def run(loss: Callable[[int], float], spread: float, steps: int = 1000) -> list[float]:
+    noise = torch.randn(steps, generator=torch.Generator().manual_seed(0)) * spread
+    return [loss(step) + float(noise[step]) for step in range(steps)]
+
+
+SICK = {
+    "chance": (run(lambda t: 2.303, 0.02), 0.1, "has not lowered its loss in 300 steps .*: try another lr"),
+    "worse than chance": (run(lambda t: 2.303 + 0.002 * t, 0.02), 0.1, "300 steps .*: lower lr"),
+    "noise": (run(lambda t: 3.0, 0.6), 2.0, "300 steps .*: its stds outweigh its weights, raise damping"),
+    "noise that was worse": (
+        run(lambda t: 2.3 + 12 * math.exp(-t / 40), 0.1),
+        2.0,
+        r"hardly lowers its loss any more \([\d.]+ after 300 steps, [\d.]+ now\): its stds .*, raise damping",
+    ),
+    "three times": (
+        run(lambda t: 2.3 if t < 100 else 7.5, 0.1),
+        0.1,
+        "the loss began at 2.[23]\\d* and is [67].* on average; lower lr, or raise damping",
+    ),
+    "ten times, for one step": (
+        run(lambda t: 40.0 if t == 30 else 2.3 * math.exp(-t / 100), 0.1),
+        0.1,
+        "and is 40",
+    ),
+}
+WELL = {
+    "learns": (run(lambda t: 2.3 * math.exp(-t / 200), 0.1), 0.1),
+    "learns at once": (run(lambda t: 0.3 if t > 2 else 2.3, 0.05), 0.1),
+    "learns under noise": (run(lambda t: 0.4 + 2.3 * math.exp(-t / 200), 0.4), 2.0),
+    "learns little": (run(lambda t: 0.3 + 0.2 * math.exp(-t / 50), 0.05), 0.1),
+    "was trained before": (run(lambda t: 0.05, 0.02), 0.1),
+    "changes tasks": (run(lambda t: 2.6 * math.exp(-(t % 280) / 50), 0.1), 0.1),
+    "has a bad batch": (run(lambda t: 20.0 if t == 80 else 2.3 * math.exp(-t / 200), 0.1), 0.1),
+    "is below zero": (run(lambda t: -1.0 - 0.002 * t, 0.1), 0.1),
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sick_run_is_warned_of_once(name: str) -> None:
+    losses, noise, message = SICK[name]
+    (found,) = messages(losses, noise)
+    assert re.search(message, found), found
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_a_run_that_is_well_is_not_warned_of(name: str) -> None:
+    assert messages(*WELL[name]) == []
+
+
+def test_a_run_that_goes_on_may_have_nothing_to_learn() -> None:
+    losses, noise, _ = SICK["chance"]
+    assert messages(losses, noise, fresh=False) == []
+
+
+@rules
+def test_resumed_and_loaded_runs_are_not_fresh(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    assert opt.watch.fresh
+    by_closure(model, opt)
+    again = rule.make(model)
+    again.load_state_dict(opt.state_dict())
+    assert not again.watch.fresh
+    other = rule.make(model)
+    other.load_posterior(opt.posterior())
+    assert not other.watch.fresh
+
+
+@rules
+def test_a_run_that_stands_still_is_told_of_lr(rule: Rule) -> None:
+    model = net()
+    # So that stds are small, whatever the rule.
+    narrow = {"std_init": 0.01} if rule.name == "BGD" else {"prior_precision": 1e4}
+    opt = rule.make(model, lr=0.0, mc_samples=1, **narrow)
+    for _ in range(299):
+        by_closure(model, opt)
+    with pytest.warns(
+        posterity.DivergenceWarning, match=f"{rule.name} has not lowered its loss in 300 steps .* another lr$"
+    ):
+        by_closure(model, opt)
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_a_small_regression_that_diverges_is_warned_of(context: bool) -> None:
+    """In a context the loss is the user's own, and never shown."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(442, 10, generator=generator)
+    y = x[:, :1] + 0.5 * torch.randn(442, 1, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 1))
+    opt = posterity.VOGN(model, num_data=442, lr=1e-2, damping=1e-3, prior_precision=1.0, seed=0)
+
+    def learn() -> None:
+        for _ in range(500):
+            chosen = torch.randint(0, 442, (32,), generator=generator)
+
+            def loss(chosen=chosen) -> torch.Tensor:
+                return 0.5 * F.mse_loss(model(x[chosen]), y[chosen])
+
+            if not context:
+                opt.step(loss)
+                continue
+            with opt.sampled_params():
+                loss().backward()
+            opt.step()
+
+    what = "its largest gradient was" if context else "the loss began at"
+    with pytest.warns(posterity.DivergenceWarning, match=f"VOGN seems to diverge: {what} .*; lower lr"):
+        learn()
+    with torch.no_grad():
+        assert F.mse_loss(model(x), y) > 100
+
+
+@rules
+def test_a_posterior_whose_stds_outweigh_its_weights_says_so(rule: Rule) -> None:
+    model = net()
+    wide = {"std_init": 1.0} if rule.name == "BGD" else {"prior_precision": 0.01, "hess_init": 1e-3}
+    opt = rule.make(model, lr=0.0, mc_samples=1, **wide)
+    start = opt.posterior()  # before the first step there is nothing to say
+    assert opt.unfit(start.blocks.values()) is None
+    by_context(model, opt)
+    for step in range(60):  # a rule that draws is judged by the losses it has seen
+        opt.watch(2.3 + 0.3 * math.sin(step))
+    message = rf"stds of {rule.name}'s posterior are .* times its weights, .*, {opt.narrower}$"
+    with pytest.warns(PosteriorWarning, match=message):
+        q = opt.posterior()
+    with pytest.warns(PosteriorWarning, match=message):
+        diagnostics.check(q, start, opt)
+
+
+@rules
+def test_a_posterior_that_is_fit_says_nothing(rule: Rule) -> None:
+    model = net()
+    narrow = {"std_init": 0.01} if rule.name == "BGD" else {"prior_precision": 1e4}
+    opt = rule.make(model, mc_samples=1, **narrow)
+    for _ in range(2):
+        by_context(model, opt)
+    assert opt.unfit(opt.posterior().blocks.values()) is None
+    opt.load_posterior(posterity.prune(opt.posterior(), 0.99))
+    by_context(model, opt)
+    assert opt.unfit(opt.posterior().blocks.values()) is None
+
+
+def test_wide_stds_that_were_learned_with_are_no_reason_to_warn() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    opt = posterity.BGD(model, std_init=0.6, lr=0.1, mc_samples=10, batch_size=16, seed=0)
+    y = X[:, :3].argmax(1)
+    for _ in range(60):
+        opt.step(lambda: F.cross_entropy(model(X), y))
+    with torch.no_grad():
+        model.weight.mul_(0.01)  # whatever the stds are now, they outweigh this
+    assert opt.watch.learned
+    assert opt.unfit(opt.posterior().blocks.values()) is None
+    assert loss_fn(model, X, Y).isfinite()

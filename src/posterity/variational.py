@@ -38,7 +38,8 @@ class Variational(nn.Module):
     The wrapped ``module`` is the user's own and holds the means: call it for predictions at the mean, pass it
     to :func:`~posterity.predict` together with ``posterior`` for all others. A posterior from elsewhere gives
     its means to the module. One that can be trained shares them from then on; for one that cannot, as rules
-    and ``frozen()`` give, ``posterior`` is a trainable copy. Pruned weights stay zero.
+    and ``frozen()`` give, ``posterior`` is a trainable copy. Pruned weights stay zero, and padding rows of
+    embeddings what they are.
 
     Args:
         module: The user's own module.

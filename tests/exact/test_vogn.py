@@ -211,6 +211,8 @@ def test_a_posterior_that_was_loaded_is_handed_over_and_learned_from(pruned: boo
 
 def test_a_hand_over_counts_all_curvature_of_few_updates() -> None:
     model = nn.Linear(3, 2)  # in single precision, in which 0.9999 is rounded
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
     x = torch.ones(8, 3)
     hyper = {"num_data": 1000, "lr": 0.0, "betas": (0.9, 0.9999), "prior_precision": 1.0}
     opt = OGN(model, **hyper)

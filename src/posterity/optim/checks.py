@@ -158,7 +158,7 @@ class LossWatch:
 
     @staticmethod
     def _warn(message: str) -> None:
-        warnings.warn(message, DivergenceWarning, stacklevel=6)
+        warnings.warn(message, DivergenceWarning, stacklevel=9)  # who called step()
 
     @property
     def learned(self) -> bool:

@@ -48,7 +48,8 @@ class VariationalOptimizer(Optimizer, ABC):
     serves all optimisers of a kind.
 
     Args:
-        params: A module, or what torch.optim takes: (named) parameters or groups of them.
+        params: A module, or what torch.optim takes: (named) parameters or groups of them. The padding rows
+            of a module's embeddings have no std, and do not move.
         defaults: The method's hyper-parameters, for groups that do not set their own.
         mc_samples: Weight samples per step.
         seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
@@ -327,7 +328,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not self.param_groups[0]["steps"] or (self.draws and self.watch.learned):
             return None
         noise = checks.noise_of(leaves)
-        seen = "its loss has not come down" if self.draws else "it has seen the loss at its means alone"
+        seen = "it has hardly learned" if self.draws else "it has seen the loss at its means alone"
         return (
             f"the stds of {type(self).__name__}'s posterior are {noise:.2g} times its weights, and {seen}: "
             f"sampled networks will not do what their mean does, {self.narrower}"

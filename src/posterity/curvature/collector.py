@@ -223,18 +223,17 @@ class Collector(ABC):
         """Refuse examples that are not those of the layers that reported before."""
         if not call.examples:
             raise ValueError("a batch has no examples: leave it out")
-        if run.matched is not None and run.matched != call.examples:
+        if None not in (run.counted, call.counted) and run.counted != call.counted:
+            self.refuse(
+                call.names,
+                f"counts examples on axis {call.counted} where another layer does on axis {run.counted} "
+                "(pass batch_dim=1 for [T, B, …], or give attention batch_first=True)",
+            )
+        elif run.matched not in (None, call.examples):
             self.refuse(call.names, f"sees {call.examples} examples where another layer saw {run.matched}")
-            return  # the next one is to be like those before
-        run.matched = call.examples
-        if call.counted is not None:
-            if run.counted not in (None, call.counted):
-                self.refuse(
-                    call.names,
-                    f"counts examples on axis {call.counted} where another layer does on axis {run.counted} "
-                    "(attention has batch_first=True)",
-                )
-            run.counted = call.counted
+        else:  # the next one is to be like those before
+            run.matched = call.examples
+            run.counted = run.counted if call.counted is None else call.counted
 
     @abstractmethod
     def brings_gradient(self, call: LayerCall) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity.layers import Intercept
-from posterity.torch_private import graph_task_id, tree_leaves
+from posterity.torch_private import add_hook, graph_task_id, tree_leaves
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -89,10 +89,13 @@ def behind(
     size, own = counted if given is None else given, opt.param_groups[0].get("batch_size")
     layers, asks = opt.sums.seen_by_layers(), opt.asks_batch_size()
     if size is not None and layers is not None and abs(size - layers) * opt.sums.samples > 0.5:
-        said = f"batch_size={given}" if given is not None else f"the {size:g} of the model's inputs"
+        said, other = f"batch_size={given}", "count those of all micro-batches"
+        if given is None:
+            said = f"the {size:g} of the model's inputs"
+            other = f"pass step(..., batch_size={layers:g}) if that is right"
         raise ValueError(
-            f"the layers saw {layers:g} examples, not {said}: count those of all micro-batches, and keep "
-            f"them on axis {opt.batch_dim} (batch_dim=)"
+            f"the layers saw {layers:g} examples, not {said}: {other}, or keep examples on axis "
+            f"{opt.batch_dim} (batch_dim=)"
         )
     if asks and given is None and size is not None and own is not None and size > own:
         raise ValueError(
@@ -150,7 +153,7 @@ class ModuleCalls:
         reached = self._hook(self.last)
         for each in [output] if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(each, Tensor) and each.grad_fn is not None:
-                each.register_hook(reached)  # type: ignore[no-untyped-call]
+                add_hook(each, reached)
 
     def _hook(self, examples: int | None) -> Callable[[Tensor], None]:
         """What the outputs of a call do when a backward pass reaches them."""
@@ -163,7 +166,8 @@ class ModuleCalls:
                     "again: call it inside the context"
                 )
             task = graph_task_id()
-            if task not in self._passes and all(p.grad is None for p in self._params):
+            later = self._passes and task not in self._passes
+            if later and all(p.grad is None for p in self._params):
                 self._passes.clear()  # gradients were dropped since, or wanted in something else
             if fresh:
                 fresh.clear()

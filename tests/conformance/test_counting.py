@@ -313,9 +313,7 @@ def test_time_first_attention_without_batch_dim_is_refused(rule: Rule) -> None:
 
 def test_time_first_inputs_of_bgd_warn_without_batch_dim() -> None:
     model = Words(batch_first=False)
-    with pytest.warns(
-        CountWarning, match="a mean over 6 terms, .* the mean over 4 examples"
-    ):
+    with pytest.warns(CountWarning, match="a mean over 6 terms, .* the mean over 4 examples"):
         bgd(model).step(lambda: loss_fn(model, IDS.T, Y[:6]))
 
 

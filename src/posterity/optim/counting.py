@@ -177,9 +177,9 @@ class ModuleCalls:
 
     def examples(self) -> int | None:
         """Those of all calls that a backward pass has reached; None if they cannot be told."""
-        known = [each for calls in self._passes.values() for each in calls if each is not None]
-        alone = all(len(calls) == 1 for calls in self._passes.values())
-        return sum(known) if alone and known and len(known) == len(self._passes) else None
+        calls = [each for behind in self._passes.values() for each in behind]
+        known = [each for each in calls if each is not None]
+        return sum(known) if known and len(known) == len(calls) == len(self._passes) else None
 
 
 @final

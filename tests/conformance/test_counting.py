@@ -328,3 +328,25 @@ def test_parts_are_cut_of_the_first_axis_alone() -> None:
     model = net()
     with pytest.raises(ValueError, match="parts=2 cuts axis 0, and examples are on axis 1"):
         posterity.compile_step(model, loss_fn, bgd(model, batch_dim=1), parts=2)
+
+
+@pytest.mark.parametrize("rule", ["BGD", "IVON"])
+def test_a_compiled_module_is_counted_and_compiled_once(rule: str) -> None:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    results = []
+    for given in ({}, {"batch_size": 12}):
+        model = torch.compile(net(), backend=backend)
+        opt = bgd(model) if rule == "BGD" else posterity.IVON(model, num_data=12, seed=0)
+        for _ in range(3):
+            opt.step(lambda m=model: loss_fn(m, X, Y), **given)
+        results.append(everything(model, opt))
+        assert len(graphs) <= 1
+        graphs.clear()
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    torch.compiler.reset()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity.layers import Intercept
-from posterity.torch_private import add_hook, graph_task_id, tree_leaves
+from posterity.torch_private import add_hook, graph_task_id, is_compiled, tree_leaves
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -202,10 +202,14 @@ class LossTerms:
         """What to call with losses, given what says their examples; None after the first step."""
         return None if self._done else partial(self._add, examples)
 
-    def watch(self, examples: Callable[[], float | None]) -> AbstractContextManager[object]:
-        """Inside, losses are looked at."""
+    def watch(
+        self, module: nn.Module | None, examples: Callable[[], float | None]
+    ) -> AbstractContextManager[object]:
+        """Inside, losses of a module's outputs are looked at."""
         note = self.note(examples)
-        return nullcontext() if note is None else Intercept(losses=note)
+        if note is None or (module is not None and is_compiled(module)):
+            return nullcontext()
+        return Intercept(losses=note)
 
     def _add(self, examples: Callable[[], float | None], name: str, terms: float) -> None:
         self._seen.append((name, terms, examples()))

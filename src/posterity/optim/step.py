@@ -132,7 +132,7 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         opt.entered = 0
         if opt.module is not None and weight:
             handle = opt.module.register_forward_hook(calls, with_kwargs=True)
-        terms = opt.terms.watch(lambda: calls.last) if weight else nullcontext()
+        terms = opt.terms.watch(opt.module, lambda: calls.last) if weight else nullcontext()
         collector = collecting(opt)
         with terms, collector if opt.collector is None else _if_any(collector):
             yield

@@ -157,6 +157,8 @@ def test_a_captured_step_reads_count_anew(rule: Rule, monkeypatch: pytest.Monkey
         results.append(everything(model, opt))
     assert len({number for graph in made for number in graph.replays}) > 3
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="count must be greater than 0, not 0"):
+        step(x, LABELS, count=0)
     graphs_before = len(made)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CountWarning)

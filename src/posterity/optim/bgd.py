@@ -134,7 +134,7 @@ class BGD(VariationalOptimizer):
         """The std of every weight."""
         return state["std"]
 
-    def rate(self, state: State, group: Group, batch_size: float) -> Tensor:
+    def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
         """What multiplies each weight's gradient of the mean loss in eq. (12): η σ² batch_size / τ."""
         rate: Tensor = group["lr"] * batch_size / group["temperature"] * state["std"] * state["std"]
         return rate

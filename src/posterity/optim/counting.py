@@ -56,8 +56,17 @@ class Behind(NamedTuple):
     scale: float | Tensor | None = None
 
 
-def check(opt: VariationalOptimizer, batch_size: float | None, count: float | None, runs: bool) -> None:
-    """Raise, before a step begins, for numbers that are none, and for one that nobody will know.
+def as_count(count: float | Tensor | None) -> float | None:
+    """What a user gives as ``count=``."""
+    if count is not None and not 0 < float(count) < math.inf:
+        raise ValueError(f"count must be greater than 0, not {float(count):g}")
+    return None if count is None else float(count)
+
+
+def refuse_unknown(
+    opt: VariationalOptimizer, batch_size: float | None, count: float | None, runs: bool
+) -> None:
+    """Raise, before a step begins, if nobody will know the number of its examples.
 
     Args:
         opt: The optimiser.
@@ -67,8 +76,6 @@ def check(opt: VariationalOptimizer, batch_size: float | None, count: float | No
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-    if count is not None and not 0 < count < math.inf:
-        raise ValueError(f"count must be greater than 0, not {count}")
     told = batch_size or count or opt.param_groups[0].get("batch_size") or opt.sums.counted()
     waits = opt.module is not None and (runs or not opt.sums.samples)
     if opt.asks_batch_size() and not told and not waits:
@@ -141,9 +148,8 @@ class ModuleCalls:
         self.inside = True
         self.last: int | None = None
         self._axis, self._params = axis, params
-        self._passes: dict[
-            int, list[int | None]
-        ] = {}  # by backward pass, the examples of the calls behind it
+        # By backward pass, the examples of the calls behind it.
+        self._passes: dict[int, list[int | None]] = {}
 
     def __call__(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A call of the module."""

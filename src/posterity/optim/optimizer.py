@@ -226,8 +226,8 @@ class VariationalOptimizer(Optimizer, ABC):
         self.refuse_inside("step()")
         self.check_changed()
         checks.refuse_scaler(self)
-        count = None if count is None else float(count)
-        counting.check(self, batch_size, count, runs=closure is not None)
+        count = counting.as_count(count)
+        counting.refuse_unknown(self, batch_size, count, runs=closure is not None)
         if closure is None:  # those that are there wait for the others
             checks.refuse_partial(self.param_groups, self.sums, type(self).__name__)
         loss = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from posterity import noise
 from posterity.optim import VariationalOptimizer
+from posterity.optim.counting import as_count
 from posterity.optim.optimizer import runs_ahead_of
 from posterity.torch_private import TreeSpec
 from posterity.train.cuda_graph import Graph, flat_batch
@@ -96,7 +97,7 @@ class CapturedStep:
         tensors, form = flat_batch(batch)
         if not self.step.optimizer.captures() or not all(isinstance(x, Tensor) for x in tensors):
             return self.step(*batch, count=count)
-        count = None if count is None else float(count)
+        count = as_count(count)
         key = (count is None, *self._key(tensors, form))
         graph = self._graphs.get(key)
         if graph is not None and graph.stale():

@@ -136,9 +136,9 @@ def bgd_loop(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, samples: int
 def bgd_ours(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, samples: int) -> Callable[[], Tensor]:
     """``posterity.compile_step`` with BGD; BatchNorm's weights have no posterior, Adam trains them."""
     plain = posterity.names_of(model, nn.BatchNorm2d)
-    # Counted as one example, at a small learning rate: thousands of steps on one batch then leave means and
-    # stds about where they are, and every step does the same work.
-    opt = posterity.BGD(model, lr=1e-6, batch_size=1, mc_samples=samples, deterministic=plain)
+    # All examples together count as one, at a small learning rate: thousands of steps on one batch then leave
+    # means and stds about where they are, and every step does the same work.
+    opt = posterity.BGD(model, lr=1e-6, temperature=len(x), mc_samples=samples, deterministic=plain)
     train_step = posterity.compile_step(model, loss_fn, opt)
     return lambda: train_step(x, y)
 

@@ -6,7 +6,17 @@ from posterity.dropout import MCDropout, dropout_kl
 from posterity.mc import run
 from posterity.names import names_of
 from posterity.objective import blundell, elbo, warmup
-from posterity.optim import BGD, IVON, KFAC, OGN, VOGN, DivergenceWarning, NoisyKFAC, VariationalOptimizer
+from posterity.optim import (
+    BGD,
+    IVON,
+    KFAC,
+    OGN,
+    VOGN,
+    CountWarning,
+    DivergenceWarning,
+    NoisyKFAC,
+    VariationalOptimizer,
+)
 from posterity.posterior import (
     ByName,
     Density,
@@ -34,6 +44,7 @@ __all__ = [
     "OGN",
     "VOGN",
     "ByName",
+    "CountWarning",
     "Density",
     "DiagonalGaussian",
     "DivergenceWarning",

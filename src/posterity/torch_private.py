@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import pyfunctorch
 from torch.nn.modules import batchnorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -53,6 +53,11 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has a part in a module: it would compile it again inside another mode."""
+    return any("_orig_mod" in each._modules or each._compiled_call_impl for each in module.modules())
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

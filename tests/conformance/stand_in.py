@@ -32,8 +32,8 @@ class Graph(cuda_graph.Graph):  # type: ignore[misc]
         replays: Numbers of the steps that were replayed.
     """
 
-    def __init__(self, step: TrainStep, batch: Any) -> None:
-        super().__init__(step, batch)
+    def __init__(self, step: TrainStep, batch: Any, count: float | None) -> None:
+        super().__init__(step, batch, count)
         self.graph = self
         self.captured_at = step.optimizer.param_groups[0]["steps"]
         self.replays: list[int] = []
@@ -84,8 +84,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     made: list[Graph] = []
 
-    def make(step: TrainStep, batch: Any) -> Graph:
-        made.append(Graph(step, batch))
+    def make(step: TrainStep, batch: Any, count: float | None) -> Graph:
+        made.append(Graph(step, batch, count))
         return made[-1]
 
     monkeypatch.setattr(compiled, "Graph", make)

@@ -698,7 +698,7 @@ def test_tied_weights_are_one_block(rule: Rule) -> None:
 
 def test_bgd_needs_a_batch_size_and_says_so_before_running() -> None:
     model = net()
-    opt = posterity.BGD(model)
+    opt = posterity.BGD(model.parameters())
     called = []
     with pytest.raises(ValueError, match=r"pass step\(..., batch_size=len\(x\)\)"):
         opt.step(lambda: called.append(1) or loss_fn(model))

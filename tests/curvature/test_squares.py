@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from curvature.problems import PROBLEMS, Problem
 from posterity import buffers
-from posterity.curvature import Squares
+from posterity.curvature import Factors, Squares
 from posterity.layers import Intercept, calls, norm
 from posterity.mc import stacked_pass
 
@@ -339,3 +339,17 @@ def test_two_forward_passes_before_two_backward_passes_are_two_batches() -> None
             (model(x).square().sum() / 8).backward()
         assert both.examples == one.examples == 8
         torch.testing.assert_close(both.mean(8), one.mean(8))
+
+
+def test_count_is_the_number_of_terms_of_the_mean() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(6, 5, 4).double(), torch.randn(6, 5, 3).double()
+    results = []
+    for count in (None, y.numel()):
+        with Squares(model) as squares, Factors(model) as factors:
+            F.mse_loss(model(x), y, reduction="sum").div(count or len(x)).backward()
+        blocks = factors.mean(count=count).kronecker
+        results.append({**squares.mean(count=count), "A": blocks["weight"].A, "S": blocks["weight"].S})
+    torch.testing.assert_close(*results)
+    with pytest.raises(ValueError, match="count must be greater than 0"):
+        squares.mean(count=0)

@@ -85,7 +85,7 @@ def test_groups_have_their_own_settings_in_a_compiled_rule() -> None:
             mean, momentum, hess, grad, second = values
             state = {"momentum": momentum, "hess": hess}
             step, ok = torch.tensor(3, device=device), torch.tensor(True, device=device)
-            run(mean, state, grad, second, 0, step, group, None, ok)
+            run(mean, state, grad, second, 0, None, step, group, None, ok)
             results.append(values)
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
@@ -98,13 +98,14 @@ def test_a_compiled_rule_serves_all_optimisers_and_sizes() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch._dynamo.reset()
     fused.fused.cache_clear()  # of what tests without a compiler have left
-    counts = []
-    for size in (300, 400, 500, 600):
+    counts, scale = [], torch.tensor(2.0, device=device)
+    for size, examples in ((300, 8), (400, 7), (500, 9), (600, 5)):
         opt = IVON([nn.Parameter(torch.zeros(2))], num_data=100)
         mean, momentum, hess, grad, second = torch.rand(5, size, device=device)
         step, ok = torch.tensor(3, device=device), torch.tensor(True, device=device)
         state = {"momentum": momentum, "hess": hess}
-        fused.fused(move, IVON)(mean, state, grad, second, 0, step, opt.param_groups[0], None, ok)
+        more = (examples, scale / examples, step, opt.param_groups[0], None, ok)
+        fused.fused(move, IVON)(mean, state, grad, second, *more)
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(counts)) == 1, counts
 
@@ -123,7 +124,7 @@ def test_many_settings_of_one_rule_leave_another_compiled(monkeypatch: pytest.Mo
         mean, momentum, hess, grad, second = torch.rand(5, 300, device=device)
         state, number = {"momentum": momentum, "hess": hess}, torch.tensor(3, device=device)
         ok = torch.tensor(True, device=device)
-        given = (mean, state, grad, second, 0, number, opt.param_groups[0], None, ok)
+        given = (mean, state, grad, second, 0, None, number, opt.param_groups[0], None, ok)
         fused.fused(move, type(opt))(*given)
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 

@@ -136,7 +136,7 @@ def test_several_samples_and_a_loss_that_runs_away() -> None:
 
 def test_a_step_given_up_leaves_no_loss_to_the_next() -> None:
     model = net()
-    opt = posterity.BGD(model, mc_samples=2)
+    opt = posterity.BGD(model.parameters(), mc_samples=2)
 
     def closure() -> Tensor:
         return loss_fn(model) * torch.nan

@@ -223,18 +223,17 @@ class Collector(ABC):
         """Refuse examples that are not those of the layers that reported before."""
         if not call.examples:
             raise ValueError("a batch has no examples: leave it out")
-        if run.matched is not None and run.matched != call.examples:
+        if None not in (run.counted, call.counted) and run.counted != call.counted:
+            self.refuse(
+                call.names,
+                f"counts examples on axis {call.counted} where another layer does on axis {run.counted} "
+                "(pass batch_dim=1 for [T, B, …], or give attention batch_first=True)",
+            )
+        elif run.matched not in (None, call.examples):
             self.refuse(call.names, f"sees {call.examples} examples where another layer saw {run.matched}")
-            return  # the next one is to be like those before
-        run.matched = call.examples
-        if call.counted is not None:
-            if run.counted not in (None, call.counted):
-                self.refuse(
-                    call.names,
-                    f"counts examples on axis {call.counted} where another layer does on axis {run.counted} "
-                    "(attention has batch_first=True)",
-                )
-            run.counted = call.counted
+        else:  # the next one is to be like those before
+            run.matched = call.examples
+            run.counted = run.counted if call.counted is None else call.counted
 
     @abstractmethod
     def brings_gradient(self, call: LayerCall) -> bool:
@@ -318,8 +317,8 @@ class Collector(ABC):
             self.sums[part.name] = squares.new_zeros(count, *squares.shape[1:])
         self.sums[part.name][start:stop].add_(squares)
 
-    def _mean(self, batch_size: int | None, samples: int) -> Curvature:
-        """Of the examples' own losses: a mean loss's gradients are theirs over the batch size."""
+    def _mean(self, batch_size: int | None, samples: int, count: float | None) -> Curvature:
+        """Of the examples' own losses: a mean loss's gradients are theirs over the number of its terms."""
         self._add_late()
         if samples < 1:
             raise ValueError(f"samples must be at least 1, not {samples}")
@@ -329,7 +328,9 @@ class Collector(ABC):
                 f"the layers saw {self.examples} examples, not {samples} × {batch_size or 'a batch'}: count "
                 "those of all passes since clear(), and keep them on one axis up to the last layer"
             )
-        scale = seen / samples
+        if count is not None and not count > 0:
+            raise ValueError(f"count must be greater than 0, not {count}")
+        scale = (seen if count is None else count) ** 2 / self.examples
         blocks = {
             key: replace(block, A=block.A / block.examples, S=block.S * scale)
             for key, block in self.blocks.items()
@@ -355,15 +356,17 @@ class Squares(Collector):
         (torch.Size([2, 3]), torch.Size([2]))
     """
 
-    def mean(self, batch_size: int | None = None, samples: int = 1) -> dict[str, Tensor]:
+    def mean(
+        self, batch_size: int | None = None, samples: int = 1, count: float | None = None
+    ) -> dict[str, Tensor]:
         """(1/B) Σ_i g_i² of the examples' own losses, averaged over weight samples, by name.
 
         Args:
-            batch_size: B, the examples that the loss was averaged over, of all passes together; if it is not
-                given, what the layers saw.
+            batch_size: B, the examples of all passes together; if it is not given, what the layers saw.
             samples: K, weight samples behind the sums.
+            count: Terms that the loss is a mean of, if these are not the examples (words, outputs).
         """
-        return self._mean(batch_size, samples).diagonal
+        return self._mean(batch_size, samples, count).diagonal
 
     def brings_gradient(self, call: LayerCall) -> bool:
         """Whether report() gives the gradient of such a layer's weight."""

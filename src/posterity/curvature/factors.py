@@ -41,14 +41,15 @@ class Factors(Collector):
         (torch.Size([4, 4]), torch.Size([2, 2]), 'bias')
     """
 
-    def mean(self, batch_size: int | None = None, samples: int = 1) -> Curvature:
+    def mean(self, batch_size: int | None = None, samples: int = 1, count: float | None = None) -> Curvature:
         """Factors and squares of the examples' own losses, averaged over examples and weight samples.
 
         Args:
             batch_size: As in :meth:`posterity.curvature.Squares.mean`.
             samples: Likewise.
+            count: Likewise.
         """
-        return self._mean(batch_size, samples)
+        return self._mean(batch_size, samples, count)
 
     def brings_gradient(self, call: LayerCall) -> bool:
         """Whether report() gives the gradient of such a layer's weight."""

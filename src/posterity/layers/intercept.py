@@ -32,6 +32,7 @@ from posterity.layers.embedding import (
     with_batch_axis,
 )
 from posterity.layers.linear import Linear
+from posterity.layers.losses import TERMS
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
 from posterity.layers.passes import Watched, deliver, leaves, tap
 from posterity.layers.stacks import CrossEntropy, MaxPool2d, inside, samples_axis, stack, stacking
@@ -73,11 +74,16 @@ class Intercept(TorchFunctionMode):
 
     Args:
         sinks: By stacked weight; what they take, autograd does not return.
+        losses: Called with the name and the number of terms of every loss that is a mean.
     """
 
-    def __init__(self, sinks: Mapping[Tensor, Sink] | None = None) -> None:
+    def __init__(
+        self,
+        sinks: Mapping[Tensor, Sink] | None = None,
+        losses: Callable[[str, float], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._sinks = sinks or {}
+        self._sinks, self._losses = sinks or {}, losses
         self._listeners: list[Listener] = []
         self._watched: dict[int, Watched] = {}
         self._memory: dict[int, list[Watched]] = {}  # the same, by where they lie
@@ -293,6 +299,13 @@ class Intercept(TorchFunctionMode):
                 return out
         return func(*args, **kwargs)
 
+    def _loss(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._losses is not None and torch.is_grad_enabled():
+            terms = TERMS[func](*args, **kwargs)
+            if terms is not None:
+                self._losses(func.__name__, terms)
+        return self._operation(func, args, kwargs) if func in OPERATIONS else func(*args, **kwargs)
+
     def _layer(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         stacked = functorch.peek_interpreter_stack() is not None
         listened = self._watched and torch.is_grad_enabled()
@@ -446,6 +459,7 @@ class Intercept(TorchFunctionMode):
 _HANDLERS: dict[Any, Callable[[Intercept, Function, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(LAYERS, Intercept._layer),
     **dict.fromkeys(OPERATIONS, Intercept._operation),
+    **dict.fromkeys(TERMS, Intercept._loss),
     **dict.fromkeys((Tensor.backward, torch.autograd.backward), Intercept._backward),
     torch.autograd.grad: Intercept._grad,
     F.multi_head_attention_forward: Intercept._attention,

@@ -2,6 +2,7 @@
 
 from posterity.optim.bgd import BGD
 from posterity.optim.checks import DivergenceWarning
+from posterity.optim.counting import CountWarning
 from posterity.optim.ivon import IVON
 from posterity.optim.kfac import KFAC, NoisyKFAC
 from posterity.optim.optimizer import VariationalOptimizer
@@ -14,6 +15,7 @@ __all__ = [
     "KFAC",
     "OGN",
     "VOGN",
+    "CountWarning",
     "DivergenceWarning",
     "NoisyKFAC",
     "Statistics",

@@ -14,7 +14,7 @@ before the step, θ = m + v·eps, and L the *summed* loss of the mini-batch:
 | σ at the start | ``std_init`` | |
 | η | ``lr`` | scales the step of the mean only |
 | K | ``mc_samples`` | |
-| ∂L/∂θ | batch_size / ``temperature`` · gradient | L is a sum, our losses are means |
+| ∂L/∂θ | batch_size / ``temperature`` · gradient | L is a sum, our losses are means over examples |
 
 ``temperature`` is not in the paper: data counts 1/temperature times, as if L were that much larger. At 0.1,
 with a tenth of η, the means move at the same pace, and stds come in one epoch to where ten would bring them.
@@ -73,10 +73,11 @@ class BGD(VariationalOptimizer):
         mc_samples: Weight samples per step (the paper's K).
         temperature: Divides the loss: below 1 data counts more often than it comes, and stds fall faster. It
             may change at every step.
-        batch_size: Examples behind each step, if ``step()`` is not told. ``compile_step`` counts them if this
-            is not given.
+        batch_size: Examples behind each step, where they cannot be counted from the inputs of a module and
+            ``step()`` is not told.
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).
         deterministic_lr: Adam's learning rate for those.
+        batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -84,7 +85,7 @@ class BGD(VariationalOptimizer):
         >>> model = torch.nn.Linear(4, 2)
         >>> opt = BGD(model, std_init=0.05, mc_samples=10)
         >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
-        >>> loss = opt.step(lambda: torch.nn.functional.cross_entropy(model(x), y), batch_size=len(x))
+        >>> loss = opt.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
         >>> sorted(opt.posterior().blocks)
         ['bias', 'weight']
     """
@@ -104,6 +105,7 @@ class BGD(VariationalOptimizer):
         batch_size: int | None = None,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
+        batch_dim: int = 0,
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -113,6 +115,7 @@ class BGD(VariationalOptimizer):
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
+            batch_dim=batch_dim,
         )
 
     def check(self, group: Group) -> None:

@@ -261,16 +261,6 @@ def refuse_partial(groups: Sequence[Group], sums: Accumulator, optimizer: str) -
         )
 
 
-def refuse_batch_size(sums: Accumulator, batch_size: int) -> None:
-    """Raise if layers saw another number of examples than a user says."""
-    seen = sums.examples * sums.weight * sums.parts
-    if sums.examples and abs(seen - batch_size) * sums.samples > 0.5:
-        raise ValueError(
-            f"the layers saw {seen:g} examples, not batch_size={batch_size}: count "
-            "those of all micro-batches, and keep them on the first axis"
-        )
-
-
 def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: str) -> None:
     """Raise for a gradient whose curvature no layer has reported.
 

@@ -69,6 +69,7 @@ class IVON(VariationalOptimizer):
         mc_samples: Weight samples per step; 1 is usual.
         deterministic: Filter of names that get no posterior.
         deterministic_lr: Adam's learning rate for those.
+        batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -99,6 +100,7 @@ class IVON(VariationalOptimizer):
         mc_samples: int = 1,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
+        batch_dim: int = 0,
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -116,6 +118,7 @@ class IVON(VariationalOptimizer):
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
+            batch_dim=batch_dim,
         )
 
     def check(self, group: Group) -> None:

@@ -147,6 +147,7 @@ class KroneckerNewton(GaussNewton):
         mc_samples: int = 1,
         deterministic: NameFilter = (),
         deterministic_lr: float | None = None,
+        batch_dim: int = 0,
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -163,6 +164,7 @@ class KroneckerNewton(GaussNewton):
             mc_samples=mc_samples,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
+            batch_dim=batch_dim,
             seed=seed,
             _more={"factors_every": factors_every, "inverses_every": inverses_every},
         )
@@ -283,6 +285,8 @@ class NoisyKFAC(KroneckerNewton):
         mc_samples: Weight samples per step.
         deterministic: Filter of names that get no posterior and no prior; the same rule trains them.
         deterministic_lr: Let Adam train those, with this learning rate, as in :class:`VOGN`.
+        batch_dim: The axis of the examples in the inputs of the module and of layers that have a choice: 1
+            for ``[T, B, …]``.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 

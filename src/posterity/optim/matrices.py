@@ -20,6 +20,7 @@ from posterity.optim.statistics import Accumulator, Statistics
 from posterity.torch_private import foreach_add_, foreach_copy_
 
 if TYPE_CHECKING:
+    from posterity.optim.counting import Behind
     from posterity.optim.optimizer import VariationalOptimizer
     from posterity.optim.step import Draw
 
@@ -201,18 +202,20 @@ class Matrices:
         parts = [part for block, value in zip(blocks, values, strict=True) for part in block.split(value)]
         _copy(list(zip(targets, parts, strict=True)))
 
-    def move(self, opt: VariationalOptimizer, sizes: Sequence[int], ok: Tensor | None) -> set[Tensor]:
+    def move(self, opt: VariationalOptimizer, behind: Behind, ok: Tensor | None) -> set[Tensor]:
         """Move the blocks that have a gradient, all or none of them; the parameters of all blocks.
 
         What layers have reported is a block from here on, whatever its parameters were before.
 
         Args:
             opt: The optimiser.
-            sizes: The batch size that each group's rule sees.
+            behind: The examples behind the step, and what makes of the loss a mean over these.
             ok: A flag on the device that lets values through, if there is one.
         """
-        numbers = opt.numbers
+        numbers, (size, scale) = opt.numbers, behind
         factors, old, blocks = self._reported(opt.sums)
+        if scale is not None:
+            factors = {names: replace(each, S=scale * scale * each.S) for names, each in factors.items()}
         known = {id(each) for each in self._blocks}
         moving, given, none = [], [], torch.empty(0)
         for block in blocks:
@@ -221,7 +224,7 @@ class Matrices:
                 if id(block) not in known:  # what is there belongs to another block of its first parameter
                     state = {key: value for key, value in state.items() if key not in self._keys}
                 count = numbers.updates(block.params[0], int(block.state["step"]) + 1)
-                size = sizes[block.number]
+                grad = grad if scale is None else scale * grad
                 stats = Statistics(grad, none, size, count, none, factors.get(block.names))
                 moving.append(block)
                 given.append((mean, state, stats, numbers.groups[block.number]))

@@ -24,7 +24,7 @@ from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
-from posterity.optim import checks, groups, saved
+from posterity.optim import checks, counting, groups, saved
 from posterity.optim.adam import ADAM
 from posterity.optim.matrices import Matrices, Moving
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members, state_dtype
@@ -56,6 +56,7 @@ class VariationalOptimizer(Optimizer, ABC):
             layer is built; training never draws from it.
         deterministic: Filter of parameter names that get no posterior.
         deterministic_lr: Learning rate of Adam, which trains those; None if the rule itself does.
+        batch_dim: The axis that counts examples in the module's inputs and in those of its layers.
 
     Attributes:
         needs_batch_size: Whether the rule asks for the number of examples behind a step.
@@ -69,7 +70,7 @@ class VariationalOptimizer(Optimizer, ABC):
     Example:
         >>> from posterity import BGD
         >>> model = nn.Linear(3, 2)
-        >>> opt = BGD(model, std_init=0.1, mc_samples=1, batch_size=4)
+        >>> opt = BGD(model, std_init=0.1, mc_samples=1)
         >>> isinstance(opt, VariationalOptimizer)
         True
         >>> with opt.sampled_params():
@@ -98,8 +99,12 @@ class VariationalOptimizer(Optimizer, ABC):
         seed: int | None,
         deterministic: NameFilter = (),
         deterministic_lr: float | None = 1e-3,
+        batch_dim: int = 0,
     ) -> None:
+        if not isinstance(batch_dim, int) or batch_dim < 0:
+            raise ValueError(f"batch_dim must be a whole number of at least 0, not {batch_dim}")
         self.module = params if isinstance(params, nn.Module) else None
+        self.batch_dim = batch_dim
         self._deterministic_lr = deterministic_lr
         given = groups.named_groups(params)
         chosen = select([name for group in given for name, _ in group["params"]], deterministic)
@@ -198,14 +203,20 @@ class VariationalOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], Tensor | float] | None = None, *, batch_size: int | None = None
+        self,
+        closure: Callable[[], Tensor | float] | None = None,
+        *,
+        batch_size: int | None = None,
+        count: float | Tensor | None = None,
     ) -> Tensor | None:
         """Update the posterior from the samples drawn since the last step.
 
         Args:
             closure: Computes the mean loss, with or without calling ``backward()``. It runs ``mc_samples``
                 times, each time under its own weights.
-            batch_size: Examples behind the loss, for methods that need it; the group's value otherwise.
+            batch_size: Examples behind the step. By default those of the module's inputs are counted.
+            count: Terms that the loss is a mean of, where these are not the examples: words, outputs, labels
+                that are not ignored. Like ``batch_size`` it counts all micro-batches, once for all samples.
 
         Returns:
             The closure's loss, averaged over the samples.
@@ -219,14 +230,15 @@ class VariationalOptimizer(Optimizer, ABC):
         self.refuse_inside("step()")
         self.check_changed()
         checks.refuse_scaler(self)
-        sizes = self.batch_sizes(batch_size)
+        count = counting.as_count(count)
+        counting.refuse_unknown(self, batch_size, count, runs=closure is not None)
         if closure is None:  # those that are there wait for the others
             checks.refuse_partial(self.param_groups, self.sums, type(self).__name__)
         loss = None
         try:
             if closure is not None:
                 loss = self._run(closure)
-            self._learn(sizes, batch_size)
+            self._learn(batch_size, count)
         except BaseException:
             self.buffers.undo()
             self.reset()
@@ -250,12 +262,12 @@ class VariationalOptimizer(Optimizer, ABC):
         self.sums.losses += losses
         return torch.stack(losses).mean(0)
 
-    def _learn(self, sizes: Sequence[int], batch_size: int | None) -> None:
+    def _learn(self, batch_size: int | None, count: float | None) -> None:
         """Judge what was absorbed, and apply it."""
         checks.refuse_missing(self.param_groups, self.sums, type(self).__name__)
         self.cache.groups()  # a user may have changed state since the draw
-        if batch_size is not None:
-            checks.refuse_batch_size(self.sums, batch_size)
+        behind = counting.behind(self, batch_size, self.sums.counted(), count)
+        self.terms.judge(behind.batch_size, counted=count is not None)
         self.settle_step()
         self.sums.finish()
         verdict = checks.Verdict(self.sums)
@@ -266,7 +278,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.ok = None if waits else verdict.ok
         self.cache.reread()
         self.buffers.undo_unless(self.ok)
-        moved = apply(self, sizes, self.ok)
+        moved = apply(self, behind, self.ok)
         if not waits:
             self._pending = verdict, moved
         self.advance()
@@ -283,20 +295,9 @@ class VariationalOptimizer(Optimizer, ABC):
         if self.entered is None:
             self.reset()
 
-    def batch_sizes(self, given: int | None) -> list[int]:
-        """The number of examples that each group's rule sees; 0 where it does not ask."""
-        sizes = []
-        for group in self.param_groups:
-            size = given if given is not None else group.get("batch_size")
-            if not self.needs_batch_size or group["deterministic"]:
-                size = 0
-            elif size is None or size < 1:
-                raise ValueError(
-                    f"{type(self).__name__} needs the number of examples behind each step, not {size}: "
-                    "pass step(..., batch_size=len(x)), or give the optimiser batch_size= once"
-                )
-            sizes.append(int(size))
-        return sizes
+    def asks_batch_size(self) -> bool:
+        """Whether the rule must know the number of examples behind a step."""
+        return self.needs_batch_size and not all(group["deterministic"] for group in self.param_groups)
 
     # The posterior, shown and taken up.
 
@@ -436,7 +437,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         self.refuse_inside("copying an optimiser")
         self.settle()
-        own = {"module": self.module, "_deterministic_lr": self._deterministic_lr}
+        own = {name: getattr(self, name) for name in ("module", "batch_dim", "_deterministic_lr")}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -449,10 +450,13 @@ class VariationalOptimizer(Optimizer, ABC):
         self.padding = {} if self.module is None else padding_rows(self.module)
         self.buffers = StepBuffers(self.module)
         # What no layer reports is refused in absorbing: only there is it known which gradients are used.
-        self.collector = None if self.collects is None else self.collects(strict=False, once=True)
+        self.collector = None
+        if self.collects is not None:
+            self.collector = self.collects(batch_dim=self.batch_dim, strict=False, once=True)
         fresh = all(group["steps"] == 0 for group in self.param_groups)
         noise = partial(VariationalOptimizer._noise, proxy(self))  # a circle would keep both in memory
         self.watch = checks.LossWatch(type(self).__name__, self.narrower, noise, fresh)
+        self.terms = counting.LossTerms(type(self).__name__)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()
         self.entered: int | None = None  # how often a context was entered again inside itself
@@ -521,6 +525,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def reset(self) -> None:
         """Start the next step: pending samples are dropped, gradients that are there are used up."""
         self.sums.clear()
+        self.terms.clear()
         self.buffers.finish()
         self._ledger.remember(self.parameters())
 

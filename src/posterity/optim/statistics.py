@@ -21,9 +21,10 @@ class Statistics:
     """What a rule sees of one step, averaged over the weight samples.
 
     Attributes:
-        grad: E[g], the gradient of the *mean* loss, as clipping and hooks left it in ``p.grad``.
+        grad: E[g], the gradient of the mean loss per example: what clipping and hooks left in ``p.grad``, by
+            count / B where the loss is a mean over ``count`` terms.
         grad_noise: E[g·eps]; empty for a rule that collects curvature instead.
-        batch_size: Examples behind the step, where the rule asked for it; else 0.
+        batch_size: B, the examples behind the step, where the rule asks for it.
         step: How often this block was updated, this time included.
         squares: E[(1/B) Σ_i g_i²] of the B examples' own gradients, for a rule that collects them; empty in
             a step that does not.
@@ -32,7 +33,7 @@ class Statistics:
 
     grad: Tensor
     grad_noise: Tensor
-    batch_size: int
+    batch_size: float
     step: int | Tensor
     squares: Tensor = field(default_factory=lambda: torch.empty(0))
     factors: Kronecker | None = None
@@ -147,6 +148,7 @@ class Accumulator:
         parts: Of the batch, of which every sample has seen one.
         losses: Of the samples, where they are known.
         examples: Seen by layers in all samples together, where a rule collects curvature.
+        inputs: In the inputs of the module, in all samples together; None if they cannot be counted.
         layers: Weighted sums of Kronecker factors, by the layer's weight.
     """
 
@@ -156,6 +158,7 @@ class Accumulator:
     def clear(self) -> None:
         """Start the next step."""
         self.samples, self.weight, self.parts, self.examples = 0, 1.0, 1, 0
+        self.inputs: float | None = 0.0
         self.losses: list[Tensor] = []
         self.layers: dict[str, Kronecker] = {}
         self._sums: dict[FlatGroup, Sums] = {}
@@ -166,6 +169,18 @@ class Accumulator:
         if group not in self._sums:
             self._sums[group] = Sums.empty(group, noise)
         return self._sums[group]
+
+    def add_inputs(self, examples: float | None) -> None:
+        """Add the examples in a module's inputs, if they can be counted."""
+        self.inputs = None if self.inputs is None or examples is None else self.inputs + examples
+
+    def counted(self) -> float | None:
+        """Examples behind the step, in the inputs of the module."""
+        return None if not self.inputs else _whole(self.inputs * self.weight)
+
+    def seen_by_layers(self) -> float | None:
+        """The same, as layers saw them."""
+        return _whole(self.examples * self.weight * self.parts) if self.examples else None
 
     def add_layers(self, layers: Mapping[str, Kronecker]) -> None:
         """Add factors of the loss as the backward pass saw it."""
@@ -202,6 +217,11 @@ class Accumulator:
 
     def __iter__(self) -> Iterator[Sums]:
         return iter(self._sums.values())
+
+
+def _whole(number: float) -> float:
+    """A number of examples that was divided by the number of samples, and rounded."""
+    return round(number) if math.isclose(number, round(number), rel_tol=1e-9) else number
 
 
 @final

@@ -14,15 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posterity.curvature import NothingCollected
 from posterity.noise import Noise, kernels
 from posterity.optim.adam import adam_update
 from posterity.optim.checks import refuse_unreported
+from posterity.optim.counting import Behind, ModuleCalls
 from posterity.optim.state import FlatGroup, Group, State, members
 from posterity.optim.statistics import Statistics
-from posterity.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -119,7 +119,7 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
     before = [p.grad for p in params]
     opt.buffers.enter(number)
     used, drawn = False, list[Draw]()
-    inside, handle = [True], None
+    calls, handle = ModuleCalls(opt.batch_dim, params), None
     try:
         drawn = draw(opt, range(number, number + 1), weight)
         with torch.no_grad():
@@ -130,19 +130,21 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             if grad is not None:
                 p.grad = None
         opt.entered = 0
-        if opt.module is not None and torch.is_grad_enabled():
-            handle = opt.module.register_forward_hook(_late_backward_refused(inside))
+        if opt.module is not None and weight:
+            handle = opt.module.register_forward_hook(calls, with_kwargs=True)
+        terms = opt.terms.watch(opt.module, lambda: calls.last) if weight else nullcontext()
         collector = collecting(opt)
-        with collector if opt.collector is None else _if_any(collector):
+        with terms, collector if opt.collector is None else _if_any(collector):
             yield
         grads = [p.grad for p in params]
         if any(grad.is_sparse for grad in grads if grad is not None):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
         if weight and any(grad is not None for grad in grads):
             absorb(opt, grads, drawn, 1, weight)
+            opt.sums.add_inputs(calls.examples())
             used = True
     finally:
-        inside[0] = False
+        calls.inside = False
         if handle is not None:
             handle.remove()
         if not used:  # an error, or a forward pass alone: as if nothing had happened
@@ -168,28 +170,6 @@ def _if_any(context: AbstractContextManager[object]) -> Iterator[None]:
         raise
     with suppress(NothingCollected):
         context.__exit__(None, None, None)
-
-
-def _late_backward_refused(inside: Sequence[bool]) -> Callable[..., None]:
-    """A forward hook: outputs say what to do when ``backward()`` comes after the context.
-
-    Autograd itself would only say that a weight was changed in place.
-    """
-
-    def refuse(_: Tensor) -> None:
-        if not inside[0]:
-            raise RuntimeError(
-                "backward() was called after sampled_params() was left, when the model has its means again: "
-                "call it inside the context"
-            )
-
-    def watch(_: nn.Module, __: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            for each in [output] if isinstance(output, Tensor) else tree_leaves(output):
-                if isinstance(each, Tensor) and each.grad_fn is not None:
-                    each.register_hook(refuse)  # type: ignore[no-untyped-call]
-
-    return watch
 
 
 # Absorb.
@@ -275,19 +255,17 @@ def absorb(
 
 
 @torch.no_grad()
-def apply(
-    opt: VariationalOptimizer, sizes: Sequence[int], ok: Tensor | None
-) -> list[tuple[FlatGroup, list[int]]]:
+def apply(opt: VariationalOptimizer, behind: Behind, ok: Tensor | None) -> list[tuple[FlatGroup, list[int]]]:
     """Move every parameter that has a gradient; which of each group were moved.
 
     Args:
         opt: The optimiser.
-        sizes: The batch size that each group's rule sees.
+        behind: The examples behind the step, and what makes of the loss a mean over these.
         ok: A flag on the device that lets values through, if the host does not wait for it.
     """
     numbers, done = opt.numbers, set[Tensor]()
     if opt.matrices:
-        done = opt.blocks.move(opt, sizes, ok)
+        done = opt.blocks.move(opt, behind, ok)
         for sums in opt.sums:  # which has written to state that is cached, and of no more use there
             sums.group.keep_in_mind()
     collected = opt.collector is None or bool(opt.sums.examples)
@@ -310,7 +288,7 @@ def apply(
                 own,
                 _part(grad, span),
                 None if opt.by_adam(group) else _part(sums.second, span if collected else slice(0)),
-                sizes[flat.number],
+                *behind,
                 numbers.updates(flat.params[i], counts[i]),
                 group,
                 own.pop("keep", None),
@@ -332,7 +310,8 @@ def move(
     state: State,
     grad: Tensor,
     second: Tensor | None,
-    batch_size: int,
+    batch_size: float,
+    scale: float | Tensor | None,
     step: int | Tensor,
     group: Group,
     keep: Tensor | None,
@@ -343,6 +322,8 @@ def move(
         new_mean, new_state = adam_update(mean, state, grad, step, group)
     else:
         none = second[:0]
+        if scale is not None:  # of a mean over other things than examples
+            grad, second = scale * grad, (scale if rule.collects is None else scale * scale) * second
         noise, squares = (second, none) if rule.collects is None else (none, second)
         stats = Statistics(grad, noise, batch_size, step, squares)
         new_mean, new_state = rule.update(mean, state, stats, group)

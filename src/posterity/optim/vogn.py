@@ -98,6 +98,7 @@ class GaussNewton(VariationalOptimizer):
         mc_samples: int = 1,
         deterministic: NameFilter = (),
         deterministic_lr: float | None = None,
+        batch_dim: int = 0,
         seed: int | None = None,
         _more: Group | None = None,
     ) -> None:
@@ -119,6 +120,7 @@ class GaussNewton(VariationalOptimizer):
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
+            batch_dim=batch_dim,
         )
 
     def check(self, group: Group) -> None:
@@ -256,6 +258,8 @@ class VOGN(GaussNewton):
             BatchNorm); the same rule trains them, without noise.
         deterministic_lr: Let Adam train those, with this learning rate: for parameters that are used in ways
             that no layer reports, such as a position that is added to its inputs.
+        batch_dim: The axis of the examples in the inputs of the module and of layers that have a choice: 1
+            for ``[T, B, …]``.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 

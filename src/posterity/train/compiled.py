@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from posterity import noise
 from posterity.optim import VariationalOptimizer
+from posterity.optim.counting import as_count
 from posterity.optim.optimizer import runs_ahead_of
 from posterity.torch_private import TreeSpec
 from posterity.train.cuda_graph import Graph, flat_batch
@@ -46,9 +47,9 @@ def compile_step(
     Args:
         model: The module whose parameters the optimiser holds.
         loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch: of tensors or arrays, or dicts,
-            lists and tuples of them, whose examples are on the first axis. The first tensor's are counted,
-            for rules that want to know how many there are, unless the optimiser was given a ``batch_size``. A
-            batch that has other things in it is never a graph.
+            lists and tuples of them, whose examples are on the first axis (or the optimiser's ``batch_dim``).
+            The first tensor's are counted. A loss that is a mean of other things than examples needs their
+            number, ``train_step(x, y, count=n)``. A batch that has other things in it is never a graph.
         optimizer: A rule such as BGD or IVON; it decides the number of samples.
         max_norm: Clip the norm of the mean gradient E[g] to this, as ``torch.nn.utils.clip_grad_norm_`` would
             between backward and step.
@@ -87,37 +88,38 @@ class CapturedStep:
         self._failed: set[Any] = set()
         self._calls = 0
 
-    def __call__(self, *batch: Any) -> Tensor:
-        """Learn from a batch; its mean loss over the samples."""
+    def __call__(self, *batch: Any, count: float | Tensor | None = None) -> Tensor:
+        """Learn from a batch, whose loss is a mean of ``count`` terms; that loss, a mean over the samples."""
         self._calls += 1
         self.step.refuse_changed()
         self.step.optimizer.check_changed()
         batch = self.step.as_tensors(batch)
         tensors, form = flat_batch(batch)
         if not self.step.optimizer.captures() or not all(isinstance(x, Tensor) for x in tensors):
-            return self.step(*batch)
-        key = self._key(tensors, form)
+            return self.step(*batch, count=count)
+        count = as_count(count)
+        key = (count is None, *self._key(tensors, form))
         graph = self._graphs.get(key)
         if graph is not None and graph.stale():
             graph = None
         if graph is None and key in self._seen and key not in self._failed and self._has_room():
-            graph = self._capture(key, batch)
+            graph = self._capture(key, batch, count)
         if graph is None:  # a shape that never comes again is not worth a graph
-            loss = self.step(*batch)
+            loss = self.step(*batch, count=count)
             if len(self._seen) >= _KEYS:
                 self._seen.clear()
             self._seen.add(key)
             return loss
         graph.used = self._calls
-        return graph(tensors)
+        return graph(tensors, count)
 
-    def _capture(self, key: Any, batch: tuple[Any, ...]) -> Graph | None:
+    def _capture(self, key: Any, batch: tuple[Any, ...], count: float | None) -> Graph | None:
         opt = self.step.optimizer
         opt.settle_step()
         opt.refuse_foreign()
         self._drop(key)
         try:
-            self._graphs[key] = Graph(self.step, batch)
+            self._graphs[key] = Graph(self.step, batch, count)
         except Exception as error:
             if not self._failed:
                 reason = str(error).partition("\n")[0]

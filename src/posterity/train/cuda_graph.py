@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posterity import buffers
 from posterity.noise import kernels
+from posterity.optim.counting import Behind, behind
 from posterity.optim.step import Numbers, apply
 from posterity.torch_private import TreeSpec, dynamo_config, tree_flatten, tree_unflatten
 
@@ -109,11 +110,16 @@ def fused(function: Any, kind: Any) -> Callable[..., Any]:
 class Graph:
     """A captured step for one shape of batch.
 
+    Args:
+        step: The step.
+        batch: Of that shape.
+        count: Terms that the loss is a mean of; every replay brings its own. None if they are the examples.
+
     Attributes:
         used: Number of the call that has used it last.
     """
 
-    def __init__(self, step: TrainStep, batch: tuple[Any, ...]) -> None:
+    def __init__(self, step: TrainStep, batch: tuple[Any, ...], count: float | None) -> None:
         self.step = step
         opt = step.optimizer
         device = opt.param_groups[0]["params"][0].device
@@ -122,7 +128,9 @@ class Graph:
         self.numbers = DeviceNumbers(opt, device)
         tensors, self.form = flat_batch(batch)
         self.tensors = [x.to(device).clone() for x in tensors]
-        self.sizes = opt.batch_sizes(step.batch_size(batch))
+        self.examples = step.examples(batch)
+        size, scale = behind(opt, None, self.examples, count)
+        self.behind = Behind(size, None if scale is None else torch.tensor(scale, device=device))
         self.host_loss = torch.zeros(()).pin_memory()
         self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
         self.keeper = buffers.Keeper(step.target)
@@ -166,7 +174,7 @@ class Graph:
         steps = self.step.optimizer.param_groups[0]["steps"]
         return [int(flat.steps[i]) - steps for flat, moved in self.moved for i in moved]
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], count: float | None) -> Tensor:
         """Replay it on a batch; the mean loss."""
         opt = self.step.optimizer
         opt.refuse_inside("a training step")
@@ -177,6 +185,10 @@ class Graph:
         opt.settle_step()
         self._look()
         self.numbers.refresh(opt)
+        if isinstance(self.behind.scale, Tensor):
+            scale = behind(opt, None, self.examples, count).scale
+            assert scale is not None
+            self.behind.scale.fill_(scale)
         for mine, given in zip(self.tensors, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
@@ -216,7 +228,7 @@ class Graph:
         opt.sums.finish()
         poisons = [sums.poison for sums in opt.sums]
         loss, ok = verdict(losses, poisons, self.poison, self.host_loss, self.numbers.clock)
-        apply(opt, self.sizes, ok)
+        apply(opt, self.behind, ok)
         self.keeper.restore_unless(ok)
         opt.reset()
         return loss

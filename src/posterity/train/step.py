@@ -19,6 +19,7 @@ from posterity.layers import Intercept
 from posterity.mc import chunks, stacked_pass
 from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import refuse_process_group
+from posterity.optim.counting import examples_of
 from posterity.optim.statistics import Sink
 from posterity.optim.step import absorb, collecting, draw
 
@@ -47,6 +48,8 @@ class TrainStep:
             raise ValueError(f"max_norm must be greater than 0, not {max_norm}")
         if not isinstance(parts, int) or parts < 1:
             raise ValueError(f"parts must be a whole number of at least 1, not {parts}")
+        if parts > 1 and optimizer.batch_dim:
+            raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {optimizer.batch_dim}")
         refuse_process_group()
         self.target, self.optimizer = _Loss(model, loss_fn), optimizer
         self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
@@ -71,8 +74,8 @@ class TrainStep:
                 "the model has other modules or parameters than before: call compile_step again"
             )
 
-    def __call__(self, *batch: Any) -> Tensor:
-        """Learn from a batch; its mean loss over the samples."""
+    def __call__(self, *batch: Any, count: float | Tensor | None = None) -> Tensor:
+        """Learn from a batch, whose loss is a mean of ``count`` terms; that loss, a mean over the samples."""
         opt = self.optimizer
         self.refuse_changed()
         opt.check_changed()
@@ -80,12 +83,13 @@ class TrainStep:
             raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
         opt.refuse_foreign()
         batch = self.as_tensors(batch)
-        size = self.batch_size(batch)  # loss functions may take things out of dicts
+        size = self.examples(batch)  # loss functions may take things out of dicts
         self._keeper.keep()
         try:
             loss = self.gather(self._keeper.copies, batch).mean()
             opt.sums.losses.append(loss)
-            opt.step(batch_size=size)
+            opt.sums.add_inputs(None if size is None else size * opt.sums.samples)
+            opt.step(count=count)
         except BaseException:
             self._keeper.restore()
             opt.zero_grad()
@@ -98,9 +102,9 @@ class TrainStep:
         """The batch with NumPy's arrays as tensors, alone or in dicts and lists, where the model is."""
         return batch if all(isinstance(x, Tensor) for x in batch) else moved(batch, self.target)
 
-    def batch_size(self, batch: tuple[Any, ...]) -> int | None:
-        """The optimiser's own batch_size where it was given one, else the first tensor's length."""
-        return self.optimizer.param_groups[0].get("batch_size") or _length(batch)
+    def examples(self, batch: tuple[Any, ...]) -> int | None:
+        """Those of the first tensor that has their axis."""
+        return examples_of(batch, self.optimizer.batch_dim)
 
     @torch.enable_grad()
     def gather(self, before: Mapping[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
@@ -113,6 +117,8 @@ class TrainStep:
             parts = self._dealt_to(batch)
             samples = parts * opt.param_groups[0]["mc_samples"]
         opt.sums.parts = parts
+        size = self.examples(batch)
+        note = opt.terms.note(lambda: size and size // parts)
         for rows in chunks(samples, self.chunk):
             drawn = draw(opt, rows, 1 / samples)
             one = len(rows) == 1
@@ -133,8 +139,8 @@ class TrainStep:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
             leaves = [theta.get(p, p) for p in wanted]
             with ExitStack() as modes:
-                if not one:
-                    modes.enter_context(Intercept(sinks))
+                if not one or note is not None:
+                    modes.enter_context(Intercept(sinks, note))
                 modes.enter_context(collecting(opt, theta, stacked=not one))
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
@@ -186,14 +192,6 @@ class TrainStep:
         if key not in self._ones:
             self._ones[key] = torch.ones_like(loss)
         return self._ones[key]
-
-
-def _length(batch: object) -> int | None:
-    """The first axis of the first tensor that has one, in dicts, lists and tuples; None if there is none."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((size for each in parts if (size := _length(each)) is not None), None)
 
 
 def _dealt(x: Tensor, parts: int, rows: range) -> Tensor:

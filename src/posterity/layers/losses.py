@@ -1,0 +1,52 @@
+"""Losses of torch that are means: how many terms of the log-likelihood each is a mean of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from posterity.layers.stacks import inside, samples_axis, stacking
+
+
+def of_labels(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> float | None:
+    """Labels that are not ignored, or the sum of their classes' weights; None if the loss is no mean."""
+    if reduction != "mean" or size_average is not None or reduce is not None:
+        return None
+    if target.is_floating_point():  # probabilities of classes, whose weights are not in the denominator
+        return target.numel() / (target.shape[min(1, target.dim() - 1)] or 1)
+    labels = inside(target)
+    labels = labels[labels != ignore_index]
+    terms = float(len(labels)) if weight is None else float(inside(weight)[labels].sum())
+    return terms if samples_axis(target) is None else terms / stacking()[1]
+
+
+def of_numbers(
+    input: Tensor, target: Tensor, *more: Any, reduction: str = "mean", **others: Any
+) -> float | None:
+    """All numbers; None if the loss is no mean."""
+    if reduction != "mean" or others.get("size_average") is not None or others.get("reduce") is not None:
+        return None
+    return float(math.prod(torch.broadcast_shapes(input.shape, target.shape)))  # type: ignore[no-untyped-call]
+
+
+# By loss of torch, its number of terms, given the arguments of a call.
+TERMS: dict[Any, Callable[..., float | None]] = {
+    **dict.fromkeys((F.cross_entropy, F.nll_loss), of_labels),
+    **dict.fromkeys((F.mse_loss, F.gaussian_nll_loss, F.poisson_nll_loss), of_numbers),
+    **dict.fromkeys((F.l1_loss, F.smooth_l1_loss, F.huber_loss), of_numbers),
+    **dict.fromkeys((F.binary_cross_entropy, F.binary_cross_entropy_with_logits), of_numbers),
+}

@@ -1,0 +1,241 @@
+"""How many examples are behind a step, and how many terms its loss is a mean of.
+
+The data's log-likelihood is a sum over N examples (``num_data``), each of which may have several terms: the
+words of a text, the outputs of a regression. Rules are written for the mean over the B examples of a step,
+
+    (1/B) Σ_i nll_i
+
+and a loss that is a mean over ``count`` terms is B / count times that. So E[g] and E[g·eps] are multiplied by
+count / B, and squares and factors of gradients by its square: with ``count=`` every mean gives the posterior
+of the mean per example, whatever the rule.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from posterity.layers import Intercept
+from posterity.torch_private import add_hook, graph_task_id, is_compiled, tree_leaves
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
+
+_UNKNOWN = (
+    "{} needs the number of examples behind each step, and counts them only where its module is called once "
+    "before each backward(): pass step(..., batch_size=len(x)), or give the optimiser batch_size= once"
+)
+# The name of a loss and its number of terms.
+Note: TypeAlias = Callable[[str, float], None]
+
+
+class CountWarning(UserWarning):
+    """A loss is a mean over something else than examples, and ``count=`` was not given.
+
+    Example:
+        >>> warnings.filterwarnings("error", category=CountWarning)  # stop at the first step
+    """
+
+
+class Behind(NamedTuple):
+    """What is behind a step.
+
+    Attributes:
+        batch_size: B, the examples; 0 where nobody knows and the rule does not ask.
+        scale: count / B, a tensor in a captured step; None where the loss is a mean over examples.
+    """
+
+    batch_size: float
+    scale: float | Tensor | None = None
+
+
+def as_count(count: float | Tensor | None) -> float | None:
+    """What a user gives as ``count=``."""
+    if count is not None and not 0 < float(count) < math.inf:
+        raise ValueError(f"count must be greater than 0, not {float(count):g}")
+    return None if count is None else float(count)
+
+
+def refuse_unknown(
+    opt: VariationalOptimizer, batch_size: float | None, count: float | None, runs: bool
+) -> None:
+    """Raise, before a step begins, if nobody will know the number of its examples.
+
+    Args:
+        opt: The optimiser.
+        batch_size: As the user gave it.
+        count: Likewise.
+        runs: Whether the module will run, or else has run.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    told = batch_size or count or opt.param_groups[0].get("batch_size") or opt.sums.counted()
+    waits = opt.module is not None and (runs or not opt.sums.samples)
+    if opt.asks_batch_size() and not told and not waits:
+        raise ValueError(_UNKNOWN.format(type(opt).__name__))
+
+
+def behind(
+    opt: VariationalOptimizer, given: float | None, counted: float | None, count: float | None
+) -> Behind:
+    """What is behind a step, from all who may know.
+
+    Args:
+        opt: The optimiser. Its own ``batch_size`` serves where examples were not counted.
+        given: B, as the user says at this step; it overrides all others.
+        counted: B, in the inputs of the module.
+        count: Terms that the loss is a mean of; None if they are the examples.
+    """
+    size, own = counted if given is None else given, opt.param_groups[0].get("batch_size")
+    layers, asks = opt.sums.seen_by_layers(), opt.asks_batch_size()
+    if size is not None and layers is not None and abs(size - layers) * opt.sums.samples > 0.5:
+        said, other = f"batch_size={given}", "count those of all micro-batches"
+        if given is None:
+            said = f"the {size:g} of the model's inputs"
+            other = f"pass step(..., batch_size={layers:g}) if that is right"
+        raise ValueError(
+            f"the layers saw {layers:g} examples, not {said}: {other}, or keep examples on axis "
+            f"{opt.batch_dim} (batch_dim=)"
+        )
+    if asks and given is None and size is not None and own is not None and size > own:
+        raise ValueError(
+            f"the model's inputs have {size:g} examples on axis {opt.batch_dim}, more than batch_size={own}: "
+            "leave it out if that is right, else pass step(..., batch_size=)"
+        )
+    size = size or layers or own
+    if size is None and asks and count is None:
+        raise ValueError(_UNKNOWN.format(type(opt).__name__))
+    if count is None:
+        return Behind(size or 0)
+    if size is None and not asks:
+        raise ValueError(f"count={count:g} needs the number of examples beside it: pass batch_size=len(x)")
+    size = size or 1  # the rule multiplies by both
+    return Behind(size, count / size)
+
+
+def examples_of(batch: object, axis: int) -> int | None:
+    """The length of an axis of the first tensor that has it, in dicts, lists and tuples; None if none has."""
+    if isinstance(batch, Tensor):
+        return batch.shape[axis] if batch.dim() > axis else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((size for each in parts if (size := examples_of(each, axis)) is not None), None)
+
+
+@final
+class ModuleCalls:
+    """A forward hook of a module inside one context: counts examples, and refuses a backward pass after it.
+
+    Examples count when a backward pass that brings gradients reaches the outputs of their call. Several calls
+    before one backward pass may have the same examples (a siamese net) or others: these cannot be counted.
+
+    Args:
+        axis: Of the examples, in the first tensor that the module is given.
+        params: Whose gradients.
+
+    Attributes:
+        inside: Whether the context is not left yet.
+        last: Examples of the last call, if known.
+    """
+
+    def __init__(self, axis: int, params: Sequence[Tensor]) -> None:
+        self.inside = True
+        self.last: int | None = None
+        self._axis, self._params = axis, params
+        # By backward pass, the examples of the calls behind it.
+        self._passes: dict[int, list[int | None]] = {}
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A call of the module."""
+        if torch.compiler.is_compiling():
+            return
+        self.last = examples_of((args, kwargs), self._axis)
+        reached = self._hook(self.last)
+        for each in [output] if isinstance(output, Tensor) else tree_leaves(output):
+            if isinstance(each, Tensor) and each.grad_fn is not None:
+                add_hook(each, reached)
+
+    def _hook(self, examples: int | None) -> Callable[[Tensor], None]:
+        """What the outputs of a call do when a backward pass reaches them."""
+        fresh = [True]
+
+        def reached(_: Tensor) -> None:
+            if not self.inside:  # autograd itself would only say that a weight was changed in place
+                raise RuntimeError(
+                    "backward() was called after sampled_params() was left, when the model has its means "
+                    "again: call it inside the context"
+                )
+            task = graph_task_id()
+            later = self._passes and task not in self._passes
+            if later and all(p.grad is None for p in self._params):
+                self._passes.clear()  # gradients were dropped since, or wanted in something else
+            if fresh:
+                fresh.clear()
+                self._passes.setdefault(task, []).append(examples)
+
+        return reached
+
+    def examples(self) -> int | None:
+        """Those of all calls that a backward pass has reached; None if they cannot be told."""
+        calls = [each for behind in self._passes.values() for each in behind]
+        known = [each for each in calls if each is not None]
+        return sum(known) if known and len(known) == len(calls) == len(self._passes) else None
+
+
+@final
+class LossTerms:
+    """Looks at the losses of an optimiser's first step, and warns of means over other things than examples.
+
+    Args:
+        rule: The optimiser's name, for messages.
+    """
+
+    def __init__(self, rule: str) -> None:
+        self._rule, self._done = rule, False
+        self.clear()
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self._seen: list[tuple[str, float, float | None]] = []
+
+    def note(self, examples: Callable[[], float | None]) -> Note | None:
+        """What to call with losses, given what says their examples; None after the first step."""
+        return None if self._done else partial(self._add, examples)
+
+    def watch(
+        self, module: nn.Module | None, examples: Callable[[], float | None]
+    ) -> AbstractContextManager[object]:
+        """Inside, losses of a module's outputs are looked at."""
+        note = self.note(examples)
+        if note is None or (module is not None and is_compiled(module)):
+            return nullcontext()
+        return Intercept(losses=note)
+
+    def _add(self, examples: Callable[[], float | None], name: str, terms: float) -> None:
+        self._seen.append((name, terms, examples()))
+
+    def judge(self, batch_size: float, counted: bool) -> None:
+        """Warn, once, of a mean over other things than examples.
+
+        Args:
+            batch_size: Examples behind the step, or 0.
+            counted: Whether the user gave ``count=``.
+        """
+        self._done = True
+        for name, terms, examples in self._seen:
+            own = examples or batch_size
+            if own and terms and not counted and not math.isclose(terms, own, rel_tol=1e-6):
+                warnings.warn(
+                    f"{name} is a mean over {terms:g} terms, and {self._rule} takes it for the mean over "
+                    f"{own:g} examples: pass count={terms * (batch_size or own) / own:g} to the step, see "
+                    "docs/loss.md",
+                    CountWarning,
+                    stacklevel=6,
+                )
+                return

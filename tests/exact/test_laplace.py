@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from posterity import DiagonalGaussian, EigenGaussian, IsotropicGaussian, kl, laplace
+from posterity import BGD, DiagonalGaussian, EigenGaussian, IsotropicGaussian, kl, laplace, predict
 from posterity.curvature import fisher
 
 F64 = torch.float64
@@ -25,6 +25,7 @@ ONES = torch.cat([X, torch.ones(N, 1, dtype=F64)], 1)
 LABELS = torch.randint(0, 3, (N,), generator=G)
 PRIOR, NOISE = 0.7, 1.3
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
+ALL = ["*", "1.*"]  # norm layers, too
 
 
 def regression(temperature: float = 1.0, prior: float = PRIOR) -> nn.Linear:
@@ -99,7 +100,13 @@ def test_best_prior_maximises_the_exact_evidence() -> None:
     """Where δ trains the weights that choose δ again, the exact evidence has its maximum."""
     prior = 1.0
     for _ in range(60):
-        found = laplace.fit(regression(prior=prior), (X, Y), likelihood="regression", noise_variance=NOISE)
+        found = laplace.fit(
+            regression(prior=prior),
+            (X, Y),
+            likelihood="regression",
+            noise_variance=NOISE,
+            prior_precision="marginal",
+        )
         prior = found.prior_precision["weight+bias"]
     s = torch.tensor(math.log(prior), dtype=F64, requires_grad=True)
     marginal = NOISE * torch.eye(N, dtype=F64) + ONES @ ONES.T / s.exp()
@@ -141,6 +148,7 @@ def test_the_diagonal_is_that_of_the_gauss_newton_matrix(likelihood: str) -> Non
     found = laplace.fit(
         model,
         (X, y),
+        names=ALL,
         structure="diagonal",
         likelihood=likelihood,
         prior_precision=PRIOR,
@@ -167,7 +175,7 @@ def test_kronecker_precisions_are_products_and_the_prior_added() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
     x = torch.randn(N, 1, 3, 3, dtype=F64)
-    q = laplace.fit(model, (x, LABELS), prior_precision=PRIOR, temperature=0.5).posterior()
+    q = laplace.fit(model, (x, LABELS), names="*", prior_precision=PRIOR, temperature=0.5).posterior()
     blocks = fisher(model, x, structure="kronecker").kronecker
     for name in ("0", "3"):
         block, leaf = blocks[f"{name}.weight"], q.block((f"{name}.weight", f"{name}.bias"))
@@ -182,7 +190,7 @@ def test_the_evidence_is_the_gaussian_integral() -> None:
     """log p(D | θ*) + log p(θ*) − log q(θ*): Laplace's approximation, by densities alone."""
     model = net()
     for structure in ("diagonal", "kronecker"):
-        found = laplace.fit(model, (X, LABELS), structure=structure, prior_precision=PRIOR)
+        found = laplace.fit(model, (X, LABELS), names=ALL, structure=structure, prior_precision=PRIOR)
         q = found.posterior()
         prior = sum(IsotropicGaussian(PRIOR**-0.5).log_density(each).sum() for each in q.mean().values())
         expected = found.log_likelihood + float(prior - q.log_prob(q.mean()))
@@ -221,7 +229,8 @@ def test_the_noise_is_the_mean_squared_error_unless_given() -> None:
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 def test_the_marginal_prior_is_where_the_evidence_is_largest(structure: str) -> None:
-    found = laplace.fit(net(), (X, LABELS), structure=structure)
+    options = {"names": ALL, "structure": structure}
+    found = laplace.fit(net(), (X, LABELS), prior_precision="marginal", **options)
     (chosen,) = {*found.prior_precision.values()}
     logs = torch.linspace(math.log(chosen) - 8, math.log(chosen) + 8, 1601, dtype=F64)
     values = [found.with_prior(math.exp(s)).log_evidence for s in logs]
@@ -234,14 +243,14 @@ def test_the_marginal_prior_is_where_the_evidence_is_largest(structure: str) -> 
         near = [spectrum.log_evidence(best * factor) for factor in (0.999, 1.0, 1.001)]
         assert max(near) == near[1]
     again = found.with_prior(3.0).posterior()
-    direct = laplace.fit(net(), (X, LABELS), structure=structure, prior_precision=3.0).posterior()
+    direct = laplace.fit(net(), (X, LABELS), prior_precision=3.0, **options).posterior()
     assert all(torch.equal(std, direct.std()[name]) for name, std in again.std().items())
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
 @pytest.mark.parametrize("kind", ["exact", "empirical"])
 def test_several_batches_are_one(structure: str, kind: str) -> None:
-    options = {"structure": structure, "kind": kind, "prior_precision": PRIOR}
+    options = {"names": ALL, "structure": structure, "kind": kind, "prior_precision": PRIOR}
     whole = laplace.fit(net(), (X, LABELS), **options)
     parts = [(X[:7], LABELS[:7]), (X[7:19], LABELS[7:19]), (X[19:], LABELS[19:])]
     for data in (
@@ -266,13 +275,13 @@ def test_linearised_prediction() -> None:
     found = laplace.fit(model, (X, Y), likelihood="regression", noise_variance=NOISE, prior_precision=PRIOR)
     q = found.posterior()
     n = 20_000
-    p = laplace.linearised(model, q, X[:5], samples=n, seed=1, chunk=5000, batch_size=3)
+    p = predict(model, q, X[:5], samples=n, seed=1, chunk=5000, batch_size=3)
     variance = (ONES[:5] @ torch.linalg.inv(precision()) * ONES[:5]).sum(1, keepdim=True).expand(5, C)
     assert ((p.mean - model(X[:5])).abs() < 5 * (variance / n).sqrt()).all()
     assert ((p.variance - variance).abs() < 5 * variance * (2 / n) ** 0.5).all()
     # Of a net: its value at the means, and Jacobian times deviations.
     model = net()
-    q = laplace.fit(model, (X, LABELS), names="[03].weight").posterior()
+    q = laplace.fit(model, (X, LABELS), names="[03].weight", prior_precision=PRIOR).posterior()
     draws = q.sample(4, seed=2)
     jacobian = jacrev(lambda params: functional_call(model, params, (X[:6],)))(
         {name: mean.detach() for name, mean in q.mean().items()}
@@ -280,8 +289,14 @@ def test_linearised_prediction() -> None:
     expected = model(X[:6]).detach().expand(4, 6, 3).clone()
     for name, mean in q.mean().items():
         expected += torch.einsum("bcoi,soi->sbc", jacobian[name], draws[name] - mean)
-    got = laplace.linearised(model, q, X[:6], samples=4, seed=2)
-    torch.testing.assert_close(got.samples, expected, **EXACT)
+    for options in ({}, {"how": "loop"}, {"chunk": 3}, {"batch_size": 4}):
+        got = predict(model, q, X[:6], samples=4, seed=2, **options)
+        torch.testing.assert_close(got.samples, expected, **EXACT)
+    drawn = predict(model, q, X[:6], samples=4, seed=2, linearise=False).samples
+    assert (drawn - expected).abs().max() > 0.1
+    plain = BGD(model, std_init=0.5).posterior()  # of the model itself, unless told otherwise
+    a, b = (predict(model, plain, X[:6], linearise=each).samples for each in (True, None))
+    assert (a - b).abs().max() > 0.1
 
 
 def test_a_head_that_some_batches_use_has_the_posterior_of_these() -> None:
@@ -306,6 +321,7 @@ def test_a_head_that_some_batches_use_has_the_posterior_of_these() -> None:
             laplace.fit(
                 model,
                 batches,
+                names="*",
                 likelihood="regression",
                 structure=structure,
                 prior_precision=PRIOR,

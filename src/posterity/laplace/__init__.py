@@ -22,6 +22,5 @@ the factors' own, so that the prior is added without error, where Ritter et al. 
 
 from posterity.laplace.evidence import Laplace, Spectrum
 from posterity.laplace.fitting import fit
-from posterity.laplace.linear import linearised
 
-__all__ = ["Laplace", "Spectrum", "fit", "linearised"]
+__all__ = ["Laplace", "Spectrum", "fit"]

@@ -177,7 +177,7 @@ def _linear_pass(
         return at_mean + moved
 
     rows, reason = range(_count(shifts)), ""
-    with _forward_derivatives():
+    with plain_attention():
         if how == "stack" and len(rows) > 1 and model not in _unstackable:
             try:
                 return vmap(along, chunk_size=chunk, randomness="different")(dict(shifts))
@@ -192,7 +192,7 @@ def _linear_pass(
 
 
 @contextmanager
-def _forward_derivatives() -> Iterator[None]:
+def plain_attention() -> Iterator[None]:
     """Attention by operations that have forward derivatives, which the fused ones have not."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -24,8 +24,9 @@ from posterity.variational import Variational
 _FEW_OUTPUTS = 32
 # Half decades around what nets are usually trained with, up to where networks hardly differ.
 _GRID = tuple(10.0 ** (0.5 * k) for k in range(-4, 13))
-# Without validation data: what a prior may cost on training data, in nats per example, and on how many
-# examples that is measured. Where nets are sure with good reason, test data cost about the same.
+# Without validation data: what a prior may cost on training data, in nats per example (or a standard error of
+# that, if it is more), and on how many examples it is measured. Where a net is as sure as it should be, test
+# data cost about the same.
 _COST, _MEASURED = 0.002, 512
 
 
@@ -72,8 +73,8 @@ def fit(
             net without its norm layers; another pattern picks those, too.
         prior_precision: A number; ``"marginal"``, the one of the largest evidence, or one for each block with
             ``"marginal-by-block"``; or ``"validation"``, the one of the grid that predicts best. If not
-            given, the latter where there is ``validation``; else the marginal one, raised until predictions
-            cost at most 0.002 nats per training example more than the plain net's.
+            given, the latter where there is ``validation``; else the marginal one, raised until training data
+            cost at most 0.002 nats per example more than with the plain net, or a standard error of that.
         noise_variance: Of regression; the mean squared error on the training data if not given.
         temperature: Divides the likelihood: below 1 the posterior is narrower.
         num_data: Number of training examples, if the loader has only some of them.
@@ -145,7 +146,8 @@ def fit(
         if validation is None:
             return result.with_prior(priors[0])
         candidates = [result.with_prior(each) for each in priors]
-        return max(candidates, key=lambda each: _score(each, held_out, predicted))
+        scores = [float(_log_probs(each, held_out, predicted).mean()) for each in candidates]
+        return max(zip(scores, candidates, strict=True), key=lambda each: each[0])[1]
 
 
 @final
@@ -169,10 +171,12 @@ def _harmless(
 ) -> Laplace:
     """The marginal prior precision, raised as far as training data ask for."""
     found = found.with_prior("marginal")
-    plain = _score(found, data, partial(predicted, mode="mean"))
+    plain = _log_probs(found, data, partial(predicted, mode="mean"))
 
     def costly(each: Laplace) -> bool:
-        return _score(each, data, predicted) < plain - _COST
+        costs = plain - _log_probs(each, data, predicted)
+        error = float(costs.std(correction=0)) / math.sqrt(len(costs))
+        return not float(costs.mean()) <= max(_COST, error)
 
     if not costly(found):
         return found
@@ -184,18 +188,17 @@ def _harmless(
     return found.with_prior(math.exp(high))
 
 
-def _score(
-    found: Laplace, held_out: list[tuple[Inputs, Tensor]], predicted: Callable[..., Prediction]
-) -> float:
-    """Mean log-probability of targets under the average of sampled networks."""
+def _log_probs(
+    found: Laplace, data: list[tuple[Inputs, Tensor]], predicted: Callable[..., Prediction]
+) -> Tensor:
+    """Log-probability of every target under the average of sampled networks; −inf where it is not finite."""
     likelihood: Likelihood = "classification" if found.noise_variance is None else "regression"
-    posterior, total, count = found.posterior(), 0.0, 0
-    for x, y in held_out:
+    posterior, logs = found.posterior(), []
+    for x, y in data:
         out = predicted(posterior, x).samples
         checked(out[0], y, likelihood)
-        logs = log_probs(out, y, found.noise_variance).logsumexp(0) - math.log(len(out))
-        total, count = total + float(logs.sum()), count + len(y)
-    return total / count if math.isfinite(total) else -math.inf
+        logs.append(log_probs(out, y, found.noise_variance).logsumexp(0) - math.log(len(out)))
+    return torch.cat(logs).nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
 def _check(likelihood: str, noise_variance: float | None, temperature: float, **counts: int | None) -> None:

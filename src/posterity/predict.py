@@ -184,8 +184,10 @@ def predict(
         model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
             does not name keep their values. Without a posterior, a list of models, of any architectures, is
             a deep ensemble, ``predict([net1, net2], x=x)``, and one model predicts with its own weights.
-        posterior: Where weights come from; or :class:`~posterity.MCDropout`, for the model's own weights and
-            the masks of its dropout layers; or none.
+        posterior: Where weights come from, means included: the model's own values of these weights do not
+            matter, so that averaged ones (EMA) need a posterior of their own. Or
+            :class:`~posterity.MCDropout`, for the model's own weights and the masks of its dropout layers; or
+            none.
         x: Inputs, as many as you like: a tensor or NumPy array; a tuple or dict of them, for models that
             take several, called as ``model(*x)`` or ``model(**x)``; or a DataLoader, whose predictions come
             in the order of its batches. They are moved to the model's device.

@@ -27,7 +27,7 @@ _GRID = tuple(10.0 ** (0.5 * k) for k in range(-4, 13))
 # Without validation data: what a prior may cost on training data, in nats per example (or a standard error of
 # that, if it is more), and on how many examples it is measured. Where a net is as sure as it should be, test
 # data cost about the same.
-_COST, _MEASURED = 0.002, 512
+_COST, _MEASURED = 0.0005, 512
 
 
 def fit(
@@ -74,7 +74,7 @@ def fit(
         prior_precision: A number; ``"marginal"``, the one of the largest evidence, or one for each block with
             ``"marginal-by-block"``; or ``"validation"``, the one of the grid that predicts best. If not
             given, the latter where there is ``validation``; else the marginal one, raised until training data
-            cost at most 0.002 nats per example more than with the plain net, or a standard error of that.
+            cost at most 0.0005 nats per example more than with the plain net, or a standard error of that.
         noise_variance: Of regression; the mean squared error on the training data if not given.
         temperature: Divides the likelihood: below 1 the posterior is narrower.
         num_data: Number of training examples, if the loader has only some of them.

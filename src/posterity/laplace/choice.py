@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from posterity.curvature.fisher import chosen
 from posterity.inputs import Inputs, Pick, called
@@ -85,10 +84,17 @@ class _Uses(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        self.order += [
-            self._names[id(each)] for each in tree_leaves((args, kwargs)) if id(each) in self._names
-        ]
+        self.order += [self._names[id(each)] for each in _flat((args, kwargs)) if id(each) in self._names]
         return func(*args, **kwargs)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """What an operation is given, without the lists, tuples and dicts around it."""
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _flat(each)
+    else:
+        yield value
 
 
 def _own(module: nn.Module) -> list[Tensor]:

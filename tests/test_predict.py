@@ -148,8 +148,12 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict(model, x, x)
     with pytest.raises(TypeError, match="a type gives no networks: pass a posterior or MCDropout"):
         posterity.predict(model, posterity.MCDropout, x)
-    with pytest.raises(TypeError, match=r"linearised\(\) needs a posterior over weights, not a MCDropout"):
-        posterity.laplace.linearised(model, posterity.MCDropout(), x)
+    with pytest.raises(
+        TypeError, match="linearise=True needs a posterior over weights, which a MCDropout is"
+    ):
+        posterity.predict(model, posterity.MCDropout(), x, linearise=True)
+    with pytest.raises(TypeError, match="needs a posterior over weights, which an ensemble is not"):
+        posterity.predict(model, x=x, linearise=True)
     with pytest.raises(ValueError, match="one model and its posterior, or a list of models alone, not 2"):
         posterity.predict([model, model], q, x)
     with pytest.raises(ValueError, match="the loader gave no batch"):
@@ -267,7 +271,7 @@ def test_one_logit_is_two_classes_if_told_so() -> None:
     model, x = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.randn(6, 4)
     q = posterity.BGD(model).posterior()
     assert posterity.predict(model, q, x, binary=True).probs.shape == (6, 2)
-    assert posterity.laplace.linearised(model, q, x, binary=True).probs.shape == (6, 2)
+    assert posterity.predict(model, q, x, binary=True, linearise=True).probs.shape == (6, 2)
 
 
 def ensemble() -> list[nn.Module]:

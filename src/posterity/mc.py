@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posterity import buffers
 from posterity.inputs import Pick, arguments, batches, is_loader, moved, tensor_of
@@ -33,6 +35,7 @@ def run(
     how: How = "stack",
     chunk: int | None = None,
     output: Pick | None = None,
+    around: Mapping[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Outputs ``[K, B, ...]`` of a model under K sets of weights.
@@ -46,6 +49,8 @@ def run(
         chunk: At most this many samples at once, to cap the memory of a stacked pass.
         output: Which of the model's outputs: a key, an index or a function. Without it the model must return
             a tensor, or something with ``logits``.
+        around: One value μ of each of these weights: run the model that is linear in its weights there,
+            f(x, μ) + J(x) (θ − μ), which moves no buffers.
         kwargs: The model's keyword arguments.
 
     Example:
@@ -56,11 +61,15 @@ def run(
     if how not in ("stack", "loop"):
         raise ValueError(f"how must be 'stack' or 'loop', not {how!r}")
     if len(args) == 1 and is_loader(args[0]):
-        options: dict[str, Any] = {"how": how, "chunk": chunk, "output": output, **kwargs}
+        options: dict[str, Any] = {"how": how, "chunk": chunk, "output": output, "around": around, **kwargs}
         calls = (arguments(batch) for batch in batches(args[0], 1))
         return torch.cat([run(model, weights, *a, **k, **options) for a, k in calls], 1)
     args, kwargs = moved((args, kwargs), model)
     samples = _count(weights)
+    if around is not None:
+        # Before rounding to the model's dtype: in half precision a difference of rounded weights is coarse.
+        shifts = _checked(model, {name: each - around[name] for name, each in weights.items()}, samples)
+        return _linear_pass(model, shifts, around, args, kwargs, how, chunk, output)
     weights = _checked(model, weights, samples)
     before = buffers.snapshot(model)
     outputs: list[Tensor] = []
@@ -138,14 +147,74 @@ def stacked_pass(
         for k in rows
     ]
     if reason:  # the loop went well, so it was vectorising that failed, not the model
-        _unstackable.add(model)
-        warnings.warn(
-            f"{getattr(model, 'title', type(model).__name__)} cannot be vectorised over weight samples "
-            f"({reason}); "
-            "running one sample after another instead",
-            stacklevel=4,
-        )
+        _warn_of_loop(model, reason)
     return torch.stack(looped), states[0]
+
+
+def _linear_pass(
+    model: nn.Module,
+    shifts: Mapping[str, Tensor],
+    around: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    how: How,
+    chunk: int | None,
+    output: Pick | None,
+) -> Tensor:
+    """Outputs of the model linear in its weights, for shifts ``[K, ...]`` of them.
+
+    One pass gives f(x, μ), whatever K; what comes before the first shifted layer runs once.
+    """
+    mean = {name: around[name].to(shift.dtype) for name, shift in shifts.items()}
+    before = buffers.snapshot(model)
+
+    def network(weights: dict[str, Tensor]) -> Tensor:
+        # Copies: a transformed function may not change what it was not given.
+        return one_pass(model, weights, buffers.copied(before), args, kwargs, output)
+
+    def along(shift: dict[str, Tensor]) -> Tensor:
+        at_mean, moved = cast("tuple[Tensor, Tensor]", jvp(network, (mean,), (shift,)))
+        return at_mean + moved
+
+    rows, reason = range(_count(shifts)), ""
+    with plain_attention():
+        if how == "stack" and len(rows) > 1 and model not in _unstackable:
+            try:
+                return vmap(along, chunk_size=chunk, randomness="different")(dict(shifts))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                reason = str(error).partition("\n")[0]
+        looped = [along({name: shift[k] for name, shift in shifts.items()}) for k in rows]
+    if reason:
+        _warn_of_loop(model, reason)
+    return torch.stack(looped)
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention by operations that have forward derivatives, which the fused ones have not."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+            # torch's own, when it first reads its forward derivatives.
+            warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def _warn_of_loop(model: nn.Module, reason: str) -> None:
+    """Once for a model: it is not vectorised again."""
+    _unstackable.add(model)
+    warnings.warn(
+        f"{getattr(model, 'title', type(model).__name__)} cannot be vectorised over weight samples "
+        f"({reason}); "
+        "running one sample after another instead",
+        stacklevel=5,
+    )
 
 
 def _count(weights: Mapping[str, Tensor]) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from posterity.inputs import Inputs, Pick, arguments, batches, called, is_loader, rows_of, shown, undisturbed
 from posterity.mc import How, chunks, run
 from posterity.names import inner
-from posterity.posterior.base import Networks
+from posterity.posterior.base import Networks, Posterior
 from posterity.variational import Variational
 
 Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
@@ -173,6 +173,7 @@ def predict(
     output: Pick | None = None,
     class_dim: int | None = None,
     binary: bool = False,
+    linearise: bool | None = None,
     progress: bool = False,
 ) -> Prediction:
     """Predict with sampled networks: weights of a posterior, masks of dropout, or models of an ensemble.
@@ -183,8 +184,10 @@ def predict(
         model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
             does not name keep their values. Without a posterior, a list of models, of any architectures, is
             a deep ensemble, ``predict([net1, net2], x=x)``, and one model predicts with its own weights.
-        posterior: Where weights come from; or :class:`~posterity.MCDropout`, for the model's own weights and
-            the masks of its dropout layers; or none.
+        posterior: Where weights come from, means included: the model's own values of these weights do not
+            matter, so that averaged ones (EMA) need a posterior of their own. Or
+            :class:`~posterity.MCDropout`, for the model's own weights and the masks of its dropout layers; or
+            none.
         x: Inputs, as many as you like: a tensor or NumPy array; a tuple or dict of them, for models that
             take several, called as ``model(*x)`` or ``model(**x)``; or a DataLoader, whose predictions come
             in the order of its batches. They are moved to the model's device.
@@ -203,6 +206,9 @@ def predict(
             a tensor, or something with ``logits``.
         class_dim: Axis of the classes in outputs that are not ``[B, C]``: 1 for ``[B, C, H, W]``.
         binary: Whether the model gives one logit, ``[B]`` or ``[B, 1]``, that of the second of two classes.
+        linearise: Whether to use the model that is linear in its weights around the posterior's means,
+            f(x, μ) + J(x) (θ − μ). If not given, as ``posterior.linearised`` says: yes for those of
+            :func:`laplace.fit() <posterity.laplace.fit>`, which are made for that model.
         progress: Show a progress bar (needs the extra ``lab``).
 
     Example:
@@ -223,16 +229,27 @@ def predict(
     if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
         raise TypeError(f"a {type(source).__name__} gives no networks: pass a posterior or MCDropout()")
     source.check(models[0])
+    if linearise and not isinstance(source, Posterior):
+        kind = "an ensemble" if posterior is None else f"a {type(source).__name__}"
+        raise TypeError(f"linearise=True needs a posterior over weights, which {kind} is not")
+    centre = source.mean() if linearise and isinstance(source, Posterior) and mode != "mean" else None
     samples = len(models) if posterior is None else samples
 
     # The same networks for one batch after another.
     networks = lru_cache(maxsize=1)(partial(source.networks, models[0], seed=seed))
 
-    def run_batch(batch: Inputs, model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+    def run_batch(
+        batch: Inputs,
+        model: nn.Module,
+        weights: Mapping[str, Tensor],
+        around: Mapping[str, Tensor] | None = None,
+        /,
+    ) -> Tensor:
         if not weights:
             return called(model, batch, output)[None]
+        around = None if linearise is False else centre or around
         args, kwargs = arguments(batch)
-        return run(model, weights, *args, how=how, output=output, **kwargs)
+        return run(model, weights, *args, how=how, output=output, around=around, **kwargs)
 
     some: list[range | None] = [None] if mode == "mean" else [*chunks(samples, chunk)]
     outputs: dict[range | None, list[Tensor]] = {rows: [] for rows in some}

@@ -188,4 +188,5 @@ def _shared(posterior: Factorised, params: Mapping[str, nn.Parameter]) -> Factor
             raise type(error)(f"{name!r} cannot be trained: {error}") from None
     for name, leaf in leaves.items():  # the module is touched only when all leaves will do
         leaf.share_mean(*(params[each] for each in posterior.tensors[name]))
-    return posterior.rebuilt(leaves)
+    # Trained at drawn weights of the module itself, it is no linearisation.
+    return Factorised({posterior.tensors[name]: leaf for name, leaf in leaves.items()})

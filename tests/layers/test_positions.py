@@ -149,7 +149,7 @@ def test_laplace_refuses_positions_whose_gradient_was_lost() -> None:
 
     model, ids = Classes(LOST["scaled"]), torch.randint(0, 7, (4, WORDS))
     with pytest.raises(RuntimeError, match=r"'places.weight' is used on positions"):
-        posterity.laplace.fit(model, (ids, torch.zeros(4, dtype=torch.long)))
+        posterity.laplace.fit(model, (ids, torch.zeros(4, dtype=torch.long)), names="*")
 
 
 def test_as_many_rows_as_examples_are_no_positions() -> None:

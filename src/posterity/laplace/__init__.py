@@ -17,11 +17,11 @@ the factors' own, so that the prior is added without error, where Ritter et al. 
 | N, δ, T or τ | ``num_data``, ``prior_precision``, ``temperature`` |
 | σ² of a Gaussian likelihood | ``noise_variance``: it divides F, an empirical one twice |
 | γ, the number of well-determined parameters | Σ λ_i / (λ_i + δ); δ ‖θ*‖² = γ where the evidence is largest |
-| f(x, θ*) + J(x) (θ − θ*) | :func:`linearised` |
+| f(x, θ*) + J(x) (θ − θ*), and its mean and variance | ``predict``, :func:`moments` |
 """
 
+from posterity.laplace.closed import Moments, moments
 from posterity.laplace.evidence import Laplace, Spectrum
 from posterity.laplace.fitting import fit
-from posterity.laplace.linear import linearised
 
-__all__ = ["Laplace", "Spectrum", "fit", "linearised"]
+__all__ = ["Laplace", "Moments", "Spectrum", "fit", "moments"]

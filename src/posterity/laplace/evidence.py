@@ -103,12 +103,13 @@ class Laplace:
         num_data: N.
         temperature: τ.
         noise_variance: Given or estimated, for regression.
+        linearise: Whether the posterior says of itself that it is a linearisation.
 
     Example:
         >>> from posterity.laplace import fit
         >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
         >>> found = fit(torch.nn.Linear(3, 1), (x, y), likelihood="regression", noise_variance=1.0)
-        >>> found.log_evidence >= found.with_prior(1.0).log_evidence  # by default, the best there is
+        >>> found.with_prior("marginal").log_evidence >= found.log_evidence  # the best there is
         True
         >>> found.posterior().sample(5)["weight"].shape
         torch.Size([5, 1, 3])
@@ -120,11 +121,13 @@ class Laplace:
     num_data: int
     temperature: float
     noise_variance: float | None
+    linearise: bool = True
 
     def posterior(self) -> Factorised:
         """q: means at the trained weights, precision N F / τ + δ."""
         return Factorised(
-            {each.tensors: each.leaf(self.prior_precision[name]) for name, each in self.spectra.items()}
+            {each.tensors: each.leaf(self.prior_precision[name]) for name, each in self.spectra.items()},
+            linearised=self.linearise,
         )
 
     @property

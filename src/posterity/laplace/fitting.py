@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
 from posterity.inputs import Inputs, Pick, called, moved, pairs, shown, undisturbed
+from posterity.laplace.choice import last_layer, picked
 from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
 from posterity.names import NameFilter, inner, padding_rows
 from posterity.predict import Prediction, predict
@@ -20,8 +22,12 @@ from posterity.variational import Variational
 
 # An exact Fisher matrix is one backward pass for each output: up to here it is the default.
 _FEW_OUTPUTS = 32
-# Half decades around what nets are usually trained with.
-_GRID = tuple(10.0 ** (0.5 * k) for k in range(-4, 9))
+# Half decades around what nets are usually trained with, up to where networks hardly differ.
+_GRID = tuple(10.0 ** (0.5 * k) for k in range(-4, 13))
+# Without validation data: what a prior may cost on training data, in nats per example (or a standard error of
+# that, if it is more), and on how many examples it is measured. Where a net is as sure as it should be, test
+# data cost about the same.
+_COST, _MEASURED = 0.0005, 512
 
 
 def fit(
@@ -31,15 +37,15 @@ def fit(
     likelihood: Likelihood = "classification",
     structure: Structure = "kronecker",
     kind: Kind | None = None,
-    names: NameFilter = "*",
-    prior_precision: Prior | Literal["validation"] = "marginal",
+    names: NameFilter | None = None,
+    prior_precision: Prior | Literal["validation"] | None = None,
     noise_variance: float | None = None,
     temperature: float = 1.0,
     num_data: int | None = None,
     validation: Any = None,
     grid: Sequence[float] = _GRID,
     samples: int = 20,
-    predictive: Callable[..., Prediction] = predict,
+    linearise: bool = True,
     seed: int = 0,
     fallback: Literal["vmap"] | None = None,
     batch_size: int = 256,
@@ -62,16 +68,21 @@ def fit(
             ``"diagonal"`` for all.
         kind: Of Fisher matrix: ``"exact"``, one backward pass per output; ``"mc"``, one pass with sampled
             labels; ``"empirical"``, one with the data's. If not given, exact up to 32 outputs, mc above.
-        names: Filter of the weights to give a posterior, such as ``"head.*"``; others keep their values.
+        names: Filter of the weights to give a posterior, such as ``"head.*"``; others keep their values. If
+            not given, those of the last layer, which a run of the first batch finds. ``"*"`` is the whole
+            net without its norm layers; another pattern picks those, too.
         prior_precision: A number; ``"marginal"``, the one of the largest evidence, or one for each block with
-            ``"marginal-by-block"``; or ``"validation"``, the one of the grid that predicts best.
+            ``"marginal-by-block"``; or ``"validation"``, the one of the grid that predicts best. If not
+            given, the latter where there is ``validation``; else the marginal one, raised until training data
+            cost at most 0.0005 nats per example more than with the plain net, or a standard error of that.
         noise_variance: Of regression; the mean squared error on the training data if not given.
         temperature: Divides the likelihood: below 1 the posterior is narrower.
         num_data: Number of training examples, if the loader has only some of them.
-        validation: Data for ``prior_precision="validation"``, likewise.
-        grid: What to choose from.
-        samples: Sampled networks in that prediction.
-        predictive: How to predict there: ``posterity.predict``, or :func:`~posterity.laplace.linearised`.
+        validation: Held-out data, likewise, to choose the prior precision by.
+        grid: What to choose from there.
+        samples: Sampled networks in predictions that choose the prior precision.
+        linearise: Whether the posterior is for the model that is linear in its weights, so that ``predict``
+            uses that; if not, the model itself, which needs much narrower posteriors of the whole net.
         seed: Of sampled labels and networks.
         fallback: ``"vmap"`` for layers whose curvature cannot be collected: any, slowly, with a diagonal.
         batch_size: Examples at once, unless a loader decides.
@@ -81,23 +92,26 @@ def fit(
     Example:
         >>> x, y = torch.randn(40, 4), torch.randint(0, 3, (40,))
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        >>> found = fit(model, (x, y), names="2.*", prior_precision=5.0)  # the last layer only
+        >>> found = fit(model, (x, y), prior_precision=5.0)  # of the last layer
         >>> predict(model, found.posterior(), x).probs.shape
         torch.Size([40, 3])
     """
     _check(likelihood, noise_variance, temperature, num_data=num_data, batch_size=batch_size, samples=samples)
+    if validation is not None and prior_precision is None:
+        prior_precision = "validation"
     if (prior_precision == "validation") != (validation is not None):
-        raise ValueError("validation= and prior_precision='validation' go together: give both, or neither")
-    priors: Sequence[Prior] = grid if prior_precision == "validation" else [prior_precision]
+        raise ValueError("validation= is for prior_precision='validation', which needs it: give both")
+    chosen_by = "marginal" if prior_precision is None else prior_precision
+    priors: Sequence[Prior] = grid if chosen_by == "validation" else [chosen_by]
     if not priors:
         raise ValueError("grid is empty: give the prior precisions to choose from")
     for each in priors:
         check_prior(each)
     model = inner(model.module if isinstance(model, Variational) else model)
-    params = chosen(model, names)
-    options: dict[str, Any] = {"structure": structure, "likelihood": likelihood, "names": list(params)}
+    params = chosen(model, "*") if names is None else picked(model, names)
+    options: dict[str, Any] = {"structure": structure, "likelihood": likelihood}
     options |= {"seed": seed, "fallback": fallback, "output": output}
-    sums = Sums(likelihood)
+    sums, seen = Sums(likelihood), _Sample()
     with torch.no_grad(), undisturbed(model):
         held_out = (
             [] if validation is None else [moved(pair, model) for pair in pairs(validation, batch_size)]
@@ -108,10 +122,15 @@ def fit(
         for step, pair in enumerate(shown(data, "collecting curvature") if progress else data):
             x, y = moved(pair, model)
             out = checked(called(model, x, output), y, likelihood)
+            if step == 0:
+                params = last_layer(model, x, output) if names is None else params
+                options["names"] = list(params)
+            if prior_precision is None:
+                seen.add(x, y)
             how: Kind = kind or ("exact" if out.shape[1] <= _FEW_OUTPUTS else "mc")
             try:
-                seen = y if how == "empirical" else None
-                sums.add(out, y, fisher(model, x, seen, kind=how, step=step, **options))
+                labels = y if how == "empirical" else None
+                sums.add(out, y, fisher(model, x, labels, kind=how, step=step, **options))
             except Uncollected as error:
                 raise RuntimeError(
                     f"{error.reason}, from which no curvature can be collected: leave it out by names=, or "
@@ -121,26 +140,66 @@ def fit(
             raise ValueError("the loader gave no batch: pass the training data, not an iterator at its end")
         empirical, padding = kind == "empirical", padding_rows(model)
         result = sums.result(params, empirical, noise_variance, temperature, num_data, padding)
+        result = replace(result, linearise=linearise)
+        predicted = partial(predict, model, samples=samples, seed=seed, output=output)
+        if prior_precision is None:
+            return _harmless(result, seen.batches, predicted)
         if validation is None:
             return result.with_prior(priors[0])
-        more = {} if output is None else {"output": output}
-        predicted = partial(predictive, model, samples=samples, seed=seed, **more)
         candidates = [result.with_prior(each) for each in priors]
-        return max(candidates, key=lambda each: _score(each, held_out, predicted))
+        scores = [float(_log_probs(each, held_out, predicted).mean()) for each in candidates]
+        return max(zip(scores, candidates, strict=True), key=lambda each: each[0])[1]
 
 
-def _score(
-    found: Laplace, held_out: list[tuple[Inputs, Tensor]], predicted: Callable[..., Prediction]
-) -> float:
-    """Mean log-probability of held-out targets under the average of sampled networks."""
+@final
+class _Sample:
+    """Some of the batches that pass, evenly over all of them, with about ``_MEASURED`` examples."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[Inputs, Tensor]] = []
+        self._passed, self._stride = 0, 1
+
+    def add(self, x: Inputs, y: Tensor) -> None:
+        if self._passed % self._stride == 0:
+            self.batches.append((x, y))
+            while len(self.batches) > 1 and sum(len(y) for _, y in self.batches) > 2 * _MEASURED:
+                self.batches, self._stride = self.batches[::2], 2 * self._stride
+        self._passed += 1
+
+
+def _harmless(
+    found: Laplace, data: list[tuple[Inputs, Tensor]], predicted: Callable[..., Prediction]
+) -> Laplace:
+    """The marginal prior precision, raised as far as training data ask for."""
+    found = found.with_prior("marginal")
+    plain = _log_probs(found, data, partial(predicted, mode="mean"))
+
+    def costly(each: Laplace) -> bool:
+        costs = plain - _log_probs(each, data, predicted)
+        error = float(costs.std(correction=0)) / math.sqrt(len(costs))
+        return not float(costs.mean()) <= max(_COST, error)
+
+    if not costly(found):
+        return found
+    low = math.log(next(iter(found.prior_precision.values())))
+    high = low + math.log(1e12)  # stds a million times smaller
+    while high - low > 0.2:
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if costly(found.with_prior(math.exp(middle))) else (low, middle)
+    return found.with_prior(math.exp(high))
+
+
+def _log_probs(
+    found: Laplace, data: list[tuple[Inputs, Tensor]], predicted: Callable[..., Prediction]
+) -> Tensor:
+    """Log-probability of every target under the average of sampled networks; −inf where it is not finite."""
     likelihood: Likelihood = "classification" if found.noise_variance is None else "regression"
-    posterior, total, count = found.posterior(), 0.0, 0
-    for x, y in held_out:
+    posterior, logs = found.posterior(), []
+    for x, y in data:
         out = predicted(posterior, x).samples
         checked(out[0], y, likelihood)
-        logs = log_probs(out, y, found.noise_variance).logsumexp(0) - math.log(len(out))
-        total, count = total + float(logs.sum()), count + len(y)
-    return total / count if math.isfinite(total) else -math.inf
+        logs.append(log_probs(out, y, found.noise_variance).logsumexp(0) - math.log(len(out)))
+    return torch.cat(logs).nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
 def _check(likelihood: str, noise_variance: float | None, temperature: float, **counts: int | None) -> None:

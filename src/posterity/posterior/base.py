@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from posterity import noise
 
-# Runs a model on one batch under K sets of weights, or, given none, under its own: outputs [K, B, ...].
-Run: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+
+class Run(Protocol):
+    """Runs a model on one batch under K sets of weights, or, given none, under its own."""
+
+    def __call__(
+        self, model: nn.Module, weights: Mapping[str, Tensor], around: Mapping[str, Tensor] | None = None, /
+    ) -> Tensor:
+        """Outputs ``[K, B, ...]``; with ``around``, of the model that is linear in its weights there."""
+
+
 # Some numbered networks: their outputs [S, B, ...] on a batch, given a Run of it and its number.
 Networks: TypeAlias = Callable[[Run, int], Tensor]
 
@@ -27,12 +35,18 @@ class Posterior(nn.Module, ABC):
     Calling ``sample`` with a seed makes it a pure function of its arguments; without one every call gives
     other draws, also in forked processes. torch's generators are never advanced.
 
+    Attributes:
+        linearised: Whether it belongs to the model that is linear in its weights around the means, as a
+            Laplace approximation does: ``predict`` then uses that model.
+
     Example:
         >>> from posterity import BGD
         >>> posterior = BGD(nn.Linear(3, 2), std_init=0.1).posterior()
         >>> isinstance(posterior, Posterior), posterior.sample(5, seed=0)["weight"].shape
         (True, torch.Size([5, 2, 3]))
     """
+
+    linearised: bool = False
 
     def sample(self, n: int = 1, *, seed: int | None = None, step: int = 0) -> dict[str, Tensor]:
         """Draw ``n`` sets of weights; every tensor gets a leading dimension ``n``.
@@ -67,9 +81,9 @@ class Posterior(nn.Module, ABC):
         """The model under the weights of the given sample numbers; without numbers, under the means."""
         if samples is None:
             weights = {name: mean[None] for name, mean in self.mean().items()}
-        else:
-            weights = self._sample(samples, seed, 0)
-        return lambda run, step: run(model, weights)
+            return lambda run, step: run(model, weights)
+        drawn, around = self._sample(samples, seed, 0), self.mean() if self.linearised else None
+        return lambda run, step: run(model, drawn, around)
 
     @abstractmethod
     def _sample(

@@ -34,6 +34,7 @@ class Factorised(Posterior):
     Args:
         blocks: Leaf of every block, by the parameter's name in the model, or a tuple of names in the order
             of the leaf's ``shapes``.
+        linearised: Whether it belongs to the model that is linear in its weights around the means.
 
     Attributes:
         tensors: The names of every block's tensors, by the block's name.
@@ -46,9 +47,13 @@ class Factorised(Posterior):
     """
 
     def __init__(
-        self, blocks: Mapping[str, Leaf] | Mapping[tuple[str, ...], Leaf] | Mapping[Key, Leaf]
+        self,
+        blocks: Mapping[str, Leaf] | Mapping[tuple[str, ...], Leaf] | Mapping[Key, Leaf],
+        *,
+        linearised: bool = False,
     ) -> None:
         super().__init__()
+        self.linearised = linearised
         if not blocks:
             raise ValueError("a posterior needs at least one block")
         self.tensors: dict[str, tuple[str, ...]] = {}
@@ -131,7 +136,8 @@ class Factorised(Posterior):
 
     def rebuilt(self, leaves: Mapping[str, Leaf]) -> Factorised:
         """The same blocks with other leaves, given by the blocks' names."""
-        return Factorised({self.tensors[name]: leaf for name, leaf in leaves.items()})
+        blocks = {self.tensors[name]: leaf for name, leaf in leaves.items()}
+        return Factorised(blocks, linearised=self.linearised)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
@@ -145,7 +151,10 @@ class Factorised(Posterior):
             for name, leaf in self.blocks.items()
         }
         # One key: safetensors writes several in any order, and equal posteriors should give equal files.
-        metadata = {_FORMAT: json.dumps({"version": _VERSION, "blocks": config})}
+        header: dict[str, Any] = {"version": _VERSION, "blocks": config}
+        if self.linearised:
+            header["linearised"] = True
+        metadata = {_FORMAT: json.dumps(header)}
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
         try:
@@ -180,7 +189,10 @@ class Factorised(Posterior):
         if _FORMAT not in metadata:
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")
         try:
-            posterior = cls(_restored(json.loads(metadata[_FORMAT]), tensors, path))
+            header = json.loads(metadata[_FORMAT])
+            posterior = cls(
+                _restored(header, tensors, path), linearised=bool(header.get("linearised", False))
+            )
         except (json.JSONDecodeError, AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         return posterior if model is None else posterior.check(model)

@@ -139,7 +139,7 @@ def run(record: Record, jobs: Sequence[Job], given: argparse.Namespace) -> list[
 def add(record: Record, row: Row) -> None:
     case = f"{row['task']}, {row['method']}, seed {row['seed']}"
     columns = row.pop("columns")
-    record.add(case, "fp32", columns, **row)
+    record.add(case, "torch's defaults", columns, **row)
     found = row["failure"] or ", ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
     print("  " + "; ".join([found, *row["warnings"]]), flush=True)
 
@@ -241,7 +241,7 @@ def first_try(folder: Path = RESULTS) -> str:
     for path in sorted(folder.glob("first_try-*.json"), key=lambda path: "-cpu" not in path.name):
         found = json.loads(path.read_text())["rows"]
         rows |= {row["task"]: [each for each in found if each["task"] == row["task"]] for row in found}
-    return rendered([row for task in rows.values() for row in task])
+    return rendered([row for task in rows.values() for row in task]) or "There is no record yet.\n"
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from reproduced import spread, table
+from tables import spread, table
 
 from posterity_lab.bench import RESULTS, Record, parser, positive
 from posterity_lab.record import environment

@@ -34,9 +34,9 @@ from reproduced import (
     load,
     printed,
     pruned,
-    table,
     together,
 )
+from tables import table
 
 from posterity_lab.bench import FOLDER, RESULTS
 from posterity_lab.reproduce.experiments import EXPERIMENTS

@@ -190,7 +190,10 @@ def cells(rows: Sequence[Row], regression: bool) -> list[str]:
 
     def cell(key: str, found: list[Row], name: str, digits: int, scale: float) -> str:
         values = [row[key][name] for row in found]
-        return spread(values, digits, scale) if values else "–"
+        if not values:
+            return "–"
+        # A number that has left all bounds shows how far, without its digits.
+        return spread(values, digits, scale) if max(values) < 1000 else f"{mean(values):.1e}"
 
     means = [row for row in whole if row["at_mean"] is not None]
     at_mean = ", ".join(cell("at_mean", means, *each) for each in wanted[:2]) if means else "–"

@@ -86,6 +86,30 @@ def test_a_run_that_raises_or_warns_is_recorded(monkeypatch: pytest.MonkeyPatch)
     assert (row["metrics"], row["columns"], row["cost"]) == (None, {}, {})
 
 
+def test_steps_that_raise_while_timed_are_no_failure_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Setup] = []
+
+    def second_raises(setup: Setup) -> Learner:
+        learner = METHODS["adamw"](setup)
+        begun.append(setup)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            if len(begun) > 1:
+                raise FloatingPointError("the loss is not finite")
+            return learner.step(x, y)
+
+        return Learner(step, learner.posterior)
+
+    monkeypatch.setitem(METHODS, "second raises", second_raises)
+    row = trial("digits-mlp", "second raises", seed=0, epochs=1, rounds=1, round_seconds=1e-4)
+    assert (row["failure"], row["cost"]) == (None, {})
+    assert row["cost_failure"] == "FloatingPointError: the loss is not finite"
+    whole = trial("digits-mlp", "laplace", seed=0, epochs=1, rounds=1, round_seconds=1e-4)
+    steps, fit = whole["steps"], 1000 * whole["posterior_seconds"]
+    step, adamw = (whole["columns"][name]["value"] for name in ("step", "AdamW"))
+    assert whole["cost"] == {"AdamW": pytest.approx((steps * step + fit) / (steps * adamw))}
+
+
 def test_weights_that_are_not_finite_count_as_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(setup: Setup) -> Learner:
         learner = METHODS["adamw"](setup)
@@ -224,6 +248,7 @@ def test_tables_show_every_method_and_the_aim(script: Any) -> None:
         row("bgd", 1, 0.962, 0.14),
         row("ivon", 0, 0.94, 0.21),
         row("vogn", 0, 0.95, 0.2, warnings=["DivergenceWarning: lower a|b"]),
+        row("ogn", 0, 0.95, 2e9),
         row("kfac", 0, 0.95, 0.2),
         row("kfac", 1, 0.0, 0.0, failure="diverged: ValueError: nan", metrics=None, at_mean=None, cost={}),
     ]
@@ -236,6 +261,7 @@ def test_tables_show_every_method_and_the_aim(script: Any) -> None:
         "BGD": "met",  # 0.4 points below, on average
         "IVON": "missed: accuracy, NLL",
         "VOGN": r"met. Warned: DivergenceWarning: lower a\|b",
+        "OGN": "missed: NLL",
         "K-FAC": "missed: seed 1 diverged: ValueError: nan",
     }
     assert lines[1].startswith(

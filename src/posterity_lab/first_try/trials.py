@@ -71,13 +71,16 @@ def trial(
         warnings.simplefilter("always")
         try:
             row |= _trained(problem, method, seed, device)
-            if rounds:
-                row |= _timed(problem, method, seed, device, rounds, round_seconds, row["posterior_seconds"])
         except Exception as error:  # whatever a newcomer would see
-            reason = str(error).partition("\n")[0]
-            row["failure"] = f"diverged: {type(error).__name__}: {reason}"
+            row["failure"] = f"diverged: {_said(error)}"
     row["warnings"] = sorted({f"{each.category.__name__}: {each.message}" for each in caught})
+    if rounds and row["failure"] is None:
+        row |= _timed(problem, method, seed, device, rounds, round_seconds, row["posterior_seconds"])
     return row
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _begin(
@@ -150,7 +153,10 @@ def _timed(
     round_seconds: float,
     posterior_seconds: float,
 ) -> dict[str, Any]:
-    """Times of a step of the method and of AdamW, in turn, each from the initial weights."""
+    """Times of a step of the method and of AdamW, in turn, each from the initial weights.
+
+    There are none where these steps, which go round a few batches, raise: that is no fault of the training.
+    """
     batches = list(islice(problem.batches(seed), min(_TIMED, len(problem.stages[0]) // problem.batch_size)))
 
     def column(name: str, graph: bool = True) -> Column:
@@ -161,7 +167,12 @@ def _timed(
     columns = {STEP: column(method), ADAMW: column("adamw", graph=False)}
     if device == "cuda":
         columns[ADAMW_GRAPH] = column("adamw")
-    times = measure(columns, device, rounds, round_seconds, row_seconds=20.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            times = measure(columns, device, rounds, round_seconds, row_seconds=20.0)
+        except Exception as error:
+            return {"cost_failure": _said(error)}
     # All of the training: Laplace's work comes after the last step.
     whole = times[STEP]["value"] * problem.steps + 1000.0 * posterior_seconds
     cost = {name: whole / (times[name]["value"] * problem.steps) for name in times if name != STEP}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import reproduced
+from first_try import first_try
 from reproduced import (
     CRITERIA,
     EARLIER,
@@ -33,9 +34,9 @@ from reproduced import (
     load,
     printed,
     pruned,
-    table,
     together,
 )
+from tables import table
 
 from posterity_lab.bench import FOLDER, RESULTS
 from posterity_lab.reproduce.experiments import EXPERIMENTS
@@ -234,6 +235,7 @@ def five(results: Path = RECORDS, steps: Path = RESULTS) -> str:
 # The tables of each document, by the name between their marks.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": five},
+    "docs/first-try.md": {"first-try": first_try},
     "docs/benchmarks.md": {"speed": speed, "missed": missed},
     "docs/results.md": {
         "table 1": reproduced.table1,

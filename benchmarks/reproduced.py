@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
+
+from tables import spread, table
 
 from posterity_lab.bench import FOLDER
 from posterity_lab.reproduce.experiments import EXPERIMENTS
@@ -55,19 +57,7 @@ def load(folder: Path, study: str) -> Runs:
     return dict(sorted(found.items(), key=lambda item: (order.index(item[0][1]), item[0][0])))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
-
-
 # Cells: text from the runs of one method in one setting.
-
-
-def spread(values: Iterable[float], digits: int, scale: float = 1.0) -> str:
-    """A mean, with the standard deviation over seeds if there are several: "1.75 ± 0.07"."""
-    found = [scale * value for value in values]
-    text = f"{mean(found):.{digits}f}"
-    return f"{text} ± {stdev(found):.{digits}f}" if len(found) > 1 else text
 
 
 def lengths(records: Iterable[Record]) -> str:

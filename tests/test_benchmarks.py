@@ -41,6 +41,10 @@ SMOKE = {
     "mnist": (["--data", "digits", "--widths", "8", "--epochs", "1"], {"compile_step"}),
     "memory": (["--widths", "8", "--samples", "2"], set()),
     "step_kernels": (["--steps", "bgd-mlp-8", "vogn-lenet5", "adam-lenet5", "--batch", "4"], {"all kernels"}),
+    "first_try": (
+        ["--tasks", "digits-mlp", "--methods", "adamw", "ivon", "--seeds", "0", "--epochs", "1"],
+        {"step", "AdamW"},
+    ),
     "growth": (
         ["--width", "8", "--samples", "1", "3", "--widths", "8", "9", "--copy-mib", "1", "--matmul", "9"],
         {"compile_step", *FLOORS},
@@ -337,7 +341,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 def test_bench_command_lists_and_refuses_names() -> None:
     runner = CliRunner()
     for arguments in ([], ["--help"]):
-        assert "conv_step, growth" in runner.invoke(app, ["bench", *arguments]).stdout
+        assert "conv_step, first_try, growth" in runner.invoke(app, ["bench", *arguments]).stdout
     assert "--plot-only RECORD" in runner.invoke(app, ["bench", "growth", "--help"]).stdout
     wrong = runner.invoke(app, ["bench", "train"])
     assert (wrong.exit_code, wrong.stderr.strip()) == (
@@ -368,7 +372,9 @@ def test_outside_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("scripts")
-@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md", "docs/results.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/benchmarks.md", "docs/first-try.md", "docs/results.md"]
+)
 def test_tables_are_those_of_the_records(document: str) -> None:
     import headline
 

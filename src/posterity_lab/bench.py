@@ -235,6 +235,23 @@ class Record:
         self.notes: list[str] = []
         self.environment = environment()  # at the start: a run may outlast an edit of the source
 
+    def resume(self, *same: str) -> None:
+        """Keep the rows that the file has already: a run that was stopped goes on.
+
+        Args:
+            same: Options that must be as they were.
+        """
+        if not self.path.exists():
+            return
+        found = json.loads(self.path.read_text())
+        for name in same:
+            before, now = (config.get(name) for config in (found["config"], self.config))
+            if before != now:
+                raise ValueError(
+                    f"{self.path} was made with {name} {before}, not {now}: choose another file, or delete it"
+                )
+        self.rows = found["rows"]
+
     def note(self, sentence: str) -> None:
         """Say something that a reader of the numbers must know, once."""
         if sentence not in self.notes:
@@ -268,10 +285,13 @@ class Record:
         ]
         print(f"{case}, {setting} [{self.unit}]: {'; '.join(cells)}", flush=True)
 
-    def close(self) -> None:
-        """All rows are there: mark the record complete, and show it."""
+    def close(self, table: str | None = None) -> None:
+        """All rows are there: mark the record complete, and show it, or a table in place of all columns."""
         self._write(complete=True)
-        show(self.content(complete=True))
+        if table is None:
+            show(self.content(complete=True))
+        else:
+            print(table)
         print(f"record: {self.path}")
 
     def content(self, complete: bool) -> dict[str, Any]:

@@ -108,7 +108,9 @@ def _help(text: str, key: str) -> str:
     default = getattr(Config, key)
     if default is None:
         own = {method: values[key] for method, values in DEFAULTS.items() if key in values}
-        default = ", ".join(f"{method} {value:g}" for method, value in own.items())
+        given = [f"{method} {value:g}" for method, value in own.items() if value is not None]
+        derived = [method for method, value in own.items() if value is None]
+        default = ", ".join(given + ([f"derived for {', '.join(derived)}"] if derived else []))
     return f"{text}; {default} if not given."
 
 
@@ -160,8 +162,14 @@ def train(
         float | None, typer.Option(help=_help("Averaging of the gradient", "momentum"))
     ] = None,
     beta2: Annotated[float | None, typer.Option(help=_help("Averaging of the Hessian", "beta2"))] = None,
+    std_scale: Annotated[
+        float | None, typer.Option(help=_help("Std at the start times the root of the fan-in", "std_scale"))
+    ] = None,
     std_init: Annotated[
-        float | None, typer.Option(help=_help("Std of every weight at the start", "std_init"))
+        float | None, typer.Option(help=_help("Std of every weight at the start, instead", "std_init"))
+    ] = None,
+    max_step: Annotated[
+        float | None, typer.Option(help=_help("Bound on a weight's step, in its stds", "max_step"))
     ] = None,
     hess_init: Annotated[float | None, typer.Option(help=_help("Hessian at the start", "hess_init"))] = None,
     damping: Annotated[float | None, typer.Option(help=_help("Added to the curvature", "damping"))] = None,

@@ -7,35 +7,33 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from posterity_lab.hints import hint
 
-# The hyper-parameters that each method has, with values that suit a small net on MNIST.
-DEFAULTS: dict[str, dict[str, float]] = {
-    "bgd": {"samples": 10, "lr": 2.0, "std_init": 0.05, "temperature": 1.0},
-    "ivon": {
-        "samples": 1,
-        "lr": 0.5,
-        "momentum": 0.9,
-        # A run of a few epochs has thousands of steps: 0.99999 would leave the Hessian where it started, and
-        # with 0.9995 it falls so far that the step size, which goes with its inverse, grows unsteady.
-        "beta2": 0.9999,
-        "hess_init": 0.5,
-        "prior_precision": 1.0,
-        "temperature": 1.0,
-    },
-    "vogn": {
-        "samples": 1,
-        "lr": 0.01,
-        "momentum": 0.9,
-        "beta2": 0.9999,  # as IVON's
-        "hess_init": 0.1,
-        "damping": 1e-3,
-        "prior_precision": 1.0,
-        "temperature": 1.0,
-    },
+_DERIVED = ("std_init", "hess_init", "damping")  # by the library, where they are not given
+
+
+def _rule(name: str, *keys: str) -> dict[str, float | None]:
+    """Hyper-parameters of one of the library's rules, with the values that it takes by itself."""
+    package = find_spec("posterity")  # which is not imported: help need not wait for torch
+    assert package is not None and package.origin is not None
+    table = tomllib.loads((Path(package.origin).parent / "presets.toml").read_text(encoding="utf-8"))
+    values = table[name]["default"]
+    values |= {"samples": values["mc_samples"]}
+    values |= dict(zip(("momentum", "beta2"), values.get("betas", ()), strict=False))
+    return {key: values.get(key) if key in _DERIVED else values[key] for key in keys}
+
+
+_COMMON = ("samples", "lr", "std_scale", "std_init", "max_step", "temperature")
+_NEWTON = (*_COMMON, "momentum", "beta2", "hess_init", "prior_precision")
+# The hyper-parameters that each method has; None for what follows from others.
+DEFAULTS: dict[str, dict[str, float | None]] = {
+    "bgd": _rule("BGD", *_COMMON),
+    "ivon": _rule("IVON", *_NEWTON),
+    "vogn": _rule("VOGN", *_NEWTON, "damping"),
     "bbb": {"samples": 1, "lr": 1e-3, "std_init": 0.02, "prior_std": 1.0, "kl_factor": 1.0},
     "sgd": {"lr": 0.1, "momentum": 0.9},
     "adam": {"lr": 1e-3},
@@ -75,8 +73,10 @@ _RANGES = {
     "lr": _Range(float, 0, open=True),
     "momentum": _Range(float, 0, below=1),
     "beta2": _Range(float, 0, below=1),
+    "std_scale": _Range(float, 0, open=True),
     "std_init": _Range(float, 0, open=True),
-    "hess_init": _Range(float, 0, open=True),
+    "max_step": _Range(float, 0, open=True),
+    "hess_init": _Range(float, 0),
     "damping": _Range(float, 0),
     "prior_precision": _Range(float, 0, open=True),
     "prior_std": _Range(float, 0, open=True),
@@ -106,7 +106,9 @@ class Config:
         lr: Learning rate.
         momentum: Of SGD, or of IVON's and VOGN's gradient (their β1).
         beta2: Averaging of IVON's Hessian and VOGN's curvature.
-        std_init: Std of every weight at the start.
+        std_scale: Std of a weight at the start, times the root of its fan-in.
+        std_init: Std of every weight at the start, instead.
+        max_step: The furthest that a weight may move in a step, in its stds.
         hess_init: IVON's Hessian, or VOGN's curvature, at the start.
         damping: Added to VOGN's curvature, in steps and in the posterior.
         prior_precision: Precision of IVON's and VOGN's prior.
@@ -116,8 +118,8 @@ class Config:
         kl_factor: Scale of the KL of Bayes by Backprop; 1 is Bayes.
 
     Example:
-        >>> Config(method="bgd").std_init, Config(method="bgd").prior_std
-        (0.05, None)
+        >>> Config(method="bbb").std_init, Config(method="bbb").temperature
+        (0.02, None)
     """
 
     method: str = "bgd"
@@ -133,7 +135,9 @@ class Config:
     lr: float | None = None
     momentum: float | None = None
     beta2: float | None = None
+    std_scale: float | None = None
     std_init: float | None = None
+    max_step: float | None = None
     hess_init: float | None = None
     damping: float | None = None
     prior_precision: float | None = None
@@ -164,8 +168,8 @@ class Config:
             object.__setattr__(self, key, allowed.kind(value))
 
     @property
-    def settings(self) -> dict[str, float]:
-        """The hyper-parameters that the method has, all of them set.
+    def settings(self) -> dict[str, Any]:
+        """The hyper-parameters that the method has; None for what the library derives from others.
 
         Example:
             >>> Config(method="sgd", lr=0.5).settings

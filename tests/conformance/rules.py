@@ -36,10 +36,14 @@ _GAUSS_NEWTON: dict[str, list[Any]] = {
     "prior_precision": [-1.0, math.inf],
     "temperature": [0.0, math.inf, math.nan],
     "betas": [(1.0, 0.9), 0.9, (0.9,), ("0.9", 0.9)],
-    "hess_init": [0.0, math.inf],
+    "hess_init": [-1.0, math.inf],
     "damping": [-1e-3, math.inf],
+    "std_scale": [0.0, math.inf],
+    "std_init": [0.0, "0.1"],
+    "max_step": [0.0, math.nan],
     "augmentation": [0.0, math.inf],
-    "lr": [-1.0, math.nan, math.inf, None, torch.zeros(2)],
+    "lr_unit": [0.0, math.inf],
+    "lr": [-1.0, math.nan, math.inf, torch.zeros(2)],
 }
 RULES = [
     Rule(

@@ -26,7 +26,7 @@ def test_a_run_equals_the_scalar_transcription(temperature: float) -> None:
     torch.manual_seed(3)
     model = nn.Linear(1, 1, bias=False).double()
     x, y = torch.randn(6, 1).double(), torch.randn(6, 1).double()
-    opt = BGD(model, std_init=0.3, lr=0.7, mc_samples=4, temperature=temperature, seed=0)
+    opt = BGD(model, preset="zeno2018", std_init=0.3, lr=0.7, mc_samples=4, temperature=temperature, seed=0)
     m, v = model.weight.item(), 0.3
     for step in range(5):
         eps = noise(step, 4)

@@ -53,6 +53,7 @@ def exact_statistics(mean: torch.Tensor, std: torch.Tensor, step: int, scale: fl
 def test_ivon_reaches_the_best_diagonal_gaussian(temperature: float) -> None:
     opt = IVON(
         [torch.zeros(D).double().requires_grad_()],
+        preset="shen2024",
         num_data=N,
         prior_precision=PRIOR_PRECISION,
         temperature=temperature,
@@ -104,6 +105,7 @@ def test_gauss_newton_reaches_its_own_fixed_point(
         temperature=temperature,
         damping=damping,
         betas=(0.5, 0.9),
+        preset="osawa2019",
         lr=0.05,
     )
     group = opt.param_groups[0]
@@ -142,7 +144,7 @@ def test_sampled_squares_are_unbiased() -> None:
 
 
 def test_bgd_adds_up_precision_like_bayes_rule() -> None:
-    opt = BGD([torch.zeros(D).double().requires_grad_()], std_init=0.05)
+    opt = BGD([torch.zeros(D).double().requires_grad_()], preset="zeno2018", std_init=0.05)
     group = opt.param_groups[0]
     mean = torch.zeros(D).double()
     state = opt.init(mean, None, group)

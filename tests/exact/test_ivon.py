@@ -29,6 +29,7 @@ def test_a_run_equals_the_scalar_transcription() -> None:
         hess_init=h0,
         lr=lr,
         clip_radius=radius,
+        max_step=math.inf,
         mc_samples=3,
         seed=0,
     )

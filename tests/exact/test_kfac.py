@@ -30,6 +30,7 @@ HYPER = {
     "betas": (0.8, 0.3),
     "damping": 0.02,
     "augmentation": 5.0,
+    "preset": "osawa2019",
     "hess_init": 0.7,
     "lr": 0.05,
 }
@@ -590,7 +591,13 @@ def test_linear_regression_reaches_its_own_fixed_point(
     make: type[KFAC] | type[NoisyKFAC], temperature: float, damping: float
 ) -> None:
     entries = {"prior_precision": 2.0, "temperature": temperature, "damping": damping, "betas": (0.5, 0.9)}
-    opt = make([torch.zeros(OUTPUTS, INPUTS).double().requires_grad_()], num_data=N, lr=0.12, **entries)
+    opt = make(
+        [torch.zeros(OUTPUTS, INPUTS).double().requires_grad_()],
+        num_data=N,
+        preset="osawa2019",
+        lr=0.12,
+        **entries,
+    )
     group = opt.param_groups[0]
     mean = torch.zeros(OUTPUTS, INPUTS).double()
     state, A = opt.init(mean, None, group), X.T @ X / N
@@ -619,7 +626,14 @@ def test_with_the_exact_fisher_and_no_damping_the_posterior_is_exact(
     """Noise of precision P has S = P for its Fisher; without a prior the posterior is a matrix Gaussian."""
     P = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
     mean = torch.zeros(OUTPUTS, INPUTS).double()
-    opt = make([mean.clone().requires_grad_()], num_data=N, lr=0.12, prior_precision=1e-10, damping=0.0)
+    opt = make(
+        [mean.clone().requires_grad_()],
+        num_data=N,
+        preset="osawa2019",
+        lr=0.12,
+        prior_precision=1e-10,
+        damping=0.0,
+    )
     group = opt.param_groups[0]
     state, told = opt.init(mean, None, group), Kronecker("w", None, None, X.T @ X / N, P)
     for step in range(1, 500):

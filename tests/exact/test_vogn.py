@@ -24,6 +24,7 @@ HYPER = {
     "betas": (0.8, 0.3),
     "damping": 0.02,
     "augmentation": 5.0,
+    "preset": "osawa2019",
     "hess_init": 0.7,
     "lr": 0.01,
 }

@@ -33,6 +33,7 @@ never move them.
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 import torch
@@ -41,6 +42,7 @@ from torch import Tensor
 from posterity.names import NameFilter
 from posterity.optim.groups import Params, above_zero, representable, whole
 from posterity.optim.optimizer import VariationalOptimizer
+from posterity.optim.presets import settings, start_std
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
 
@@ -50,9 +52,12 @@ def bgd_mean(mean: Tensor, std: Tensor, grad: Tensor, lr: float) -> Tensor:
     return mean - lr * std * std * grad
 
 
-def bgd_std(std: Tensor, grad_noise: Tensor) -> Tensor:
-    """Eq. (13), ``grad_noise`` being E[∂L/∂θ · eps] of the summed loss; positive by construction."""
-    half = 0.5 * std * grad_noise
+def bgd_std(std: Tensor, grad_noise: Tensor, most: float = math.inf) -> Tensor:
+    """Eq. (13), ``grad_noise`` being E[∂L/∂θ · eps] of the summed loss; positive by construction.
+
+    Its logarithm moves by asinh(½ σ E[∂L/∂θ · eps]), of which ``most`` bounds the argument.
+    """
+    half = (0.5 * std * grad_noise).clamp(-most, most)
     # sqrt(1+h²) − h and sqrt(1+h²) + h are each other's inverse: take the one without cancellation.
     growth = torch.hypot(half, torch.ones_like(half)) + half.abs()
     return std * torch.where(half > 0, 1.0 / growth, growth)
@@ -92,26 +97,30 @@ class BGD(VariationalOptimizer):
 
     needs_batch_size = True
     scheduled = ("lr", "temperature")
-    narrower = "lower std_init"
+    narrower = "lower std_scale"
 
     def __init__(
         self,
         params: Params,
         *,
-        std_init: float = 0.02,
-        lr: float = 1.0,
-        mc_samples: int = 10,
-        temperature: float = 1.0,
+        preset: str = "default",
+        std_scale: float | None = None,
+        std_init: float | None = None,
+        lr: float | None = None,
+        mc_samples: int | None = None,
+        temperature: float | None = None,
+        max_step: float | None = None,
         batch_size: int | None = None,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
         batch_dim: int = 0,
         seed: int | None = None,
     ) -> None:
+        given = {"std_scale": std_scale, "std_init": std_init, "lr": lr, "mc_samples": mc_samples}
+        given |= {"temperature": temperature, "max_step": max_step, "batch_size": batch_size}
         super().__init__(
             params,
-            {"std_init": std_init, "lr": lr, "temperature": temperature, "batch_size": batch_size},
-            mc_samples=mc_samples,
+            settings("BGD", preset, given),
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
@@ -120,14 +129,14 @@ class BGD(VariationalOptimizer):
 
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
-        above_zero(group, "std_init", "temperature")
+        above_zero(group, "temperature")
         if group.get("batch_size") is not None:
             whole(group, "batch_size")
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """The std of every weight."""
         if std is None:
-            return {"std": torch.full_like(mean, group["std_init"])}
+            return {"std": torch.full_like(mean, start_std(group, [mean]))}
         representable(std * std, "BGD")  # what moves a mean: where it is 0, nothing ever will
         return {"std": std}
 
@@ -145,5 +154,5 @@ class BGD(VariationalOptimizer):
         std, count = state["std"], stats.batch_size / group["temperature"]
         return (
             bgd_mean(mean, std, count * stats.grad, group["lr"]),
-            {"std": bgd_std(std, count * stats.grad_noise)},
+            {"std": bgd_std(std, count * stats.grad_noise, group["max_step"])},
         )

@@ -28,6 +28,7 @@ runs want a smaller one, such as 1 − 1/steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -36,6 +37,7 @@ from torch import Tensor
 from posterity.names import NameFilter
 from posterity.optim.groups import Params, above_zero, number, representable
 from posterity.optim.optimizer import VariationalOptimizer
+from posterity.optim.presets import above_prior, settings, start_std
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
 
@@ -84,37 +86,36 @@ class IVON(VariationalOptimizer):
         True
     """
 
-    narrower = "raise hess_init or prior_precision"
+    derived = ("hess_init",)
+    narrower = "lower std_scale, or raise prior_precision"
 
     def __init__(
         self,
         params: Params,
         *,
         num_data: int,
-        lr: float = 0.1,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.99999),
-        hess_init: float = 1.0,
-        clip_radius: float = math.inf,
-        mc_samples: int = 1,
+        preset: str = "default",
+        lr: float | None = None,
+        std_scale: float | None = None,
+        std_init: float | None = None,
+        hess_init: float | None = None,
+        prior_precision: float | None = None,
+        temperature: float | None = None,
+        betas: tuple[float, float] | None = None,
+        max_step: float | None = None,
+        clip_radius: float | None = None,
+        mc_samples: int | None = None,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
         batch_dim: int = 0,
         seed: int | None = None,
     ) -> None:
+        given = {"num_data": num_data, "lr": lr, "prior_precision": prior_precision, "betas": betas}
+        given |= {"std_scale": std_scale, "std_init": std_init, "hess_init": hess_init}
+        given |= {"temperature": temperature, "max_step": max_step, "clip_radius": clip_radius}
         super().__init__(
             params,
-            {
-                "num_data": num_data,
-                "lr": lr,
-                "prior_precision": prior_precision,
-                "temperature": temperature,
-                "betas": betas,
-                "hess_init": hess_init,
-                "clip_radius": clip_radius,
-            },
-            mc_samples=mc_samples,
+            settings("IVON", preset, {**given, "mc_samples": mc_samples}),
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
@@ -126,6 +127,11 @@ class IVON(VariationalOptimizer):
         above_zero(group, "num_data", "prior_precision", "temperature", "hess_init")
         if not number(group, "clip_radius") > 0:
             raise ValueError(f"clip_radius must be greater than 0, not {group['clip_radius']}")
+
+    def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
+        """``hess_init`` of the std at the start."""
+        ess, decay = _scales(group)
+        return above_prior(start_std(group, params), ess, decay)
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """Averaged gradient and Hessian."""

@@ -54,7 +54,6 @@ import torch
 from torch import Tensor
 
 from posterity.curvature import Factors
-from posterity.names import NameFilter
 from posterity.optim.groups import Params, whole
 from posterity.optim.matrices import Moving, Refused
 from posterity.optim.state import Group, State
@@ -128,46 +127,19 @@ class KroneckerNewton(GaussNewton):
 
     collects = Factors
     matrices = ("inputs", "outputs", "rows", "columns")
+    table = "NoisyKFAC"
 
     def __init__(
         self,
         params: Params,
         *,
         num_data: int,
-        lr: float = 1e-3,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        damping: float = 1e-3,
-        augmentation: float = 1.0,
-        factors_every: int = 1,
+        factors_every: int | None = None,
         inverses_every: int | None = None,
-        hess_init: float = 1.0,
-        keep_velocity: bool = False,
-        mc_samples: int = 1,
-        deterministic: NameFilter = (),
-        deterministic_lr: float | None = None,
-        batch_dim: int = 0,
-        seed: int | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            params,
-            num_data=num_data,
-            lr=lr,
-            prior_precision=prior_precision,
-            temperature=temperature,
-            betas=betas,
-            damping=damping,
-            augmentation=augmentation,
-            hess_init=hess_init,
-            keep_velocity=keep_velocity,
-            mc_samples=mc_samples,
-            deterministic=deterministic,
-            deterministic_lr=deterministic_lr,
-            batch_dim=batch_dim,
-            seed=seed,
-            _more={"factors_every": factors_every, "inverses_every": inverses_every},
-        )
+        every = {"factors_every": factors_every, "inverses_every": inverses_every}
+        super().__init__(params, num_data=num_data, **settings, _more=every)
 
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
@@ -225,7 +197,8 @@ class KroneckerNewton(GaussNewton):
         """m ← β1 m + (G + δ̃ M), M ← M − α S_γ⁻¹ m A_γ⁻¹ for blocks of one group: the new M."""
         group = blocks[0][3]
         _, decay, _ = scales(group)
-        into, out = (group["lr"], 1.0) if group["keep_velocity"] else (1.0, group["lr"])
+        rate = group["lr"] * group["lr_unit"]
+        into, out = (rate, 1.0) if group["keep_velocity"] else (1.0, rate)
         means = [mean for mean, *_ in blocks]
         momenta = foreach_mul(means, _number(decay, means))
         foreach_add_(momenta, [stats.grad for *_, stats, _ in blocks])
@@ -235,7 +208,12 @@ class KroneckerNewton(GaussNewton):
         for momentum, new in zip(momenta, news, strict=True):
             rows, columns = new["rows"], new["columns"]
             new["momentum"] = momentum
-            natural.append(rows @ (rows.mT @ momentum @ columns) @ columns.mT)
+            inner = rows.mT @ momentum @ columns
+            if group["max_step"] < math.inf:  # the step in stds is out · inner / sqrt(τ/N)
+                most = group["max_step"] * inner.numel() ** 0.5 * _spread(group)
+                length = out * torch.linalg.vector_norm(inner)
+                inner = inner * (most / length).clamp(max=1.0).nan_to_num(1.0)
+            natural.append(rows @ inner @ columns.mT)
         foreach_mul_(natural, _number(out, means))
         return foreach_sub(means, natural)
 

@@ -50,8 +50,8 @@ class VariationalOptimizer(Optimizer, ABC):
     Args:
         params: A module, or what torch.optim takes: (named) parameters or groups of them. The padding rows
             of a module's embeddings have no std, and do not move.
-        defaults: The method's hyper-parameters, for groups that do not set their own.
-        mc_samples: Weight samples per step.
+        defaults: The method's hyper-parameters, for groups that do not set their own; ``mc_samples``, weight
+            samples per step, and ``max_step`` among them.
         seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
             layer is built; training never draws from it.
         deterministic: Filter of parameter names that get no posterior.
@@ -64,6 +64,7 @@ class VariationalOptimizer(Optimizer, ABC):
         draws: Whether gradients are wanted at drawn weights; else at the means.
         matrices: Keys of a state that are no values of single weights, but matrices of a block of tensors.
         scheduled: Entries of a group that may change at every step; a captured step reads them anew.
+        derived: Entries that follow from others where they are not given, in the order in which they do.
         without_noise: What differs in groups without a posterior, if the rule itself can train these.
         narrower: What a user can do about stds that are too large, by the names of its settings.
 
@@ -83,6 +84,7 @@ class VariationalOptimizer(Optimizer, ABC):
     draws: ClassVar[bool] = True
     matrices: ClassVar[tuple[str, ...]] = ()
     scheduled: ClassVar[tuple[str, ...]] = ("lr",)
+    derived: ClassVar[tuple[str, ...]] = ()
     without_noise: ClassVar[Group | None] = None
     narrower: ClassVar[str] = "lower the stds it starts from"
     ok: Tensor | None  # whether the last step was let through, as a flag on the device
@@ -95,7 +97,6 @@ class VariationalOptimizer(Optimizer, ABC):
         params: groups.Params,
         defaults: Group,
         *,
-        mc_samples: int,
         seed: int | None,
         deterministic: NameFilter = (),
         deterministic_lr: float | None = 1e-3,
@@ -110,7 +111,7 @@ class VariationalOptimizer(Optimizer, ABC):
         chosen = select([name for group in given for name, _ in group["params"]], deterministic)
         if seed is None:  # one for all groups, and saved with them
             seed = new_seed() if self.draws else 0
-        shared: Group = {"mc_samples": mc_samples, "seed": seed, "steps": 0, "deterministic": False}
+        shared: Group = {"seed": seed, "steps": 0, "deterministic": False}
         if self.matrices:
             shared["blocks"] = ()  # which tensors are one, once their layers have reported
         entries = self.without_noise if deterministic_lr is None else None
@@ -134,6 +135,10 @@ class VariationalOptimizer(Optimizer, ABC):
     @abstractmethod
     def check(self, group: Group) -> None:
         """Raise ValueError, in one sentence, for a hyper-parameter out of range."""
+
+    def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
+        """The value of an entry that a group leaves open (None), from its others and its parameters."""
+        raise NotImplementedError(key)
 
     def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
         """The posterior of a block, given the means of its tensors."""
@@ -404,7 +409,11 @@ class VariationalOptimizer(Optimizer, ABC):
             defaults = {**defaults, **(self.without_noise or {})}
         groups.refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
         group = groups.checked_group({**defaults, **param_group}, self.param_groups)
-        self._check([*self.param_groups, group])
+        by_rule = not self.by_adam(group)
+        left_open = {key: 1.0 for key in self.derived if by_rule and group[key] is None}
+        self._check([*self.param_groups, {**group, **left_open}])
+        for key in left_open:  # one may follow from another
+            group[key] = self.derive(key, group, [p for _, p in group["params"]])
         super().add_param_group(group)
         if built:
             self.cache.drop()

@@ -7,6 +7,7 @@ all run these functions; they differ in who calls them, and in where :class:`Num
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -327,6 +328,9 @@ def move(
         noise, squares = (second, none) if rule.collects is None else (none, second)
         stats = Statistics(grad, noise, batch_size, step, squares)
         new_mean, new_state = rule.update(mean, state, stats, group)
+        if group["max_step"] < math.inf:
+            reach = group["max_step"] * rule.std(state, group)
+            new_mean = mean + (new_mean - mean).clamp(-reach, reach)
     if keep is not None:  # others do not move: their std, which no gradient knows, might overflow
         new_mean = torch.where(keep, new_mean, mean)
         new_state = {key: torch.where(keep, value, state[key]) for key, value in new_state.items()}

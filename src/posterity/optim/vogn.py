@@ -48,7 +48,7 @@ Parameters without a posterior are trained by the same rule at their values, wit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, final
 
@@ -59,12 +59,13 @@ from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
 from posterity.optim.groups import Params, above_zero, at_least_zero, representable
 from posterity.optim.optimizer import VariationalOptimizer
+from posterity.optim.presets import above_prior, settings, start_std
 from posterity.optim.state import Group, State, zero
 from posterity.optim.statistics import Statistics
 from posterity.posterior import Leaf
 
 
-def vogn_hess(hess: Tensor, squares: Tensor, beta2: float) -> Tensor:
+def vogn_hess(hess: Tensor, squares: Tensor, beta2: float | Tensor) -> Tensor:
     """s ← β2 s + (1−β2) ĥ."""
     return beta2 * hess + (1 - beta2) * squares
 
@@ -79,44 +80,43 @@ class GaussNewton(VariationalOptimizer):
 
     collects: ClassVar[type[Collector]] = Squares
     scheduled = ("lr", "temperature")
+    derived = ("damping", "lr_unit")
     without_noise: ClassVar[Group] = {"prior_precision": 0.0}
-    narrower = "raise damping or prior_precision"
+    narrower = "lower std_scale, or raise damping"
+    table: ClassVar[str] = "VOGN"
 
     def __init__(
         self,
         params: Params,
         *,
         num_data: int,
-        lr: float = 1e-4,
-        prior_precision: float = 1.0,
-        temperature: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.001),
-        damping: float = 1e-3,
-        augmentation: float = 1.0,
-        hess_init: float = 1.0,
-        keep_velocity: bool = False,
-        mc_samples: int = 1,
+        preset: str = "default",
+        lr: float | None = None,
+        lr_unit: float | None = None,
+        std_scale: float | None = None,
+        std_init: float | None = None,
+        damping: float | None = None,
+        hess_init: float | None = None,
+        prior_precision: float | None = None,
+        temperature: float | None = None,
+        betas: tuple[float, float] | None = None,
+        max_step: float | None = None,
+        augmentation: float | None = None,
+        keep_velocity: bool | None = None,
+        mc_samples: int | None = None,
         deterministic: NameFilter = (),
         deterministic_lr: float | None = None,
         batch_dim: int = 0,
         seed: int | None = None,
         _more: Group | None = None,
     ) -> None:
+        given = {"num_data": num_data, "lr": lr, "lr_unit": lr_unit, "betas": betas, "max_step": max_step}
+        given |= {"std_scale": std_scale, "std_init": std_init, "damping": damping, "hess_init": hess_init}
+        given |= {"prior_precision": prior_precision, "temperature": temperature, "mc_samples": mc_samples}
+        given |= {"augmentation": augmentation, "keep_velocity": keep_velocity, **(_more or {})}
         super().__init__(
             params,
-            {
-                "num_data": num_data,
-                "lr": lr,
-                "prior_precision": prior_precision,
-                "temperature": temperature,
-                "betas": betas,
-                "damping": damping,
-                "augmentation": augmentation,
-                "hess_init": hess_init,
-                "keep_velocity": keep_velocity,
-                **(_more or {}),
-            },
-            mc_samples=mc_samples,
+            settings(self.table, preset, given),
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
@@ -125,12 +125,20 @@ class GaussNewton(VariationalOptimizer):
 
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
-        above_zero(group, "num_data", "temperature", "hess_init", "augmentation")
-        at_least_zero(group, "prior_precision", "damping")
+        above_zero(group, "num_data", "temperature", "augmentation", "lr_unit")
+        at_least_zero(group, "prior_precision", "damping", "hess_init")
         if not group["prior_precision"] + group["damping"] > 0:
             raise ValueError("damping must be greater than 0 where there is no prior_precision")
         if not self.draws and group["mc_samples"] != 1:
             raise ValueError(f"mc_samples must be 1: {type(self).__name__} draws no weights")
+
+    def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
+        """``damping`` of the std at the start; ``lr_unit``, with which lr is that of averaged gradients there."""
+        if key == "damping":
+            num_data = group["num_data"] * group["augmentation"]
+            ess = num_data / group["temperature"]
+            return above_prior(start_std(group, params), ess, group["prior_precision"] / ess)
+        return float((1 - group["betas"][0]) * (group["hess_init"] + group["damping"]))
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """Momentum and curvature."""
@@ -149,13 +157,14 @@ class GaussNewton(VariationalOptimizer):
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
         """What multiplies the sum m of each weight's gradients of the mean loss: α / (s + δ̃ + γ)."""
-        rate: Tensor = group["lr"] / (state["hess"] + scales(group, state)[2])
+        rate: Tensor = group["lr"] * group["lr_unit"] / (state["hess"] + scales(group, state)[2])
         return rate
 
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
         """Curvature, momentum, then the preconditioned step with both."""
         _, decay, shift = scales(group, state)
-        into, out = (group["lr"], 1.0) if group["keep_velocity"] else (1.0, group["lr"])
+        rate = group["lr"] * group["lr_unit"]
+        into, out = (rate, 1.0) if group["keep_velocity"] else (1.0, rate)
         curvature = self.curvature(state, stats, group)
         away = mean - state["prior_mean"] if "prior_mean" in state else mean
         momentum = group["betas"][0] * state["momentum"] + into * (stats.grad + decay * away)
@@ -163,8 +172,11 @@ class GaussNewton(VariationalOptimizer):
         return moved, {"momentum": momentum, **curvature}
 
     def curvature(self, state: State, stats: Statistics, group: Group) -> State:
-        """s ← β2 s + (1−β2) ĥ."""
-        return {"hess": vogn_hess(state["hess"], stats.squares, group["betas"][1])}
+        """s ← β2 s + (1−β2) ĥ; where s begins with nothing, the mean of all ĥ until these are 1 / (1−β2)."""
+        beta2 = group["betas"][1]
+        if _is_mean(state, group):
+            beta2 = _at_most(1 - 1 / (1 + (stats.step - 1) // group.get("factors_every", 1)), beta2)
+        return {"hess": vogn_hess(state["hess"], stats.squares, beta2)}
 
     def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
         """State of a posterior, whose curvature is knowledge from the start."""
@@ -216,7 +228,10 @@ class GaussNewton(VariationalOptimizer):
             if begun and not updates:
                 continue
             # β2 as rounded in steps: many of them, and 1 / (1 − β2ᵗ), would make much of the difference.
-            forgotten = torch.tensor(group["betas"][1], dtype=hess.dtype).item() ** updates if begun else 0.0
+            average = begun and not _is_mean(state, group)
+            forgotten = (
+                torch.tensor(group["betas"][1], dtype=hess.dtype).item() ** updates if average else 0.0
+            )
             if "known" not in state:
                 state.update({key: torch.zeros_like(hess) for key in ("prior_mean", "known")})
                 hess = hess - forgotten * self.init(mean, None, group)["hess"]
@@ -307,3 +322,13 @@ def scales(group: Group, state: Mapping[str, Tensor] = MappingProxyType({})) -> 
     precision = group["prior_precision"] + state["known"] if "known" in state else group["prior_precision"]
     decay = group["temperature"] * precision / num_data
     return num_data, decay, decay + group["damping"]
+
+
+def _is_mean(state: Mapping[str, Tensor], group: Group) -> bool:
+    """Whether s is a mean over batches, and no guess or loaded value has a part in it."""
+    return bool(group["hess_init"] == 0) and "known" not in state
+
+
+def _at_most(value: float | Tensor, limit: float) -> float | Tensor:
+    """The lesser of two numbers, of which the first is a tensor in a captured step."""
+    return value.clamp(max=limit) if isinstance(value, Tensor) else min(value, limit)

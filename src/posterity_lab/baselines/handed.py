@@ -48,6 +48,7 @@ def vogn_told(
     """
     rule = VOGN(
         model,
+        preset="osawa2019",
         num_data=num_data,
         lr=lr,
         prior_precision=prior_precision,

@@ -60,7 +60,7 @@ def learner(
     match method:
         case "bgd":
             params = _output_apart(model, config["std_last"]) if "std_last" in config else model
-            rule = BGD(params, seed=seed, **given("std_init", "lr", "mc_samples"))
+            rule = BGD(params, preset="zeno2018", seed=seed, **given("std_init", "lr", "mc_samples"))
             return by_rule(model, rule, mask)
         case "bbb":
             prior = IsotropicGaussian(config["prior_std"])
@@ -88,6 +88,7 @@ def learner(
         case "ivon":
             ivon = IVON(
                 model,
+                preset="shen2024",
                 num_data=num_data,
                 betas=(config["momentum"], config["beta2"]),
                 seed=seed,
@@ -108,6 +109,7 @@ def learner(
             every = ("factors_every",) if method != "vogn" else ()
             made = _RULES[method](
                 model,
+                preset="osawa2019",
                 num_data=num_data,
                 betas=(config["momentum"], config["beta2"]),
                 deterministic=names_of(model, nn.BatchNorm2d),

@@ -1,0 +1,69 @@
+"""What a rule takes for settings that a user does not give: one table, ``presets.toml``, for all of them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from posterity.optim.state import Group
+
+TABLE: Mapping[str, Mapping[str, Group]] = tomllib.loads(
+    (Path(__file__).parents[1] / "presets.toml").read_text(encoding="utf-8")
+)
+
+
+def settings(rule: str, preset: str, given: Mapping[str, Any]) -> Group:
+    """A rule's settings: those that were given, else the preset's, else the default's, else None.
+
+    Args:
+        rule: A name in the table.
+        preset: ``"default"``, or one of the rule's papers.
+        given: What a user has given, None for what was left out.
+
+    Example:
+        >>> settings("VOGN", "osawa2019", {"lr": None, "damping": 0.1, "std_init": None})["damping"]
+        0.1
+    """
+    presets = TABLE[rule]
+    if preset not in presets:
+        raise ValueError(f"{rule} has no preset {preset!r}: choose one of {', '.join(map(repr, presets))}")
+    found = {**presets["default"], **presets[preset]}
+    if "betas" in found:
+        found["betas"] = tuple(found["betas"])
+    return {**found, **{key: value for key, value in given.items() if value is not None or key not in found}}
+
+
+def fan_in(p: Tensor) -> int:
+    """How many numbers a weight's products are summed over; of a bias or a norm's scale, its own length.
+
+    What a bias adds to is as large as a sum of that many products in a net of even width.
+    """
+    return p.shape[1:].numel() if p.dim() > 1 else p.numel()
+
+
+def start_std(group: Group, params: Collection[Tensor]) -> float:
+    """One std for the weights of a group at the start: ``std_init``, or ``std_scale / sqrt(fan_in)``.
+
+    The fan-in is the weights' own on average, so that narrow layers have less noise than they would alone.
+    """
+    if group["std_init"] is not None:
+        return float(group["std_init"])
+    matrices = [p for p in params if p.dim() > 1] or params  # others are few
+    weights = sum(p.numel() for p in matrices)
+    mean = sum(p.numel() * fan_in(p) for p in matrices) / max(weights, 1)
+    return float(group["std_scale"] / max(mean, 1.0) ** 0.5)
+
+
+def above_prior(std: float, ess: float, decay: float) -> float:
+    """What to add to the prior's part of a curvature so that ``1 / sqrt(ess · (it + decay))`` is a std."""
+    found = 1.0 / (ess * std * std) - decay
+    if not found > 0:
+        raise ValueError(
+            f"a std of {std:g} at the start is wider than the prior's, {(ess * decay) ** -0.5:g}: lower std_init "
+            "or std_scale, or lower prior_precision"
+        )
+    return found

@@ -63,7 +63,7 @@ def above_prior(std: float, ess: float, decay: float) -> float:
     found = 1.0 / (ess * std * std) - decay
     if not found > 0:
         raise ValueError(
-            f"a std of {std:g} at the start is wider than the prior's, {(ess * decay) ** -0.5:g}: lower std_init "
-            "or std_scale, or lower prior_precision"
+            f"a std of {std:g} at the start is wider than the prior's, {(ess * decay) ** -0.5:g}: lower "
+            "std_init, std_scale or prior_precision"
         )
     return found

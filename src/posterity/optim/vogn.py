@@ -133,7 +133,7 @@ class GaussNewton(VariationalOptimizer):
             raise ValueError(f"mc_samples must be 1: {type(self).__name__} draws no weights")
 
     def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
-        """``damping`` of the std at the start; ``lr_unit``, with which lr is that of averaged gradients there."""
+        """``damping`` of the std at the start; ``lr_unit``, by which lr is that of averaged gradients there."""
         if key == "damping":
             num_data = group["num_data"] * group["augmentation"]
             ess = num_data / group["temperature"]

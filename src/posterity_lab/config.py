@@ -19,7 +19,8 @@ _DERIVED = ("std_init", "hess_init", "damping")  # by the library, where they ar
 def _rule(name: str, *keys: str) -> dict[str, float | None]:
     """Hyper-parameters of one of the library's rules, with the values that it takes by itself."""
     package = find_spec("posterity")  # which is not imported: help need not wait for torch
-    assert package is not None and package.origin is not None
+    assert package is not None
+    assert package.origin is not None
     table = tomllib.loads((Path(package.origin).parent / "presets.toml").read_text(encoding="utf-8"))
     values = table[name]["default"]
     values |= {"samples": values["mc_samples"]}

@@ -133,7 +133,7 @@ class GaussNewton(VariationalOptimizer):
             raise ValueError(f"mc_samples must be 1: {type(self).__name__} draws no weights")
 
     def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
-        """``damping`` of the std at the start; ``lr_unit``, by which lr is that of averaged gradients there."""
+        """``damping`` of the std at the start; ``lr_unit``, by which lr is one of averaged gradients."""
         if key == "damping":
             num_data = group["num_data"] * group["augmentation"]
             ess = num_data / group["temperature"]
@@ -228,10 +228,8 @@ class GaussNewton(VariationalOptimizer):
             if begun and not updates:
                 continue
             # β2 as rounded in steps: many of them, and 1 / (1 − β2ᵗ), would make much of the difference.
-            average = begun and not _is_mean(state, group)
-            forgotten = (
-                torch.tensor(group["betas"][1], dtype=hess.dtype).item() ** updates if average else 0.0
-            )
+            beta2 = torch.tensor(group["betas"][1], dtype=hess.dtype).item()
+            forgotten = beta2**updates if begun and not _is_mean(state, group) else 0.0
             if "known" not in state:
                 state.update({key: torch.zeros_like(hess) for key in ("prior_mean", "known")})
                 hess = hess - forgotten * self.init(mean, None, group)["hess"]

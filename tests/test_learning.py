@@ -1,4 +1,4 @@
-"""Every method trains a small net on real digits past a stated accuracy, in seconds."""
+"""Every optimiser trains a small net on real digits past a stated accuracy by its defaults, in seconds."""
 
 from collections.abc import Callable, Iterator
 
@@ -33,7 +33,7 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_bgd(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    opt = posterity.BGD(net, std_init=0.1, mc_samples=5, seed=0)
+    opt = posterity.BGD(net, seed=0)
     step = posterity.compile_step(net, loss_fn, opt)
     for batch in batches(x, y):
         step(*batch)
@@ -41,7 +41,7 @@ def by_bgd(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
 
 
 def by_ivon(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    opt = posterity.IVON(net, num_data=len(x), lr=0.3, betas=(0.9, 0.995), hess_init=0.1, seed=0)
+    opt = posterity.IVON(net, num_data=len(x), seed=0)
     for batch in batches(x, y):
         with opt.sampled_params():
             loss_fn(net, *batch).backward()
@@ -50,38 +50,32 @@ def by_ivon(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
 
 
 def by_vogn(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    opt = posterity.VOGN(net, num_data=len(x), lr=3e-3, betas=(0.9, 0.99), mc_samples=2, seed=0)
+    opt = posterity.VOGN(net, num_data=len(x), seed=0)
     step = posterity.compile_step(net, loss_fn, opt)
-    temperature = posterity.warmup(len(x) // BATCH, start=0.1)
-    for i, batch in enumerate(batches(x, y)):
-        opt.param_groups[0]["temperature"] = temperature(i)
+    for batch in batches(x, y):
         step(*batch)
     return opt.posterior()
 
 
 def by_ogn(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    # Squares at the means die away with the training loss, which makes the Gaussian too wide: cool it.
-    opt = posterity.OGN(net, num_data=len(x), lr=3e-3, betas=(0.9, 0.99), temperature=0.05)
+    opt = posterity.OGN(net, num_data=len(x))
     for batch in batches(x, y):
-        opt.step(lambda batch=batch: loss_fn(net, *batch), batch_size=len(batch[0]))
+        opt.step(lambda batch=batch: loss_fn(net, *batch))
     return opt.posterior()
 
 
 def by_noisy_kfac(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    opt = posterity.NoisyKFAC(net, num_data=len(x), lr=0.01, mc_samples=2, factors_every=2, seed=0)
+    opt = posterity.NoisyKFAC(net, num_data=len(x), seed=0)
     step = posterity.compile_step(net, loss_fn, opt)
-    temperature = posterity.warmup(len(x) // BATCH, start=0.1)
-    for i, batch in enumerate(batches(x, y)):
-        opt.param_groups[0]["temperature"] = temperature(i)
+    for batch in batches(x, y):
         step(*batch)
     return opt.posterior()
 
 
 def by_kfac(net: nn.Module, x: Tensor, y: Tensor) -> posterity.Factorised:
-    # Cooled for the reason that OGN is: gradients at the means die away.
-    opt = posterity.KFAC(net, num_data=len(x), lr=0.01, damping=0.01, temperature=0.05)
+    opt = posterity.KFAC(net, num_data=len(x))
     for batch in batches(x, y):
-        opt.step(lambda batch=batch: loss_fn(net, *batch), batch_size=len(batch[0]))
+        opt.step(lambda batch=batch: loss_fn(net, *batch))
     return opt.posterior()
 
 
@@ -105,13 +99,13 @@ def test_learns_digits_and_knows_what_it_does_not_know(
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     q = method(net, x, y)
     p = posterity.predict(net, q, x_test, samples=20)
-    # Over many seeds IVON's accuracies are 0.948 ± 0.012, VOGN's NLLs 0.254 ± 0.018: the worst there are.
+    # Over three seeds the worst are an accuracy of 0.935 and an NLL of 0.236, both of VOGN, and of IVON nearly.
     assert posterity.metrics.accuracy(p.probs, y_test) > 0.91
-    assert posterity.metrics.nll(p.probs, y_test) < 0.31
+    assert posterity.metrics.nll(p.probs, y_test) < 0.27
     noise = posterity.predict(
         net, q, torch.rand(400, 64, generator=torch.Generator().manual_seed(2)), samples=20
     )
-    assert posterity.metrics.auroc(p.entropy, noise.entropy) > 0.8
+    assert posterity.metrics.auroc(p.entropy, noise.entropy) > 0.9
     half = posterity.predict(net, posterity.prune(q, 0.5), x_test, samples=20)
     assert posterity.metrics.accuracy(half.probs, y_test) > 0.9
 
@@ -136,9 +130,7 @@ def test_one_line_changes_in_the_training_of_a_resnet() -> None:
     net = nn.Sequential(Block(1, 8), Block(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
     norms = posterity.names_of(net, nn.BatchNorm2d)
     # Not opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    opt = posterity.VOGN(
-        net, num_data=len(x), lr=0.01, betas=(0.9, 0.99), temperature=0.1, deterministic=norms
-    )
+    opt = posterity.VOGN(net, num_data=len(x), deterministic=norms)
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
         for rows in torch.randperm(len(x), generator=generator).split(BATCH):

@@ -31,6 +31,11 @@ class Rule:
 
 
 _SHARED: dict[str, list[Any]] = {"mc_samples": [0, 2.5], "seed": [0.5, "0"]}
+_STEPS: dict[str, list[Any]] = {
+    "std_scale": [0.0, math.inf],
+    "std_init": [-0.1, "0.1", math.inf],
+    "max_step": [0.0, math.nan],
+}
 _GAUSS_NEWTON: dict[str, list[Any]] = {
     "num_data": [0, math.inf, torch.nn.Linear(1, 1)],
     "prior_precision": [-1.0, math.inf],
@@ -38,9 +43,7 @@ _GAUSS_NEWTON: dict[str, list[Any]] = {
     "betas": [(1.0, 0.9), 0.9, (0.9,), ("0.9", 0.9)],
     "hess_init": [-1.0, math.inf],
     "damping": [-1e-3, math.inf],
-    "std_scale": [0.0, math.inf],
-    "std_init": [0.0, "0.1"],
-    "max_step": [0.0, math.nan],
+    **_STEPS,
     "augmentation": [0.0, math.inf],
     "lr_unit": [0.0, math.inf],
     "lr": [-1.0, math.nan, math.inf, torch.zeros(2)],
@@ -48,11 +51,9 @@ _GAUSS_NEWTON: dict[str, list[Any]] = {
 RULES = [
     Rule(
         "BGD",
-        lambda params, **kw: posterity.BGD(
-            params, **{"std_init": 0.1, "mc_samples": 3, "batch_size": 16, "seed": 0, **kw}
-        ),
+        lambda params, **kw: posterity.BGD(params, **{"mc_samples": 3, "batch_size": 16, "seed": 0, **kw}),
         {
-            "std_init": [-0.1, "0.1", math.inf],
+            **_STEPS,
             "lr": [-1.0, math.nan, math.inf],
             "temperature": [0.0, math.nan, math.inf],
             "batch_size": [0, 2.5, "16"],
@@ -62,7 +63,9 @@ RULES = [
     Rule(
         "IVON",
         lambda params, **kw: posterity.IVON(
-            params, **{"num_data": 100, "mc_samples": 3, "betas": (0.9, 0.9), "lr": 0.05, "seed": 0, **kw}
+            # A second β that a few steps show the Hessian moving under.
+            params,
+            **{"num_data": 100, "mc_samples": 3, "betas": (0.9, 0.9), "seed": 0, **kw},
         ),
         {
             "num_data": [0, math.inf, torch.nn.Linear(1, 1)],
@@ -71,23 +74,20 @@ RULES = [
             "betas": [(0.9, 1.0), 0.9],
             "hess_init": [0.0, math.inf],
             "clip_radius": [0.0, math.nan, "1"],
+            **_STEPS,
             "lr": [-1.0, math.nan, math.inf],
             **_SHARED,
         },
     ),
     Rule(
         "VOGN",
-        lambda params, **kw: posterity.VOGN(
-            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), "seed": 0, **kw}
-        ),
+        lambda params, **kw: posterity.VOGN(params, **{"num_data": 100, "mc_samples": 3, "seed": 0, **kw}),
         {**_GAUSS_NEWTON, **_SHARED},
         layers=True,
     ),
     Rule(
         "OGN",
-        lambda params, mc_samples=1, seed=0, **kw: posterity.OGN(
-            params, **{"num_data": 100, "lr": 0.01, "betas": (0.8, 0.3), **kw}
-        ),
+        lambda params, mc_samples=1, seed=0, **kw: posterity.OGN(params, **{"num_data": 100, **kw}),
         _GAUSS_NEWTON,
         draws=False,
         layers=True,
@@ -95,7 +95,9 @@ RULES = [
     Rule(
         "NoisyKFAC",
         lambda params, **kw: posterity.NoisyKFAC(
-            params, **{"num_data": 100, "mc_samples": 3, "lr": 0.01, "betas": (0.8, 0.3), "seed": 0, **kw}
+            # Factors of every step, so that a few steps average some.
+            params,
+            **{"num_data": 100, "mc_samples": 3, "factors_every": 1, "seed": 0, **kw},
         ),
         {**_GAUSS_NEWTON, "factors_every": [0], "inverses_every": [1.5], **_SHARED},
         layers=True,
@@ -104,7 +106,7 @@ RULES = [
     Rule(
         "KFAC",
         lambda params, mc_samples=1, seed=0, **kw: posterity.KFAC(
-            params, **{"num_data": 100, "lr": 0.01, "betas": (0.8, 0.3), "factors_every": 2, **kw}
+            params, **{"num_data": 100, "factors_every": 2, **kw}
         ),
         {**_GAUSS_NEWTON, "factors_every": [0], "inverses_every": [0]},
         draws=False,

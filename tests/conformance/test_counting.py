@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -192,7 +193,8 @@ def test_the_step_overrides_what_is_counted() -> None:
     for size in (12, 120):
         model = net()
         before = model[0].weight.detach().clone()
-        bgd(model, batch_size=8).step(lambda m=model: loss_fn(m, X, Y), batch_size=size)
+        opt = bgd(model, batch_size=8, max_step=math.inf)
+        opt.step(lambda m=model: loss_fn(m, X, Y), batch_size=size)
         results.append(model[0].weight.detach() - before)
     torch.testing.assert_close(10 * results[0], results[1])
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from posterity import DivergenceWarning
+from posterity.optim.presets import TABLE
 from posterity_lab import cli, data, runs
 from posterity_lab.config import Config
 
@@ -74,7 +75,9 @@ def test_resume_needs_no_flags_and_refuses_others(run):
     result = call("train", "--out", run, "--resume")
     assert result.exit_code == 0, result.output
     assert call("train", *TINY, "--out", run, "--resume").exit_code == 0
-    assert "has std_init = 0.05, not 0.1" in refused("train", "--out", run, "--resume", "--std-init", 0.1)
+    assert "has std_init = None, not 0.1" in refused("train", "--out", run, "--resume", "--std-init", 0.1)
+    lr = TABLE["BGD"]["default"]["lr"]
+    assert f"has lr = {lr}, not 77.0" in refused("train", "--out", run, "--resume", "--lr", 77)
     assert "has method = bgd, not ivon" in refused("train", "--out", run, "--resume", "--method", "ivon")
 
 
@@ -337,15 +340,20 @@ def test_version():
 
 def test_help_of_train_shows_the_defaults(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    shown = call("train", "--help").stdout
+    shown = " ".join(call("train", "--help").stdout.replace("│", " ").split())
+    bgd, ivon, vogn = (TABLE[rule]["default"] for rule in ("BGD", "IVON", "VOGN"))
     for default in (
         "; bgd if not given",
         "; mlp-400-400 if not given",
         "; mnist if not given",
         "; 5 if not given",
         "; 128 if not given",
-        "; bgd 2, ivon 0.5, vogn 0.01, bbb 0.001, sgd 0.1, adam 0.001 if not given",
-        "; bgd 0.05, bbb 0.02 if not given",
+        f"; bgd {bgd['lr']:g}, ivon {ivon['lr']:g}, vogn {vogn['lr']:g}, bbb 0.001, sgd 0.1, adam 0.001 if",
+        f"; bgd {bgd['std_scale']:g}, ivon {ivon['std_scale']:g}, vogn {vogn['std_scale']:g} if not given",
+        f"; bgd {bgd['max_step']:g}, ivon {ivon['max_step']:g}, vogn {vogn['max_step']:g} if not given",
+        "; bbb 0.02, derived for bgd, ivon, vogn if not given",
+        f"; vogn {vogn['hess_init']:g}, derived for ivon if not given",
+        "; derived for vogn if not given",
         "at 0.5 data counts twice; bgd 1, ivon 1, vogn 1 if not given",
     ):
         assert default in shown

@@ -2,7 +2,10 @@ import dataclasses
 import math
 
 import pytest
+from torch import nn
 
+from posterity import BGD, IVON, VOGN
+from posterity_lab import methods
 from posterity_lab.config import DEFAULTS, METHODS, Config
 
 
@@ -20,6 +23,25 @@ def test_a_method_gets_its_own_defaults_and_no_others(method):
         config.settings
     ):
         assert getattr(config, key) is None
+
+
+@pytest.mark.parametrize(("method", "rule"), [("bgd", BGD), ("ivon", IVON), ("vogn", VOGN)])
+def test_a_run_without_settings_has_those_of_the_optimiser(method, rule):
+    model = nn.Linear(4, 3)
+    ours = rule(model, **({} if rule is BGD else {"num_data": 20})).param_groups[0]
+    ours |= {"samples": ours["mc_samples"]}
+    ours |= dict(zip(("momentum", "beta2"), ours.get("betas", ()), strict=False))
+    config = Config(method=method)
+    open_ones = {key for key, value in config.settings.items() if value is None}
+    assert open_ones == {"bgd": {"std_init"}, "ivon": {"std_init", "hess_init"}}.get(
+        method, {"std_init", "damping"}
+    )
+    for key, value in config.settings.items():
+        assert key in open_ones or ours[key] == value, key
+    # The learner of the command, with what its config leaves open.
+    theirs = methods.build(config, model, num_data=20).optimizer.param_groups[0]
+    for key in ours.keys() - {"params", "seed", "samples", "momentum", "beta2"}:
+        assert theirs[key] == ours[key], key
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):

@@ -192,7 +192,7 @@ def test_rules_are_given_what_the_config_says(method: str, monkeypatch) -> None:
     config = CELLS["alexnet", method].config
     learner(method, config, net, num_data=50_000, seed=3)
     expected = {"num_data": 50_000, "betas": (0.9, config["beta2"]), "deterministic": ["1.weight", "1.bias"]}
-    expected |= {key: config[key] for key in ("lr", "prior_precision", "damping")}
+    expected |= {key: config[key] for key in ("lr", "prior_precision", "damping")} | {"preset": "osawa2019"}
     if method != "kfac":
         expected |= {"mc_samples": 3, "augmentation": 10.0, "seed": 3}
     if method != "vogn":

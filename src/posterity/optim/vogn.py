@@ -162,7 +162,7 @@ class GaussNewton(VariationalOptimizer):
             num_data = group["num_data"] * group["augmentation"]
             ess = num_data / group["temperature"]
             return above_prior(start_std(group, params), ess, group["prior_precision"] / ess)
-        return float((1 - group["betas"][0]) * (group["hess_init"] + group["damping"]))
+        return float((1 - group["betas"][0]) * (group["hess_init"] + scales(group)[2]))
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
         """Momentum and curvature."""

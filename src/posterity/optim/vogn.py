@@ -287,7 +287,7 @@ class VOGN(GaussNewton):
         num_data: Training examples (N).
         preset: Where other settings come from.
         lr: Learning rate: 1, in units of ``lr_unit``.
-        lr_unit: What ``lr`` is multiplied by; by default (1 − betas[0]) · (hess_init + damping).
+        lr_unit: What ``lr`` is multiplied by; by default (1 − betas[0]) · (hess_init + damping + δ̃).
         std_scale: Std of a weight without data, times the root of its fan-in, on average: 0.1.
         std_init: Std of every weight without data, in place of ``std_scale``.
         damping: Added to the curvature of every weight, in steps and in the posterior; by default, what gives

@@ -23,8 +23,9 @@ There is no KL term, no momentum and no weight decay: the posterior after a batc
 
 **Stability.** The mean's step is a gradient step preconditioned by σ². On a loss with Hessian H (of the
 summed batch loss) it is stable while ``lr · λmax(diag(σ) H diag(σ)) < 2``; that every single σ²·h_ii is small
-is not enough. Wide layers therefore want a smaller ``std_init``. Divergence shows as a loss or gradient that
-is not finite, which ``step()`` refuses.
+is not enough. Stds at the start are therefore relative to 1 / sqrt(fan_in), and a step is bounded, in mean
+and in log σ, by ``max_step`` stds: that holds a run which would leave the stable region, and changes no
+other.
 
 **Deviations.** Equation (13) loses all digits where ½ v E[g·eps] is large and positive; we evaluate the same
 number as v / (sqrt(1+h²) + h). Parameters without a posterior are trained by Adam: with σ = 0, eq. (12) would
@@ -71,13 +72,23 @@ class BGD(VariationalOptimizer):
     move each mean by ``lr · std² · gradient`` and shrink or widen each std by the closed form of the paper.
     Weights that the data has pinned down have a small std and move little; that is what keeps old tasks.
 
+    Settings that are not given are those of the preset (``presets.toml``). ``"default"`` learns one task
+    well; ``"continual"`` keeps what earlier tasks have taught; ``"zeno2018"`` is the paper's rule, without a
+    bound.
+
     Args:
         params: A module, or what torch.optim takes.
-        std_init: Std of every weight at the start; the plasticity that is there to be spent.
-        lr: The paper's η. 1 is the closed form itself; smaller values forget less.
-        mc_samples: Weight samples per step (the paper's K).
+        preset: Where other settings come from.
+        std_scale: Std of a weight at the start, times the root of its fan-in: 0.3. It is the plasticity that
+            is there to be spent.
+        std_init: Std of every weight at the start, in place of ``std_scale``.
+        lr: The paper's η: 20, beside stds that are small. 1 is the closed form itself; smaller values forget
+            less.
+        mc_samples: Weight samples per step (the paper's K): 10.
         temperature: Divides the loss: below 1 data counts more often than it comes, and stds fall faster. It
             may change at every step.
+        max_step: The furthest that a mean moves in a step, in its stds, and the most that the logarithm of a
+            std does: 0.2.
         batch_size: Examples behind each step, where they cannot be counted from the inputs of a module and
             ``step()`` is not told.
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).

@@ -15,14 +15,15 @@ is Effective for Large Deep Networks", ICML 2024. Algorithm 1, with g the gradie
 | m | the model's parameters | |
 | λ (effective sample size) | ``num_data / temperature`` | |
 | δ (weight decay) | ``temperature · prior_precision / num_data`` | |
-| h at the start | ``hess_init`` | the initial std is 1 / sqrt(λ (hess_init + δ)) |
+| h at the start | ``hess_init`` | the initial std, of which it follows, is 1 / sqrt(λ (hess_init + δ)) |
 | α | ``lr · (hess_init + δ)`` | keeps learning rates near Adam's and SGD's |
 | β1, β2 | ``betas`` | |
 | samples | ``mc_samples`` | g and ĥ are averaged over them |
 
-**Deviations.** None in the rule. ``clip_radius`` bounds each weight's preconditioned step before the learning
-rate, as the authors' code does. With the usual β2 of 0.99999 the Hessian moves over 100,000 steps: shorter
-runs want a smaller one, such as 1 − 1/steps.
+**Deviations.** Steps are bounded by ``max_step`` stds, which ``preset="shen2024"`` does not do.
+``clip_radius`` bounds each weight's preconditioned step before the learning rate, as the authors' code does.
+With their β2 of 0.99999 the Hessian moves over 100,000 steps, with 0.9999 over 10,000: 1 − 1/steps fits a
+run.
 """
 
 from __future__ import annotations
@@ -61,14 +62,20 @@ class IVON(VariationalOptimizer):
     Args:
         params: A module, or what torch.optim takes.
         num_data: Training examples (N).
-        lr: Learning rate. The gradient is averaged, not summed, so this is about ten times what SGD with
+        preset: Where settings come from that are not given: ``"default"``, or ``"shen2024"``, the authors'
+            for CIFAR-10.
+        lr: Learning rate: 1. The gradient is averaged, not summed, so this is about ten times what SGD with
             momentum 0.9 takes.
-        prior_precision: Precision of the prior N(0, ·).
+        std_scale: Std of a weight at the start, times the root of its fan-in, on average: 0.1.
+        std_init: Std of every weight at the start, in place of ``std_scale``.
+        hess_init: Diagonal Hessian of the mean loss that the posterior starts from; by default, that of the
+            std at the start.
+        prior_precision: Precision of the prior N(0, ·): 1.
         temperature: 1 is Bayes; smaller values give a sharper posterior.
-        betas: Averaging of the gradient and of the Hessian.
-        hess_init: Diagonal Hessian of the mean loss that the posterior starts from.
-        clip_radius: Bound on each weight's preconditioned step.
-        mc_samples: Weight samples per step; 1 is usual.
+        betas: Averaging of the gradient and of the Hessian: (0.9, 0.9999).
+        max_step: The furthest that a weight moves in a step, in its stds: 0.06.
+        clip_radius: Bound on each weight's preconditioned step, as the authors' code has it.
+        mc_samples: Weight samples per step: 1.
         deterministic: Filter of names that get no posterior.
         deterministic_lr: Adam's learning rate for those.
         batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.

@@ -22,7 +22,7 @@ side by side, each addressed by its own name.
 | m | ``state[p]["momentum"]`` | of the weight and of the bias |
 | Ā, S̄ | ``state[p]["inputs"]``, ``state[p]["outputs"]`` | p the weight |
 | Cholesky factors of A_γ⁻¹, S_γ⁻¹ | ``state[p]["columns"]``, ``state[p]["rows"]`` | lower |
-| α, β1 | ``lr``, ``betas[0]`` | m sums up gradients: the pace is lr / (1 − β1) |
+| α, β1 | ``lr · lr_unit``, ``betas[0]`` | m sums up gradients: the pace is α / (1 − β1) |
 | 1 − β2, the weight of new factors | ``1 − betas[1]`` | |
 | N, λ | ``num_data · augmentation``, ``temperature`` (τ) | |
 | prior variance η | ``1 / prior_precision`` (δ) | |
@@ -40,7 +40,8 @@ cost no second backward pass, and die away with the residuals where a model fits
 
 **Deviations.** Damping is part of the posterior's precision, as in VOGN, so that one inverse serves both;
 Noisy K-FAC draws with γ = δ̃. The decay is δ̃ M; the paper has δ̃ W at the drawn weights, whose mean it is.
-Steps have no trust region (K-FAC's quadratic model, a bound on the KL): clip gradients where they need one.
+In place of a trust region by a quadratic model, a block's step Δ is shortened until sqrt(Δᵀ P Δ / n), its
+root mean square in stds, is at most ``max_step``; P is the posterior's precision, n the number of weights.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ from posterity.optim.matrices import Moving, Refused
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
 from posterity.optim.step import due
-from posterity.optim.vogn import GaussNewton, scales
+from posterity.optim.vogn import GaussNewton, Settings, scales
 from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
 from posterity.posterior.algebra import SINGULAR, full_precision, inverse_cholesky, shares, solved
 from posterity.torch_private import foreach_add_, foreach_mul, foreach_mul_, foreach_sub
@@ -136,7 +137,7 @@ class KroneckerNewton(GaussNewton):
         num_data: int,
         factors_every: int | None = None,
         inverses_every: int | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         every = {"factors_every": factors_every, "inverses_every": inverses_every}
         super().__init__(params, num_data=num_data, **settings, _more=every)
@@ -152,7 +153,7 @@ class KroneckerNewton(GaussNewton):
         """Factors whose inverses are a matrix Gaussian's; of a diagonal one, curvature as for VOGN."""
         leaf = leaf.product() if isinstance(leaf, EigenGaussian) else leaf
         if not isinstance(leaf, MatrixGaussian):
-            return self.init(mean, std, group)
+            return super().adopt(leaf, mean, std, group)
         _, _, shift = scales(group)
         rows = leaf.rows.to(mean) / _spread(group)
         columns = leaf.columns.to(mean)
@@ -243,30 +244,19 @@ class NoisyKFAC(KroneckerNewton):
     the posterior's covariance. Weights must be used by layers that report single examples, as for
     :class:`VOGN`. ``compile_step`` runs all samples at once; on a GPU, steps without factors are a graph.
 
-    In "Practical Deep Learning with Bayesian Principles" AlexNet on CIFAR-10 has ``lr=1e-3``, divided by ten
-    after 30 and 50 of 81 epochs, ``prior_precision=0.5``, ``damping=1e-3``, and a temperature that rises from
-    0.01 to 1 over 15,821 steps: ``posterity.warmup(15821, start=0.01)``.
+    Settings are as for :class:`VOGN`, with presets of its own (``presets.toml``). ``"osawa2019"`` are those
+    of "Practical Deep Learning with Bayesian Principles" for AlexNet on CIFAR-10, where lr is divided by ten
+    after 30 and 50 of 81 epochs, ``prior_precision=0.5``, and the temperature rises from 0.01 to 1 over
+    15,821 steps: ``posterity.warmup(15821, start=0.01)``.
 
     Args:
         params: A module, or what torch.optim takes.
         num_data: Training examples (N).
-        lr: Learning rate.
-        prior_precision: Precision of the prior N(0, ·).
-        temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
-        betas: Momentum, and averaging of the factors.
-        damping: Added to the curvature, in steps and in the posterior; split between the factors of a block.
-        augmentation: By how much data augmentation multiplies the number of examples.
-        factors_every: Steps from one collection of factors to the next. Others cost what a gradient does.
+        factors_every: Steps from one collection of factors to the next: 50. Others cost what a gradient does.
         inverses_every: Likewise for their inverses; with the factors, if None.
-        hess_init: Curvature of each weight, until its own is known.
-        keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
-        mc_samples: Weight samples per step.
-        deterministic: Filter of names that get no posterior and no prior; the same rule trains them.
-        deterministic_lr: Let Adam train those, with this learning rate, as in :class:`VOGN`.
-        batch_dim: The axis of the examples in the inputs of the module and of layers that have a choice: 1
-            for ``[T, B, …]``.
-        seed: Seed of the weight noise; by default one number from torch's generator, see
-            :class:`~posterity.optim.VariationalOptimizer`.
+        settings: All that :class:`VOGN` takes besides. ``damping`` is split between the factors of a block,
+            ``betas`` are (0.9, 0.8), of the factors one in ``factors_every`` steps, and ``max_step`` bounds
+            the root mean square of a block's step in its posterior's stds.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

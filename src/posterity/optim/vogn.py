@@ -15,8 +15,8 @@ example i's own loss at θ = μ + σ·eps:
 |---|---|---|
 | μ | the model's parameters | |
 | m, s | ``state[p]["momentum"]``, ``state[p]["hess"]`` | |
-| s at the start | ``hess_init`` | |
-| α | ``lr`` | m sums up gradients: the pace is lr / (1 − β1) |
+| s at the start | ``hess_init`` | if 0, s is the mean of all ĥ while there are fewer than 1 / (1−β2) |
+| α | ``lr · lr_unit`` | m sums up gradients: the pace is α / (1 − β1) |
 | β1 | ``betas[0]`` | |
 | β2, the weight of the *new* ĥ | ``1 − betas[1]`` | ``betas`` are as Adam's |
 | N, ρ | ``num_data``, ``augmentation`` | the N above is ``num_data · augmentation`` |
@@ -41,8 +41,9 @@ the step, at once. That is what the momentum correction of Goyal et al. 2017 doe
 While α stays, both are the same; when α goes from a to b, v stays and dies away by β1, as if m were
 multiplied by a / b.
 
-**Deviations.** ĥ is exact for biases of convolutions and for BatchNorm, which the authors approximate.
-Parameters without a posterior are trained by the same rule at their values, with no prior, as the authors do.
+**Deviations.** Steps are bounded by ``max_step`` stds, which ``preset="osawa2019"`` does not do. ĥ is exact
+for biases of convolutions and for BatchNorm, which the authors approximate. Parameters without a posterior
+are trained by the same rule at their values, with no prior, as the authors do.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypedDict, final
 
 import torch
 from torch import Tensor
@@ -73,6 +74,29 @@ def vogn_hess(hess: Tensor, squares: Tensor, beta2: float | Tensor) -> Tensor:
 def vogn_std(hess: Tensor, temperature: float | Tensor, num_data: float, shift: float | Tensor) -> Tensor:
     """σ = sqrt(τ / (N (s + δ̃ + γ))), ``shift`` being δ̃ + γ."""
     return (temperature / (num_data * (hess + shift))).sqrt()
+
+
+class Settings(TypedDict, total=False):
+    """What all of these rules take, as :class:`VOGN` explains."""
+
+    preset: str
+    lr: float | None
+    lr_unit: float | None
+    std_scale: float | None
+    std_init: float | None
+    damping: float | None
+    hess_init: float | None
+    prior_precision: float | None
+    temperature: float | None
+    betas: tuple[float, float] | None
+    max_step: float | None
+    augmentation: float | None
+    keep_velocity: bool | None
+    mc_samples: int | None
+    deterministic: NameFilter
+    deterministic_lr: float | None
+    batch_dim: int
+    seed: int | None
 
 
 class GaussNewton(VariationalOptimizer):
@@ -250,23 +274,34 @@ class VOGN(GaussNewton):
     gradients, then step by both. Weights must be used by layers that report single examples (linear layers,
     convolutions, norms, embeddings, attention); one that is used in another way is refused by name.
 
-    The defaults are the authors' for CIFAR-10, except ``prior_precision``, theirs being 100 (LeNet-5), 0.5
-    (AlexNet) and 50 (ResNet-18, with BatchNorm deterministic), and ``mc_samples``, 6, 3 and 5 there;
-    ``betas=(0.9, 0.1)`` on ImageNet. ``augmentation`` was 10 on CIFAR-10 and 5 on ImageNet. They warm up the
-    temperature: ``posterity.warmup(steps, start=0.1)`` gives it, see the example.
+    Settings that are not given are those of the preset (``presets.toml``). In ``"default"`` the std of a
+    weight has an upper limit that goes with its fan-in, curvature from data lowers it, and ``lr`` is that of
+    a step on averaged gradients where there is no curvature. ``"osawa2019"`` are the authors' for CIFAR-10,
+    except ``prior_precision``, theirs being 100 (LeNet-5), 0.5 (AlexNet) and 50 (ResNet-18, with BatchNorm
+    deterministic), and ``mc_samples``, 6, 3 and 5 there; ``betas=(0.9, 0.1)`` on ImageNet. ``augmentation``
+    was 10 on CIFAR-10 and 5 on ImageNet. They warm up the temperature: ``posterity.warmup(steps, start=0.1)``
+    gives it, see the example.
 
     Args:
         params: A module, or what torch.optim takes.
         num_data: Training examples (N).
-        lr: Learning rate.
-        prior_precision: Precision of the prior N(0, ·).
+        preset: Where other settings come from.
+        lr: Learning rate: 1, in units of ``lr_unit``.
+        lr_unit: What ``lr`` is multiplied by; by default (1 − betas[0]) · (hess_init + damping + δ̃).
+        std_scale: Std of a weight without data, times the root of its fan-in, on average: 0.1.
+        std_init: Std of every weight without data, in place of ``std_scale``.
+        damping: Added to the curvature of every weight, in steps and in the posterior; by default, what gives
+            the std without data.
+        hess_init: Curvature of the mean loss to start from, a guess that is averaged away. 0, the default,
+            begins with what the first batch gives.
+        prior_precision: Precision of the prior N(0, ·): 1.
         temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
-        betas: Momentum, and averaging of the curvature: 0.001 follows each batch's, near 1 averages many.
-        damping: Added to the curvature of every weight, in steps and in the posterior.
+        betas: Momentum, and averaging of the curvature: (0.9, 0.999). 0.001 follows each batch's, near 1
+            averages many.
+        max_step: The furthest that a weight moves in a step, in its stds: 0.06.
         augmentation: By how much data augmentation multiplies the number of examples.
-        hess_init: Curvature of the mean loss that the posterior starts from.
         keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
-        mc_samples: Weight samples per step.
+        mc_samples: Weight samples per step: 1.
         deterministic: Filter of names that get no posterior and no prior (see ``posterity.names_of`` for
             BatchNorm); the same rule trains them, without noise.
         deterministic_lr: Let Adam train those, with this learning rate: for parameters that are used in ways

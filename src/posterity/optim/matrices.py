@@ -115,7 +115,9 @@ class Block:
             return self.join(values)
 
         apart = {*COUNTS, "mean", "keep", *self._matrices}
-        single = [key for key in self.parts[-1].state if key not in apart]
+        # One part may have come from a posterior, with more than a rule gives the others.
+        first, *others = (part.state for part in self.parts)
+        single = [key for key in first if key not in apart and all(key in other for other in others)]
         state = {key: joined([part.state[key] for part in self.parts]) for key in single}
         state |= {key: self.state[key] for key in self._matrices if key in self.state}
         grad = joined(grads)

@@ -1,6 +1,7 @@
 """README and docs: short, without dead links, and their Python runs."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,27 @@ def test_python_in_the_documents_runs(page: str, tmp_path: Path, monkeypatch: py
     assert code
     for block in code:
         exec(compile(block, page, "exec"), given)
+
+
+def test_the_settings_page_shows_the_table() -> None:
+    table = tomllib.loads((ROOT / "src/posterity/presets.toml").read_text())
+    rules = {"BGD": "BGD", "IVON": "IVON", "VOGN": "VOGN, OGN", "NoisyKFAC": "Noisy K-FAC, K-FAC"}
+    keys = ["std_scale", "lr", "max_step", "betas", "prior_precision", "temperature", "hess_init"]
+    derived = {("IVON", "hess_init")}
+
+    def cell(rule: str, key: str) -> str:
+        value = table[rule]["default"].get(key)
+        if value is None:
+            return "derived" if (rule, key) in derived else "–"
+        return ", ".join(f"{each:g}" for each in (value if isinstance(value, list) else [value]))
+
+    lines = [["", *rules.values()], ["---"] * 5]
+    for key in (*keys, "mc_samples", "factors_every"):
+        lines.append([f"`{key}`", *(cell(rule, key) for rule in rules)])
+    lines.append(
+        ["presets", *(", ".join(f"`{name}`" for name in table[rule] if name != "default") for rule in rules)]
+    )
+    expected = "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |")
+    page = (ROOT / "docs/settings.md").read_text()
+    shown = page.partition("<!-- from presets.toml -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown == expected

@@ -90,10 +90,10 @@ def digits_cnn() -> nn.Sequential:
         torch.Size([2, 10])
     """
     layers: list[nn.Module] = []
-    for inputs, outputs in ((1, 8), (8, 16)):
+    for inputs, outputs in ((1, 16), (16, 32)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs)]
         layers += [nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 2 * 2, 10))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 2 * 2, 10))
 
 
 def cropped_and_flipped(x: Tensor, generator: torch.Generator) -> Tensor:

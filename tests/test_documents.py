@@ -1,5 +1,8 @@
 """README and docs: short, without dead links, and their Python runs."""
 
+import ast
+import inspect
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import posterity
+from posterity.optim.presets import TABLE
 from posterity_lab import bench
 
 ROOT = bench.FOLDER.parent
@@ -120,3 +124,55 @@ def test_the_settings_page_shows_the_table() -> None:
     page = (ROOT / "docs/settings.md").read_text()
     shown = page.partition("<!-- from presets.toml -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == expected
+
+
+NUMBER = r"\d[\d.]*(?:e-?\d+)?"
+PAIR = rf"\({NUMBER}, {NUMBER}\)"
+
+
+def as_python(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("rule", TABLE)
+def test_defaults_in_docstrings_are_those_of_the_table(rule: str) -> None:
+    """An argument states its default behind a colon, ``std_scale: Std of a weight at the start: 0.3.``"""
+    text = inspect.getdoc(getattr(posterity, rule)) or ""
+    arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
+    stated: list[tuple[str, str]] = []
+    for name, entry in entries:
+        line = " ".join(entry.split())
+        stated += [(name, value) for value in re.findall(rf": ({PAIR}|{NUMBER})(?=[.,;: ]|$)", line)[:1]]
+        stated += re.findall(rf"``(\w+)`` are ({PAIR})", line)
+    settings = TABLE[rule]["default"]
+    found = {name: ast.literal_eval(value.rstrip(".")) for name, value in stated if name in settings}
+    assert found == {name: as_python(settings[name]) for name in found}
+    common = {"std_scale", "lr", "max_step", "mc_samples"}
+    assert found.keys() >= ({"factors_every", "betas"} if rule == "NoisyKFAC" else common)
+
+
+@pytest.mark.parametrize(("page", "rule"), [("bgd", "BGD"), ("vogn", "VOGN"), ("kfac", "NoisyKFAC")])
+def test_settings_of_a_methods_page_are_those_of_the_table(page: str, rule: str) -> None:
+    """Columns are presets; a cell has one number for each name of its row, and may say more behind it."""
+    section = (ROOT / f"docs/methods/{page}.md").read_text().partition("\n## Settings\n")[2].strip()
+    lines = section.partition("\n\n")[0].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    presets = [re.search(r'default|(?<=preset=")\w+', cell) for cell in head]
+    checked = set()
+    for names, *cells in rows:
+        for preset, cell in zip(presets[1:], cells, strict=True):
+            keys = re.findall(r"`(\w+)`", names)
+            values = re.match(rf"({PAIR}|{NUMBER}|none|derived)(?:, ({PAIR}|{NUMBER}|derived))?", cell)
+            if preset is None or values is None:
+                continue
+            settings = {**TABLE[rule]["default"], **TABLE[rule][preset[0]]}
+            for key, value in zip(keys, filter(None, values.groups()), strict=False):
+                own = as_python(settings.get(key))
+                stated = {"none": math.inf, "derived": None}.get(value)
+                assert own == (stated if value in ("none", "derived") else ast.literal_eval(value)), (
+                    key,
+                    cell,
+                )
+                checked.add((preset[0], key))
+    assert checked >= {(preset, key) for preset in TABLE[rule] for key in ("lr", "max_step")}

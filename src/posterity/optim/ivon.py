@@ -66,14 +66,14 @@ class IVON(VariationalOptimizer):
             for CIFAR-10.
         lr: Learning rate: 1. The gradient is averaged, not summed, so this is about ten times what SGD with
             momentum 0.9 takes.
-        std_scale: Std of a weight at the start, times the root of its fan-in, on average: 0.1.
+        std_scale: Std of a weight at the start, times the root of its fan-in, on average: 0.05.
         std_init: Std of every weight at the start, in place of ``std_scale``.
         hess_init: Diagonal Hessian of the mean loss that the posterior starts from; by default, that of the
             std at the start.
         prior_precision: Precision of the prior N(0, ·): 1.
         temperature: 1 is Bayes; smaller values give a sharper posterior.
         betas: Averaging of the gradient and of the Hessian: (0.9, 0.9999).
-        max_step: The furthest that a weight moves in a step, in its stds: 0.06.
+        max_step: The furthest that a weight moves in a step, in its stds: 0.12.
         clip_radius: Bound on each weight's preconditioned step, as the authors' code has it.
         mc_samples: Weight samples per step: 1.
         deterministic: Filter of names that get no posterior.

@@ -288,7 +288,7 @@ class VOGN(GaussNewton):
         preset: Where other settings come from.
         lr: Learning rate: 1, in units of ``lr_unit``.
         lr_unit: What ``lr`` is multiplied by; by default (1 − betas[0]) · (hess_init + damping + δ̃).
-        std_scale: Std of a weight without data, times the root of its fan-in, on average: 0.1.
+        std_scale: Std of a weight without data, times the root of its fan-in, on average: 0.05.
         std_init: Std of every weight without data, in place of ``std_scale``.
         damping: Added to the curvature of every weight, in steps and in the posterior; by default, what gives
             the std without data.
@@ -298,7 +298,7 @@ class VOGN(GaussNewton):
         temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
         betas: Momentum, and averaging of the curvature: (0.9, 0.999). 0.001 follows each batch's, near 1
             averages many.
-        max_step: The furthest that a weight moves in a step, in its stds: 0.06.
+        max_step: The furthest that a weight moves in a step, in its stds: 0.12.
         augmentation: By how much data augmentation multiplies the number of examples.
         keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
         mc_samples: Weight samples per step: 1.

@@ -127,7 +127,7 @@ def test_sampled_squares_are_unbiased() -> None:
     with torch.no_grad():
         layer.weight.copy_(posterior()[0][None])
     n = 1000
-    opt = VOGN(layer, num_data=N, hess_init=0.1)
+    opt = VOGN(layer, num_data=N, std_init=0.1, seed=0)
     mean, std = layer.weight.detach().flatten(), opt.posterior().std()["weight"].flatten()
     singles, before = [], torch.zeros(D).double()
     for _ in range(n):

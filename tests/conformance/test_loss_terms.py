@@ -118,7 +118,7 @@ def test_count_gives_the_posterior_of_the_mean_per_example(rule: Rule, case: Cas
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CountWarning)
         wrong = learned(rule, way, case.mean, case)
-    assert not torch.allclose(wrong["std 0.weight"], right["std 0.weight"], rtol=1e-3)
+    assert not torch.allclose(wrong["std 0.weight"], right["std 0.weight"], rtol=1e-5)
 
 
 @rules

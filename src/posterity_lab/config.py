@@ -50,17 +50,19 @@ class _Range:
     lowest: float
     below: float = math.inf
     open: bool = False
+    unbounded: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies in the range; neither NaN nor infinity does."""
-        return (value > self.lowest if self.open else value >= self.lowest) and value < self.below
+        """Whether the value lies in the range; NaN never does, infinity where there is no bound at all."""
+        high_enough = value > self.lowest if self.open else value >= self.lowest
+        return high_enough and (value < self.below or self.unbounded)
 
     def __str__(self) -> str:
         if self.kind is int and self.below < math.inf:
             return f"a whole number from {self.lowest:g} to {int(self.below) - 1}"
         if self.below < math.inf:
             return f"a number in [{self.lowest:g}, {self.below:g})"
-        what = "a whole number" if self.kind is int else "a finite number"
+        what = "a whole number" if self.kind is int else "a number" if self.unbounded else "a finite number"
         return f"{what} {'greater than' if self.open else 'of at least'} {self.lowest:g}"
 
 
@@ -76,7 +78,7 @@ _RANGES = {
     "beta2": _Range(float, 0, below=1),
     "std_scale": _Range(float, 0, open=True),
     "std_init": _Range(float, 0, open=True),
-    "max_step": _Range(float, 0, open=True),
+    "max_step": _Range(float, 0, open=True, unbounded=True),
     "hess_init": _Range(float, 0),
     "damping": _Range(float, 0),
     "prior_precision": _Range(float, 0, open=True),

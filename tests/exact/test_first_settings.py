@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -370,7 +371,7 @@ def required(make: Any) -> dict[str, int]:
 
 @makers
 def test_an_unknown_preset_is_refused_with_those_that_exist(make: Any) -> None:
-    with pytest.raises(ValueError, match="has no preset 'osawa': choose one of 'default'") as error:
+    with pytest.raises(ValueError, match="there is no preset 'osawa': choose one of 'default'") as error:
         make(net(), preset="osawa", **required(make))
     message = str(error.value)
     assert "\n" not in message
@@ -432,3 +433,33 @@ def test_a_group_that_is_added_has_derived_numbers_of_its_own(make: Any) -> None
         )
     for key in DERIVED[make]:
         assert len({group[key] for group in opt.param_groups}) == 3, key
+
+
+@pytest.mark.parametrize(
+    ("make", "preset", "given"),
+    [
+        (posterity.BGD, "zeno2018", {"std_scale": 0.4}),
+        (partial(posterity.IVON, num_data=100), "shen2024", {"std_scale": 0.4}),
+        (partial(posterity.IVON, num_data=100), "shen2024", {"std_init": 0.2}),
+        (partial(posterity.VOGN, num_data=100), "osawa2019", {"std_scale": 0.4}),
+        (partial(posterity.VOGN, num_data=100), "osawa2019", {"std_init": 0.2}),
+        (partial(posterity.KFAC, num_data=100), "osawa2019", {"std_init": 0.2}),
+    ],
+)
+def test_a_users_width_sets_aside_the_presets(make: Any, preset: str, given: dict[str, float]) -> None:
+    layer = nn.Linear(4, 2, bias=False)
+    extra = {} if make is posterity.BGD else {"prior_precision": 1.0}
+    if preset == "osawa2019":
+        extra["hess_init"] = 0.0
+    std = make(layer, preset=preset, **given, **extra).posterior().std()["weight"]
+    torch.testing.assert_close(std, torch.full_like(std, 0.2))
+    group = {"params": list(layer.named_parameters()), **given}
+    std = make([group], preset=preset, **extra).posterior().std()["weight"]
+    torch.testing.assert_close(std, torch.full_like(std, 0.2))
+
+
+def test_two_widths_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="std_init and damping all say how wide the posterior is at the start"
+    ):
+        posterity.VOGN(nn.Linear(2, 1), num_data=10, std_init=0.1, damping=0.1)

@@ -131,7 +131,7 @@ class BGD(VariationalOptimizer):
         given |= {"temperature": temperature, "max_step": max_step, "batch_size": batch_size}
         super().__init__(
             params,
-            settings("BGD", preset, given),
+            settings("BGD", preset, given, self.widths),
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,

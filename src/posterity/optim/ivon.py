@@ -94,6 +94,7 @@ class IVON(VariationalOptimizer):
     """
 
     derived = ("hess_init",)
+    widths = ("std_scale", "std_init", "hess_init")
     narrower = "lower std_scale, or raise prior_precision"
 
     def __init__(
@@ -122,7 +123,7 @@ class IVON(VariationalOptimizer):
         given |= {"temperature": temperature, "max_step": max_step, "clip_radius": clip_radius}
         super().__init__(
             params,
-            settings("IVON", preset, {**given, "mc_samples": mc_samples}),
+            settings("IVON", preset, {**given, "mc_samples": mc_samples}, self.widths),
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,

@@ -27,6 +27,7 @@ from posterity.noise import new_seed
 from posterity.optim import checks, counting, groups, saved
 from posterity.optim.adam import ADAM
 from posterity.optim.matrices import Matrices, Moving
+from posterity.optim.presets import overridden
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members, state_dtype
 from posterity.optim.statistics import Accumulator, Statistics
 from posterity.optim.step import Numbers, apply, one_sample
@@ -65,6 +66,7 @@ class VariationalOptimizer(Optimizer, ABC):
         matrices: Keys of a state that are no values of single weights, but matrices of a block of tensors.
         scheduled: Entries of a group that may change at every step; a captured step reads them anew.
         derived: Entries that follow from others where they are not given, in the order in which they do.
+        widths: Entries that say how wide the posterior is at the start, the most decisive last.
         without_noise: What differs in groups without a posterior, if the rule itself can train these.
         narrower: What a user can do about stds that are too large, by the names of its settings.
 
@@ -85,6 +87,7 @@ class VariationalOptimizer(Optimizer, ABC):
     matrices: ClassVar[tuple[str, ...]] = ()
     scheduled: ClassVar[tuple[str, ...]] = ("lr",)
     derived: ClassVar[tuple[str, ...]] = ()
+    widths: ClassVar[tuple[str, ...]] = ("std_scale", "std_init")
     without_noise: ClassVar[Group | None] = None
     narrower: ClassVar[str] = "lower the stds it starts from"
     ok: Tensor | None  # whether the last step was let through, as a flag on the device
@@ -408,7 +411,7 @@ class VariationalOptimizer(Optimizer, ABC):
         elif param_group.get("deterministic"):
             defaults = {**defaults, **(self.without_noise or {})}
         groups.refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
-        group = groups.checked_group({**defaults, **param_group}, self.param_groups)
+        group = groups.checked_group(overridden(defaults, param_group, self.widths), self.param_groups)
         by_rule = not self.by_adam(group)
         left_open = {key: 1.0 for key in self.derived if by_rule and group[key] is None}
         self._check([*self.param_groups, {**group, **left_open}])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -16,25 +15,47 @@ TABLE: Mapping[str, Mapping[str, Group]] = tomllib.loads(
 )
 
 
-def settings(rule: str, preset: str, given: Mapping[str, Any]) -> Group:
+def settings(rule: str, preset: str, given: Group, widths: Sequence[str]) -> Group:
     """A rule's settings: those that were given, else the preset's, else the default's, else None.
 
     Args:
         rule: A name in the table.
-        preset: ``"default"``, or one of the rule's papers.
+        preset: ``"default"``, or another of the rule's.
         given: What a user has given, None for what was left out.
+        widths: As for :func:`overridden`.
 
     Example:
-        >>> settings("VOGN", "osawa2019", {"lr": None, "damping": 0.1, "std_init": None})["damping"]
-        0.1
+        >>> found = settings("VOGN", "osawa2019", {"lr": 0.1, "std_init": None}, ("std_init", "damping"))
+        >>> found["lr"], found["damping"], found["std_init"]
+        (0.1, 0.001, None)
     """
     presets = TABLE[rule]
     if preset not in presets:
-        raise ValueError(f"{rule} has no preset {preset!r}: choose one of {', '.join(map(repr, presets))}")
-    found = {**presets["default"], **presets[preset]}
+        raise ValueError(f"there is no preset {preset!r}: choose one of {', '.join(map(repr, presets))}")
+    found = {**dict.fromkeys(given), **presets["default"], **presets[preset]}
     if "betas" in found:
         found["betas"] = tuple(found["betas"])
-    return {**found, **{key: value for key, value in given.items() if value is not None or key not in found}}
+    return overridden(found, {key: value for key, value in given.items() if value is not None}, widths)
+
+
+def overridden(settings: Group, given: Group, widths: Sequence[str]) -> Group:
+    """Settings with some that a user gives in their place.
+
+    Args:
+        settings: As they are.
+        given: The user's.
+        widths: Those that say how wide a posterior is at the start; each decides over those before it, so a
+            user's sets aside what comes after it.
+
+    Example:
+        >>> overridden({"std_scale": 0.1, "std_init": 0.2}, {"std_scale": 0.3}, ("std_scale", "std_init"))
+        {'std_scale': 0.3, 'std_init': None}
+    """
+    own = [key for key in widths if given.get(key) is not None]
+    if len(own) > 1:
+        raise ValueError(f"{' and '.join(own)} all say how wide the posterior is at the start: give one")
+    set_aside = widths[widths.index(own[0]) + 1 :] if own else ()
+    return {**settings, **dict.fromkeys(set_aside), **given}
 
 
 def fan_in(p: Tensor) -> int:

@@ -105,6 +105,7 @@ class GaussNewton(VariationalOptimizer):
     collects: ClassVar[type[Collector]] = Squares
     scheduled = ("lr", "temperature")
     derived = ("damping", "lr_unit")
+    widths = ("std_scale", "std_init", "damping")
     without_noise: ClassVar[Group] = {"prior_precision": 0.0}
     narrower = "lower std_scale, or raise damping"
     table: ClassVar[str] = "VOGN"
@@ -140,7 +141,7 @@ class GaussNewton(VariationalOptimizer):
         given |= {"augmentation": augmentation, "keep_velocity": keep_velocity, **(_more or {})}
         super().__init__(
             params,
-            settings(self.table, preset, given),
+            settings(self.table, preset, given, self.widths),
             seed=seed,
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,

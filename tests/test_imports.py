@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "inputs": {"buffers"},
     "mc": {"buffers", "inputs", "layers"},
     "train": {"torch_private", "buffers", "inputs", "layers", "mc", "noise", "optim"},
-    "variational": {"torch_private", "names", "noise", "posterior", "mc"},
+    "variational": {"torch_private", "names", "noise", "optim", "posterior", "mc"},
     "dropout": {"noise", "posterior"},
     "predict": {"names", "inputs", "mc", "posterior", "variational"},
     "laplace": {

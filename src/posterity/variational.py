@@ -7,9 +7,11 @@ so a method is this wrapper, a prior, :func:`~posterity.elbo` and any torch opti
 | paper | here |
 |---|---|
 | θ = (μ, ρ) | ``model.posterior``; μ are the wrapped module's own parameters |
-| P(w) | any prior that ``kl`` takes, :class:`~posterity.ScaleMixture` for the paper's |
+| P(w) | any prior that ``kl`` takes, :class:`~posterity.ScaleMixture` for the paper's; N(0, 1) without one |
 | F(D, θ) | ``num_data · elbo(nll, kl, num_data=...)`` |
 | π_i | ``factor=posterity.blundell(num_batches), step=...`` |
+
+Deviations: stds start at a share of ``1 / sqrt(fan_in)``, not at one number for all nets.
 """
 
 from __future__ import annotations
@@ -25,10 +27,21 @@ from torch.func import functional_call
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
-from posterity.posterior import ByName, Density, DiagonalGaussian, Factorised, Leaf, Posterior, kl
+from posterity.optim.presets import TABLE, settings, start_std
+from posterity.posterior import (
+    ByName,
+    Density,
+    DiagonalGaussian,
+    Factorised,
+    IsotropicGaussian,
+    Leaf,
+    Posterior,
+    kl,
+)
 from posterity.torch_private import graph_task_id
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
+PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
 
 
 @final
@@ -79,8 +92,8 @@ class Variational(nn.Module):
         """The module's outputs ``[samples, B, ...]`` under as many draws of the weights."""
         return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
 
-    def kl(self, prior: Posterior | Density | ByName) -> Tensor:
-        """KL(posterior ‖ prior); estimated where there is no closed form.
+    def kl(self, prior: Posterior | Density | ByName = PRIOR) -> Tensor:
+        """KL(posterior ‖ prior); estimated where there is no closed form. The prior is N(0, 1) by default.
 
         The weights are those that were drawn last, if the posterior is as it was then; else others.
         """
@@ -119,7 +132,8 @@ def variational(
     module: nn.Module,
     *,
     family: Family | Mapping[str, Family] = DiagonalGaussian,
-    std_init: float = 0.02,
+    std_scale: float | None = None,
+    std_init: float | None = None,
     deterministic: NameFilter = (),
     seed: int | None = None,
 ) -> Variational:
@@ -128,31 +142,36 @@ def variational(
     Args:
         module: Any module; it is not copied, and its parameters become the means. A hook on its layers
             refuses to run them inside a backward pass.
-        family: From a parameter and ``std_init`` to its leaf; or families by name patterns, in order, of
-            which the first that matches counts: ``{"conv*.weight": MyFamily, "*": DiagonalGaussian}``.
-        std_init: Std of every weight at the start.
+        family: From a parameter and its std at the start to its leaf; or families by name patterns, in order,
+            of which the first that matches counts: ``{"conv*.weight": MyFamily, "*": DiagonalGaussian}``.
+        std_scale: Std of the weights at the start, times the root of their fan-in (its mean over weights), as
+            rules have it. Each draw of the weights is shared by a batch, so wider stds slow training down.
+        std_init: Std of every weight at the start, instead.
         deterministic: Filter of names that stay plain parameters.
         seed: Seed of the weight noise; see :class:`Variational` for the default.
 
     Example:
         >>> net = nn.Linear(4, 2)
-        >>> model = variational(net, std_init=0.05)
+        >>> model = variational(net)
         >>> import torch
         >>> opt = torch.optim.Adam(model.parameters(), lr=1e-2)
         >>> x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
-        >>> from posterity import IsotropicGaussian, elbo
-        >>> loss = elbo(nn.functional.cross_entropy(model(x), y), model.kl(IsotropicGaussian()), num_data=8)
+        >>> from posterity import elbo
+        >>> loss = elbo(nn.functional.cross_entropy(model(x), y), model.kl(), num_data=8, factor=0.01)
         >>> loss.backward(); opt.step()
     """
-    if not 0.0 < std_init < math.inf:
-        raise ValueError(f"std_init must be finite and greater than 0, not {std_init}")
+    found = settings("variational", "default", {"std_scale": std_scale, "std_init": std_init})
+    for key in ("std_scale", "std_init"):
+        if found[key] is not None and not 0.0 < found[key] < math.inf:
+            raise ValueError(f"{key} must be finite and greater than 0, not {found[key]}")
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     fixed = select(params, deterministic)
     drawn = {name: p for name, p in params.items() if name not in fixed}
     if not drawn:
         raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
     families = family if isinstance(family, Mapping) else {"*": family}
-    leaves = {name: first_match(families, name)(p, std_init) for name, p in drawn.items()}
+    std = start_std(found, drawn.values())
+    leaves = {name: first_match(families, name)(p, std) for name, p in drawn.items()}
     return Variational(module, Factorised(leaves), seed)
 
 

@@ -23,19 +23,20 @@ def _rule(name: str, *keys: str) -> dict[str, float | None]:
     assert package.origin is not None
     table = tomllib.loads((Path(package.origin).parent / "presets.toml").read_text(encoding="utf-8"))
     values = table[name]["default"]
-    values |= {"samples": values["mc_samples"]}
+    values |= {"samples": values.get("mc_samples", 1)}
     values |= dict(zip(("momentum", "beta2"), values.get("betas", ()), strict=False))
     return {key: values.get(key) if key in _DERIVED else values[key] for key in keys}
 
 
 _COMMON = ("samples", "lr", "std_scale", "std_init", "max_step", "temperature")
+_BACKPROP = {"lr": 1e-3, "prior_std": 1.0, "kl_factor": 0.01}
 _NEWTON = (*_COMMON, "momentum", "beta2", "hess_init", "prior_precision")
 # The hyper-parameters that each method has; None for what follows from others.
 DEFAULTS: dict[str, dict[str, float | None]] = {
     "bgd": _rule("BGD", *_COMMON),
     "ivon": _rule("IVON", *_NEWTON),
     "vogn": _rule("VOGN", *_NEWTON, "damping"),
-    "bbb": {"samples": 1, "lr": 1e-3, "std_init": 0.02, "prior_std": 1.0, "kl_factor": 1.0},
+    "bbb": {**_rule("variational", "samples", "std_scale", "std_init"), **_BACKPROP},
     "sgd": {"lr": 0.1, "momentum": 0.9},
     "adam": {"lr": 1e-3},
 }
@@ -121,7 +122,7 @@ class Config:
         kl_factor: Scale of the KL of Bayes by Backprop; 1 is Bayes.
 
     Example:
-        >>> Config(method="bbb").std_init, Config(method="bbb").temperature
+        >>> Config(method="bbb").std_scale, Config(method="bbb").temperature
         (0.02, None)
     """
 

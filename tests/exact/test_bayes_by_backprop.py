@@ -214,8 +214,38 @@ def test_draws_of_many_samples_and_a_shared_estimate_of_the_divergence() -> None
     assert not torch.equal(first, kl(model.posterior, prior))
     with pytest.raises(ValueError, match="no parameter is left to draw"):
         variational(nn.Linear(2, 3), deterministic="*")
-    with pytest.raises(ValueError, match="std_init must be finite and greater than 0, not 0"):
-        variational(nn.Linear(2, 3), std_init=0.0)
+    for setting in ("std_init", "std_scale"):
+        with pytest.raises(ValueError, match=f"{setting} must be finite and greater than 0, not 0"):
+            variational(nn.Linear(2, 3), **{setting: 0.0})
+
+
+def test_stds_at_the_start_follow_the_mean_fan_in() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3)).double()
+    fan_in = (4 * 18 * 18 + 3 * 16 * 16) / (4 * 18 + 3 * 16)  # of matrices, by their numbers of weights
+    for given, expected in (
+        ({}, 0.02 / fan_in**0.5),
+        ({"std_scale": 0.3}, 0.3 / fan_in**0.5),
+        ({"std_init": 0.4, "std_scale": 0.3}, 0.4),
+    ):
+        stds = variational(net, **given).posterior.std()
+        assert set(stds) == {name for name, _ in net.named_parameters()}
+        for std in stds.values():
+            torch.testing.assert_close(std.detach(), torch.full_like(std, expected))
+
+
+def test_the_prior_is_standard_normal_unless_given() -> None:
+    torch.manual_seed(0)
+    model = variational(nn.Linear(5, 3).double(), std_init=0.3)
+    q = model.posterior
+    expected = sum(
+        torch.distributions.kl_divergence(
+            torch.distributions.Normal(mean, q.std()[name]),
+            torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean)),
+        ).sum()
+        for name, mean in q.mean().items()
+    )
+    torch.testing.assert_close(model.kl(), expected)
+    assert torch.equal(model.kl(), model.kl(IsotropicGaussian(1.0)))
 
 
 def test_an_estimate_is_at_weights_of_the_posterior_as_it_is() -> None:

@@ -91,12 +91,12 @@ def bayes_by_backprop(setup: Setup) -> Learner:
     """Bayes by Backprop as the README has it."""
     bayesian = posterity.variational(setup.model)
     adam = torch.optim.Adam(bayesian.parameters())
-    prior = posterity.ScaleMixture()
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         adam.zero_grad()
         nll = setup.loss_fn(bayesian, x, y)
-        posterity.elbo(nll, bayesian.kl(prior), num_data=setup.num_data).backward()  # type: ignore[no-untyped-call]
+        loss = posterity.elbo(nll, bayesian.kl(), num_data=setup.num_data, factor=0.01)
+        loss.backward()  # type: ignore[no-untyped-call]
         adam.step()
         return nll.detach()
 

@@ -160,7 +160,9 @@ def variational(
         >>> loss = elbo(nn.functional.cross_entropy(model(x), y), model.kl(), num_data=8, factor=0.01)
         >>> loss.backward(); opt.step()
     """
-    found = settings("variational", "default", {"std_scale": std_scale, "std_init": std_init})
+    found = settings(
+        "variational", "default", {"std_scale": std_scale, "std_init": std_init}, ("std_scale", "std_init")
+    )
     for key in ("std_scale", "std_init"):
         if found[key] is not None and not 0.0 < found[key] < math.inf:
             raise ValueError(f"{key} must be finite and greater than 0, not {found[key]}")

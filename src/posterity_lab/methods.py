@@ -64,12 +64,12 @@ def build(config: Config, model: nn.Module, num_data: int) -> Method:
     settings = config.settings
     match config.method:
         case "bgd":
-            return _Rule(model, BGD(model, **_entries(config)))
+            return _Rule(model, BGD(model, **_entries(config, BGD)))
         case "ivon":
-            return _Rule(model, IVON(model, num_data=num_data, **_entries(config)))
+            return _Rule(model, IVON(model, num_data=num_data, **_entries(config, IVON)))
         case "vogn":
             plain = names_of(model, nn.BatchNorm2d)
-            return _Rule(model, VOGN(model, num_data=num_data, deterministic=plain, **_entries(config)))
+            return _Rule(model, VOGN(model, num_data=num_data, deterministic=plain, **_entries(config, VOGN)))
         case "bbb":
             return _Backprop(model, num_data, settings, config.seed)
         case "sgd":
@@ -80,9 +80,12 @@ def build(config: Config, model: nn.Module, num_data: int) -> Method:
     raise ValueError(f"there is no method {config.method!r}")
 
 
-def _entries(config: Config) -> dict[str, Any]:
-    """A config's settings under the names that rules have for them."""
+def _entries(config: Config, rule: type[VariationalOptimizer]) -> dict[str, Any]:
+    """A config's settings under the names that a rule has for them."""
     entries: dict[str, Any] = dict(config.settings)
+    widths = [key for key in rule.widths if entries.get(key) is not None]
+    for key in widths[:-1]:  # only the most decisive counts
+        del entries[key]
     entries |= {"mc_samples": entries.pop("samples"), "seed": config.seed}
     if "beta2" in entries:
         entries["betas"] = entries.pop("momentum"), entries.pop("beta2")

@@ -134,8 +134,8 @@ class _Backprop(Method):
     """Bayes by Backprop: Adam on the ELBO, through the draw of the weights."""
 
     def __init__(self, model: nn.Module, num_data: int, settings: dict[str, Any], seed: int) -> None:
-        stds = {key: settings[key] for key in ("std_scale", "std_init")}
-        self._net = variational(model, **stds, seed=seed)
+        width = "std_scale" if settings["std_init"] is None else "std_init"
+        self._net = variational(model, seed=seed, **{width: settings[width]})
         self.model = self._net
         self.optimizer = torch.optim.Adam(self._net.parameters(), lr=settings["lr"])
         self._prior = IsotropicGaussian(std=settings["prior_std"])

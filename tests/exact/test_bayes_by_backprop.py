@@ -225,7 +225,7 @@ def test_stds_at_the_start_follow_the_mean_fan_in() -> None:
     for given, expected in (
         ({}, 0.02 / fan_in**0.5),
         ({"std_scale": 0.3}, 0.3 / fan_in**0.5),
-        ({"std_init": 0.4, "std_scale": 0.3}, 0.4),
+        ({"std_init": 0.4}, 0.4),
     ):
         stds = variational(net, **given).posterior.std()
         assert set(stds) == {name for name, _ in net.named_parameters()}

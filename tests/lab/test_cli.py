@@ -349,9 +349,10 @@ def test_help_of_train_shows_the_defaults(monkeypatch):
         "; 5 if not given",
         "; 128 if not given",
         f"; bgd {bgd['lr']:g}, ivon {ivon['lr']:g}, vogn {vogn['lr']:g}, bbb 0.001, sgd 0.1, adam 0.001 if",
-        f"; bgd {bgd['std_scale']:g}, ivon {ivon['std_scale']:g}, vogn {vogn['std_scale']:g} if not given",
+        f"; bgd {bgd['std_scale']:g}, ivon {ivon['std_scale']:g}, vogn {vogn['std_scale']:g}, "
+        f"bbb {TABLE['variational']['default']['std_scale']:g} if not given",
         f"; bgd {bgd['max_step']:g}, ivon {ivon['max_step']:g}, vogn {vogn['max_step']:g} if not given",
-        "; bbb 0.02, derived for bgd, ivon, vogn if not given",
+        "; derived for bgd, ivon, vogn, bbb if not given",
         f"; vogn {vogn['hess_init']:g}, derived for ivon if not given",
         "; derived for vogn if not given",
         "at 0.5 data counts twice; bgd 1, ivon 1, vogn 1 if not given",

@@ -35,7 +35,10 @@ def settings(rule: str, preset: str, given: Group, widths: Sequence[str]) -> Gro
     found = {**dict.fromkeys(given), **presets["default"], **presets[preset]}
     if "betas" in found:
         found["betas"] = tuple(found["betas"])
-    return overridden(found, {key: value for key, value in given.items() if value is not None}, widths)
+    own = {key: value for key, value in given.items() if value is not None}
+    if len(several := [key for key in widths if key in own]) > 1:
+        raise ValueError(f"{' and '.join(several)} say how wide the posterior is at the start: give one")
+    return overridden(found, own, widths)
 
 
 def overridden(settings: Group, given: Group, widths: Sequence[str]) -> Group:
@@ -51,10 +54,8 @@ def overridden(settings: Group, given: Group, widths: Sequence[str]) -> Group:
         >>> overridden({"std_scale": 0.1, "std_init": 0.2}, {"std_scale": 0.3}, ("std_scale", "std_init"))
         {'std_scale': 0.3, 'std_init': None}
     """
-    own = [key for key in widths if given.get(key) is not None]
-    if len(own) > 1:
-        raise ValueError(f"{' and '.join(own)} all say how wide the posterior is at the start: give one")
-    set_aside = widths[widths.index(own[0]) + 1 :] if own else ()
+    own = [number for number, key in enumerate(widths) if given.get(key) is not None]
+    set_aside = widths[own[-1] + 1 :] if own else ()
     return {**settings, **dict.fromkeys(set_aside), **given}
 
 

@@ -26,9 +26,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     replay = cuda_graph.Graph.__call__
 
-    def noted(self: cuda_graph.Graph, batch: tuple[Tensor, ...]) -> Tensor:
+    def noted(self: cuda_graph.Graph, *given: Any) -> Tensor:
         found.append(self.step.optimizer.param_groups[0]["steps"])
-        return replay(self, batch)
+        return replay(self, *given)
 
     monkeypatch.setattr(cuda_graph.Graph, "__call__", noted)
     return found

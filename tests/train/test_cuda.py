@@ -20,7 +20,8 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def make(name: str, model: nn.Module, mc_samples: int = 4) -> posterity.VariationalOptimizer:
     if name == "bgd":
-        return posterity.BGD(model, std_init=0.05, mc_samples=mc_samples, batch_size=32, seed=0)
+        # A larger lr would make two roundings of fifty steps differ.
+        return posterity.BGD(model, std_init=0.05, lr=1.0, mc_samples=mc_samples, batch_size=32, seed=0)
     return posterity.IVON(model, num_data=1000, mc_samples=mc_samples, seed=0)
 
 

@@ -105,7 +105,16 @@ def test_python_in_the_documents_runs(page: str, tmp_path: Path, monkeypatch: py
 def test_the_settings_page_shows_the_table() -> None:
     table = tomllib.loads((ROOT / "src/posterity/presets.toml").read_text())
     rules = {"BGD": "BGD", "IVON": "IVON", "VOGN": "VOGN, OGN", "NoisyKFAC": "Noisy K-FAC, K-FAC"}
-    keys = ["std_scale", "lr", "max_step", "betas", "prior_precision", "temperature", "hess_init"]
+    keys = [
+        "std_scale",
+        "lr",
+        "max_step",
+        "settle_after",
+        "betas",
+        "prior_precision",
+        "temperature",
+        "hess_init",
+    ]
     derived = {("IVON", "hess_init")}
 
     def cell(rule: str, key: str) -> str:

@@ -269,15 +269,16 @@ def test_tables_show_every_method_and_the_aim(script: Any) -> None:
     )
 
 
-def test_a_gpus_record_has_its_tasks_for_itself(script: Any, tmp_path: Path) -> None:
+def test_a_task_is_taken_from_the_record_with_most_of_it(script: Any, tmp_path: Path) -> None:
     assert script.first_try(tmp_path) == "There is no record yet.\n"
     on_cpu = [row("adamw", 0, 0.5, 1.0), row("adamw", 0, 0.75, 1.0, task="digits-cnn")]
-    on_gpu = [row("bgd", 0, 0.6, 1.0, device="cuda", environment={"gpu": "NVIDIA H200", "threads": 8})]
+    gpu = {"device": "cuda", "environment": {"gpu": "NVIDIA H200", "threads": 8}}
+    on_gpu = [row("bgd", seed, 0.6, 1.0, **gpu) for seed in (0, 1)]
     for name, rows in (("h200", on_gpu), ("cpu", on_cpu)):
         (tmp_path / f"first_try-{name}.json").write_text(json.dumps({"rows": rows}))
     text = script.first_try(tmp_path)
     assert "| 50.0 |" not in text
-    assert "| BGD | 60.0 |" in text
+    assert "| BGD | 60.0 ± 0.0 |" in text
     assert "NVIDIA H200" in text
     assert "| AdamW(lr=1e-3) | 75.0 |" in text
 

@@ -84,7 +84,7 @@ def test_max_step_clamps_each_weight_in_its_stds(rule: str) -> None:
     model = net()
     opt = ELEMENTWISE[rule](model)
     bound, held, all_of_them = 0.03, 0, 0
-    opt.param_groups[0]["max_step"] = bound
+    opt.param_groups[0] |= {"max_step": bound, "settle_after": 3.0}
     for number in range(4):
         free_model, free = unbounded(model, opt)
         before, std = weights(model), opt.posterior().std()
@@ -92,7 +92,7 @@ def test_max_step_clamps_each_weight_in_its_stds(rule: str) -> None:
         step(free_model, free, number)
         after, far = weights(model), weights(free_model)
         for name, start in before.items():
-            reach = bound * std[name]
+            reach = bound / math.sqrt(1 + (number + 1) / 3) * std[name]
             expected = start + torch.minimum(torch.maximum(far[name] - start, -reach), reach)
             torch.testing.assert_close(after[name], expected, rtol=1e-12, atol=1e-15)
             held += int(((far[name] - start).abs() > reach).sum())
@@ -107,7 +107,8 @@ def test_max_step_clamps_each_weight_in_its_stds(rule: str) -> None:
 def test_max_step_shortens_a_block_to_its_root_mean_square_in_stds(rule: str, bound: float) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
-    opt = BLOCKS[rule](model, prior_precision=3.0, temperature=0.7, augmentation=2.0, max_step=bound)
+    settings = {"prior_precision": 3.0, "temperature": 0.7, "augmentation": 2.0, "settle_after": 4}
+    opt = BLOCKS[rule](model, max_step=bound * math.sqrt(1 + 1 / 4), **settings)
     before = torch.cat([model.weight.detach(), model.bias.detach()[:, None]], 1)
     step(model, opt, 0)
     group, state = opt.param_groups[0], opt.state[model.weight]

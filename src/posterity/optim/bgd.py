@@ -35,7 +35,7 @@ never move them.
 from __future__ import annotations
 
 import math
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import settings, start_std
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
+from posterity.optim.step import furthest
 
 
 def bgd_mean(mean: Tensor, std: Tensor, grad: Tensor, lr: float) -> Tensor:
@@ -53,7 +54,7 @@ def bgd_mean(mean: Tensor, std: Tensor, grad: Tensor, lr: float) -> Tensor:
     return mean - lr * std * std * grad
 
 
-def bgd_std(std: Tensor, grad_noise: Tensor, most: float = math.inf) -> Tensor:
+def bgd_std(std: Tensor, grad_noise: Tensor, most: Any = math.inf) -> Tensor:
     """Eq. (13), ``grad_noise`` being E[∂L/∂θ · eps] of the summed loss; positive by construction.
 
     Its logarithm moves by asinh(½ σ E[∂L/∂θ · eps]), of which ``most`` bounds the argument.
@@ -89,6 +90,8 @@ class BGD(VariationalOptimizer):
             may change at every step.
         max_step: The furthest that a mean moves in a step, in its stds, and the most that the logarithm of a
             std does: 0.2.
+        settle_after: Updates after which that bound begins to fall, as ``1 / sqrt(1 + t / settle_after)``; by
+            default it stays, since stds fall themselves.
         batch_size: Examples behind each step, where they cannot be counted from the inputs of a module and
             ``step()`` is not told.
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).
@@ -121,6 +124,7 @@ class BGD(VariationalOptimizer):
         mc_samples: int | None = None,
         temperature: float | None = None,
         max_step: float | None = None,
+        settle_after: float | None = None,
         batch_size: int | None = None,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
@@ -129,6 +133,7 @@ class BGD(VariationalOptimizer):
     ) -> None:
         given = {"std_scale": std_scale, "std_init": std_init, "lr": lr, "mc_samples": mc_samples}
         given |= {"temperature": temperature, "max_step": max_step, "batch_size": batch_size}
+        given["settle_after"] = settle_after
         super().__init__(
             params,
             settings("BGD", preset, given, self.widths),
@@ -165,5 +170,5 @@ class BGD(VariationalOptimizer):
         std, count = state["std"], stats.batch_size / group["temperature"]
         return (
             bgd_mean(mean, std, count * stats.grad, group["lr"]),
-            {"std": bgd_std(std, count * stats.grad_noise, group["max_step"])},
+            {"std": bgd_std(std, count * stats.grad_noise, furthest(group, stats.step))},
         )

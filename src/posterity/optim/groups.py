@@ -149,8 +149,9 @@ def check_common(group: Group, first: Group) -> None:
     if not isinstance(group["seed"], Integral):
         raise ValueError(f"seed must be a whole number, not {_shown(group['seed'])}")
     whole(group, "mc_samples")
-    if "max_step" in group and not number(group, "max_step") > 0:
-        raise ValueError(f"max_step must be greater than 0, not {group['max_step']}")
+    for key in ("max_step", "settle_after"):
+        if key in group and not number(group, key) > 0:
+            raise ValueError(f"{key} must be greater than 0, not {group[key]}")
     above_zero(group, *(key for key in ("std_scale", "std_init") if group.get(key) is not None))
     for key in _SHARED:
         if group.get(key) != first.get(key):

@@ -74,6 +74,7 @@ class IVON(VariationalOptimizer):
         temperature: 1 is Bayes; smaller values give a sharper posterior.
         betas: Averaging of the gradient and of the Hessian: (0.9, 0.9999).
         max_step: The furthest that a weight moves in a step, in its stds: 0.12.
+        settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 500.
         clip_radius: Bound on each weight's preconditioned step, as the authors' code has it.
         mc_samples: Weight samples per step: 1.
         deterministic: Filter of names that get no posterior.
@@ -111,6 +112,7 @@ class IVON(VariationalOptimizer):
         temperature: float | None = None,
         betas: tuple[float, float] | None = None,
         max_step: float | None = None,
+        settle_after: float | None = None,
         clip_radius: float | None = None,
         mc_samples: int | None = None,
         deterministic: NameFilter = (),
@@ -121,6 +123,7 @@ class IVON(VariationalOptimizer):
         given = {"num_data": num_data, "lr": lr, "prior_precision": prior_precision, "betas": betas}
         given |= {"std_scale": std_scale, "std_init": std_init, "hess_init": hess_init}
         given |= {"temperature": temperature, "max_step": max_step, "clip_radius": clip_radius}
+        given["settle_after"] = settle_after
         super().__init__(
             params,
             settings("IVON", preset, {**given, "mc_samples": mc_samples}, self.widths),

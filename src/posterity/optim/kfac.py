@@ -59,7 +59,7 @@ from posterity.optim.groups import Params, whole
 from posterity.optim.matrices import Moving, Refused
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
-from posterity.optim.step import due
+from posterity.optim.step import due, furthest
 from posterity.optim.vogn import GaussNewton, Settings, scales
 from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
 from posterity.posterior.algebra import SINGULAR, full_precision, inverse_cholesky, shares, solved
@@ -206,12 +206,12 @@ class KroneckerNewton(GaussNewton):
         foreach_mul_(momenta, _number(into, means))
         foreach_add_(momenta, [state["momentum"] for _, state, *_ in blocks], alpha=group["betas"][0])
         natural = []
-        for momentum, new in zip(momenta, news, strict=True):
+        for momentum, new, (*_, stats, _) in zip(momenta, news, blocks, strict=True):
             rows, columns = new["rows"], new["columns"]
             new["momentum"] = momentum
             inner = rows.mT @ momentum @ columns
             if group["max_step"] < math.inf:  # the step in stds is out · inner / sqrt(τ/N)
-                most = group["max_step"] * inner.numel() ** 0.5 * _spread(group)
+                most = furthest(group, stats.step) * inner.numel() ** 0.5 * _spread(group)
                 length = out * torch.linalg.vector_norm(inner)
                 inner = inner * (most / length).clamp(max=1.0).nan_to_num(1.0)
             natural.append(rows @ inner @ columns.mT)

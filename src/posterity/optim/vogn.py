@@ -90,6 +90,7 @@ class Settings(TypedDict, total=False):
     temperature: float | None
     betas: tuple[float, float] | None
     max_step: float | None
+    settle_after: float | None
     augmentation: float | None
     keep_velocity: bool | None
     mc_samples: int | None
@@ -126,6 +127,7 @@ class GaussNewton(VariationalOptimizer):
         temperature: float | None = None,
         betas: tuple[float, float] | None = None,
         max_step: float | None = None,
+        settle_after: float | None = None,
         augmentation: float | None = None,
         keep_velocity: bool | None = None,
         mc_samples: int | None = None,
@@ -138,7 +140,8 @@ class GaussNewton(VariationalOptimizer):
         given = {"num_data": num_data, "lr": lr, "lr_unit": lr_unit, "betas": betas, "max_step": max_step}
         given |= {"std_scale": std_scale, "std_init": std_init, "damping": damping, "hess_init": hess_init}
         given |= {"prior_precision": prior_precision, "temperature": temperature, "mc_samples": mc_samples}
-        given |= {"augmentation": augmentation, "keep_velocity": keep_velocity, **(_more or {})}
+        given |= {"augmentation": augmentation, "keep_velocity": keep_velocity, "settle_after": settle_after}
+        given |= _more or {}
         super().__init__(
             params,
             settings(self.table, preset, given, self.widths),
@@ -300,6 +303,7 @@ class VOGN(GaussNewton):
         betas: Momentum, and averaging of the curvature: (0.9, 0.999). 0.001 follows each batch's, near 1
             averages many.
         max_step: The furthest that a weight moves in a step, in its stds: 0.12.
+        settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 500.
         augmentation: By how much data augmentation multiplies the number of examples.
         keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
         mc_samples: Weight samples per step: 1.

@@ -240,6 +240,34 @@ def test_a_loss_without_gradients_does_not_warn(rule: Rule) -> None:
         opt.step(closure)
 
 
+@rules
+@ways
+@pytest.mark.parametrize("beside", ["logged", "penalty"])
+def test_a_loss_beside_the_mean_over_examples_does_not_warn(rule: Rule, way: Any, beside: str) -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        other = F.mse_loss(out.detach() if beside == "logged" else out, torch.zeros_like(out))
+        return F.cross_entropy(out, y) + 1e-3 * other
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CountWarning)
+        learned(rule, way, loss, Case("plain", loss, X[:, 0], LABELS[:, 0], B))
+
+
+@rules
+@ways
+def test_a_loss_that_wants_no_gradient_says_nothing_of_the_other(rule: Rule, way: Any) -> None:
+    """A mean over examples that is only looked at does not make the loss one."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        F.mse_loss(out.detach()[:, 0, 0], torch.zeros(B, dtype=out.dtype))
+        return words(out, y)
+
+    with pytest.warns(CountWarning, match=f"pass count={B * T} "):
+        learned(rule, way, loss, CASES[0])
+
+
 def test_parts_of_a_batch_are_compared_with_their_own_terms() -> None:
     for loss, count in ((CASES[0].mean, B * T), (CASES[2].mean, None)):
         model = net()

@@ -221,21 +221,24 @@ class LossTerms:
         self._seen.append((name, terms, examples()))
 
     def judge(self, batch_size: float, counted: bool) -> None:
-        """Warn, once, of a mean over other things than examples.
+        """Warn, once, of means over other things than examples.
+
+        A loss beside one that is a mean over examples is taken for a penalty: no count would suit both.
 
         Args:
             batch_size: Examples behind the step, or 0.
             counted: Whether the user gave ``count=``.
         """
         self._done = True
-        for name, terms, examples in self._seen:
-            own = examples or batch_size
-            if own and terms and not counted and not math.isclose(terms, own, rel_tol=1e-6):
-                warnings.warn(
-                    f"{name} is a mean over {terms:g} terms, and {self._rule} takes it for the mean over "
-                    f"{own:g} examples: pass count={terms * (batch_size or own) / own:g} to the step, see "
-                    "docs/loss.md",
-                    CountWarning,
-                    stacklevel=6,
-                )
-                return
+        seen = [(name, terms, own) for name, terms, examples in self._seen if (own := examples or batch_size)]
+        if counted or any(math.isclose(terms, own, rel_tol=1e-6) for _, terms, own in seen):
+            return
+        name, terms, own = next((each for each in seen if each[1]), ("", 0.0, 0.0))
+        if terms:
+            warnings.warn(
+                f"{name} is a mean over {terms:g} terms, and {self._rule} takes it for the mean over "
+                f"{own:g} examples: pass count={terms * (batch_size or own) / own:g} to the step, see "
+                "docs/loss.md",
+                CountWarning,
+                stacklevel=6,
+            )

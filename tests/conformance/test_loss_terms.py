@@ -240,6 +240,64 @@ def test_a_loss_without_gradients_does_not_warn(rule: Rule) -> None:
         opt.step(closure)
 
 
+@rules
+@ways
+@pytest.mark.parametrize("beside", ["logged", "penalty"])
+def test_a_loss_beside_the_mean_over_examples_does_not_warn(rule: Rule, way: Any, beside: str) -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        other = F.mse_loss(out.detach() if beside == "logged" else out, torch.zeros_like(out))
+        return F.cross_entropy(out, y) + 1e-3 * other
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CountWarning)
+        learned(rule, way, loss, Case("plain", loss, X[:, 0], LABELS[:, 0], B))
+
+
+@rules
+@ways
+def test_a_loss_that_wants_no_gradient_says_nothing_of_the_other(rule: Rule, way: Any) -> None:
+    """A mean over examples that is only looked at does not make the loss one."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        F.mse_loss(out.detach()[:, 0, 0], torch.zeros(B, dtype=out.dtype))
+        return words(out, y)
+
+    with pytest.warns(CountWarning, match=f"pass count={B * T} "):
+        learned(rule, way, loss, CASES[0])
+
+
+@pytest.mark.parametrize("name", ["BGD", "IVON"])
+def test_losses_are_compared_with_the_batch_size_that_is_given(name: str) -> None:
+    """A net of sets: its inputs are the elements of all of them."""
+
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).unflatten(0, (B, T)).sum(1)
+
+    model = Sets()
+    opt = posterity.BGD(model) if name == "BGD" else posterity.IVON(model, num_data=9)
+
+    def closure() -> Tensor:
+        for _ in range(2):  # micro-batches
+            (F.cross_entropy(model(X.flatten(0, 1)), LABELS[:, 0]) / 2).backward()
+        return torch.zeros(())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CountWarning)
+        opt.step(closure, batch_size=2 * B)
+    model = Sets()
+    opt = posterity.BGD(model) if name == "BGD" else posterity.IVON(model, num_data=9)
+    advice = f"pass count={2 * B} to the step, or batch_size={2 * B} if these are its examples, see"
+    with pytest.warns(CountWarning, match=advice):
+        opt.step(closure)
+
+
 def test_parts_of_a_batch_are_compared_with_their_own_terms() -> None:
     for loss, count in ((CASES[0].mean, B * T), (CASES[2].mean, None)):
         model = net()

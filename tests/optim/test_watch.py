@@ -37,6 +37,11 @@ def run(loss: Callable[[int], float], spread: float, steps: int = 1000) -> list[
 SICK = {
     "chance": (run(lambda t: 2.303, 0.02), 0.1, "has not lowered its loss in 300 steps .*: try another lr"),
     "worse than chance": (run(lambda t: 2.303 + 0.002 * t, 0.02), 0.1, "300 steps .*: lower lr"),
+    "worse by the chance of batches": (
+        [4.6 + (0.3 if t % 2 else -0.3) + (0.15 if t >= 10 else 0.0) for t in range(1000)],
+        0.1,
+        "300 steps .*: try another lr",
+    ),
     "noise": (run(lambda t: 3.0, 0.6), 2.0, "300 steps .*: its stds outweigh its weights, raise damping"),
     "noise that was worse": (
         run(lambda t: 2.3 + 12 * math.exp(-t / 40), 0.1),
@@ -106,7 +111,8 @@ def test_a_run_that_stands_still_is_told_of_lr(rule: Rule) -> None:
     for _ in range(299):
         by_closure(model, opt)
     with pytest.warns(
-        posterity.DivergenceWarning, match=f"{rule.name} has not lowered its loss in 300 steps .* another lr$"
+        posterity.DivergenceWarning,
+        match=f"{rule.name} has not lowered its loss in 300 steps .* another lr, or a larger max_step$",
     ):
         by_closure(model, opt)
 

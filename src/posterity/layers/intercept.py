@@ -74,7 +74,7 @@ class Intercept(TorchFunctionMode):
 
     Args:
         sinks: By stacked weight; what they take, autograd does not return.
-        losses: Called with the name and the number of terms of every loss that is a mean.
+        losses: Called with the name and the number of terms of every loss that is a mean and wants gradients.
     """
 
     def __init__(
@@ -300,11 +300,12 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _loss(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._losses is not None and torch.is_grad_enabled():
+        out = self._operation(func, args, kwargs) if func in OPERATIONS else func(*args, **kwargs)
+        if self._losses is not None and inside(out).requires_grad:
             terms = TERMS[func](*args, **kwargs)
             if terms is not None:
                 self._losses(func.__name__, terms)
-        return self._operation(func, args, kwargs) if func in OPERATIONS else func(*args, **kwargs)
+        return out
 
     def _layer(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         stacked = functorch.peek_interpreter_stack() is not None

@@ -77,9 +77,15 @@ class Average:
 
     def fallen(self, noisy: bool) -> bool:
         """Whether it was ever a hundredth below the first, and, if steps are noisy, more than by chance."""
-        # Twice the standard error of the difference of both means.
-        chance = 2.0 * math.sqrt(self._variance * (1 / _FIRST + 1 / (2 * _RECENT))) if noisy else 0.0
-        return self.lowest < self.first - max(chance, 0.01 * abs(self.first))
+        return self.lowest < self.first - max(self._chance() if noisy else 0.0, 0.01 * abs(self.first))
+
+    def risen(self) -> bool:
+        """Whether it is two hundredths above the first, and more than by chance."""
+        return self.recent > self.first + max(self._chance(), 0.02 * abs(self.first))
+
+    def _chance(self) -> float:
+        """Twice the standard error of the difference of both means."""
+        return 2.0 * math.sqrt(self._variance * (1 / _FIRST + 1 / (2 * _RECENT)))
 
 
 @final
@@ -146,7 +152,7 @@ class LossWatch:
             told = f"hardly lowers its loss any more ({self._halfway:.3g} after {_PATIENCE} steps,"
         if stuck:
             self._stuck = seen.lowest
-            advice = "lower lr" if seen.recent > 1.02 * seen.first else "try another lr"
+            advice = "lower lr" if seen.risen() else "try another lr, or a larger max_step"
             if noisy:
                 advice = f"its stds outweigh its weights, {self.narrower}"
             self._warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}")

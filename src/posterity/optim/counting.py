@@ -220,22 +220,35 @@ class LossTerms:
     def _add(self, examples: Callable[[], float | None], name: str, terms: float) -> None:
         self._seen.append((name, terms, examples()))
 
-    def judge(self, batch_size: float, counted: bool) -> None:
-        """Warn, once, of a mean over other things than examples.
+    def judge(self, batch_size: float, inputs: float | None, counted: bool) -> None:
+        """Warn, once, of means over other things than examples.
+
+        A loss beside one that is a mean over examples is taken for a penalty: no count would suit both.
+        Examples are those of the module's inputs, or what the user says instead.
 
         Args:
             batch_size: Examples behind the step, or 0.
+            inputs: Those of the module's inputs, if they could be counted.
             counted: Whether the user gave ``count=``.
         """
         self._done = True
+        if counted:
+            return
+        said = batch_size / inputs if inputs and batch_size else 1.0  # of a user who knows better than inputs
+        wrong: list[tuple[str, float, float]] = []
         for name, terms, examples in self._seen:
             own = examples or batch_size
-            if own and terms and not counted and not math.isclose(terms, own, rel_tol=1e-6):
-                warnings.warn(
-                    f"{name} is a mean over {terms:g} terms, and {self._rule} takes it for the mean over "
-                    f"{own:g} examples: pass count={terms * (batch_size or own) / own:g} to the step, see "
-                    "docs/loss.md",
-                    CountWarning,
-                    stacklevel=6,
-                )
+            if any(math.isclose(terms, each, rel_tol=1e-6) for each in (own, said * own)):
                 return
+            if own and terms:
+                wrong.append((name, terms, said * own if examples else own))
+        if wrong:
+            name, terms, own = wrong[0]
+            count = f"{terms * (batch_size or own) / own:g}"
+            other = f", or batch_size={count} if these are its examples" if terms < own else ""
+            warnings.warn(
+                f"{name} is a mean over {terms:g} terms, and {self._rule} takes it for the mean over "
+                f"{own:g} examples: pass count={count} to the step{other}, see docs/loss.md",
+                CountWarning,
+                stacklevel=6,
+            )

@@ -274,8 +274,9 @@ class VariationalOptimizer(Optimizer, ABC):
         """Judge what was absorbed, and apply it."""
         checks.refuse_missing(self.param_groups, self.sums, type(self).__name__)
         self.cache.groups()  # a user may have changed state since the draw
-        behind = counting.behind(self, batch_size, self.sums.counted(), count)
-        self.terms.judge(behind.batch_size, counted=count is not None)
+        inputs = self.sums.counted()
+        behind = counting.behind(self, batch_size, inputs, count)
+        self.terms.judge(behind.batch_size, inputs, counted=count is not None)
         self.settle_step()
         self.sums.finish()
         verdict = checks.Verdict(self.sums)

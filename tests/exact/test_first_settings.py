@@ -85,9 +85,10 @@ def test_max_step_clamps_each_weight_in_its_stds(rule: str) -> None:
     opt = ELEMENTWISE[rule](model)
     bound, held, all_of_them = 0.03, 0, 0
     opt.param_groups[0] |= {"max_step": bound, "settle_after": 3.0}
+    without_data = opt.posterior().std()
     for number in range(4):
         free_model, free = unbounded(model, opt)
-        before, std = weights(model), opt.posterior().std()
+        before, std = weights(model), opt.posterior().std() if rule == "BGD" else without_data
         step(model, opt, number)
         step(free_model, free, number)
         after, far = weights(model), weights(free_model)
@@ -120,11 +121,12 @@ def test_max_step_shortens_a_block_to_its_root_mean_square_in_stds(rule: str, bo
     precision = N * torch.kron(S, A)
     momentum = torch.cat([model.weight.grad, model.bias.grad[:, None]], 1) + decay * before
     free = -group["lr"] * group["lr_unit"] * N * torch.linalg.solve(precision, momentum.flatten())
-    length = torch.sqrt(free @ precision @ free / 15)
+    std = 1 / math.sqrt(N * (decay + group["damping"]))  # without data
+    length = torch.sqrt(free @ free / 15) / std
     moved = torch.cat([model.weight.detach(), model.bias.detach()[:, None]], 1) - before
     expected = free * min(1.0, bound / float(length))
     torch.testing.assert_close(moved.flatten(), expected, rtol=1e-8, atol=1e-14)
-    found = torch.sqrt(moved.flatten() @ precision @ moved.flatten() / 15)
+    found = torch.sqrt(moved.flatten() @ moved.flatten() / 15) / std
     assert float(found) == pytest.approx(min(bound, float(length)), rel=1e-8)
     assert (bound < float(length)) == (bound < 1e3)  # both sides of the bound are seen
 

@@ -73,7 +73,7 @@ class IVON(VariationalOptimizer):
         prior_precision: Precision of the prior N(0, ·): 1.
         temperature: 1 is Bayes; smaller values give a sharper posterior.
         betas: Averaging of the gradient and of the Hessian: (0.9, 0.9999).
-        max_step: The furthest that a weight moves in a step, in its stds: 0.12.
+        max_step: The furthest that a weight moves in a step, in stds without data: 0.12.
         settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 500.
         clip_radius: Bound on each weight's preconditioned step, as the authors' code has it.
         mc_samples: Weight samples per step: 1.
@@ -158,6 +158,11 @@ class IVON(VariationalOptimizer):
         """σ = 1 / sqrt(λ (h + δ))."""
         ess, decay = _scales(group)
         return ivon_std(state["hess"] + decay, ess)
+
+    def scale(self, state: State, group: Group) -> float:
+        """σ at the start."""
+        ess, decay = _scales(group)
+        return float((ess * (group["hess_init"] + decay)) ** -0.5)
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
         """What multiplies each weight's averaged gradient of the mean loss: α / (h + δ)."""

@@ -40,8 +40,8 @@ cost no second backward pass, and die away with the residuals where a model fits
 
 **Deviations.** Damping is part of the posterior's precision, as in VOGN, so that one inverse serves both;
 Noisy K-FAC draws with γ = δ̃. The decay is δ̃ M; the paper has δ̃ W at the drawn weights, whose mean it is.
-In place of a trust region by a quadratic model, a block's step Δ is shortened until sqrt(Δᵀ P Δ / n), its
-root mean square in stds, is at most ``max_step``; P is the posterior's precision, n the number of weights.
+In place of a trust region by a quadratic model, a block's step is shortened until its root mean square is at
+most ``max_step`` stds, of those without data.
 """
 
 from __future__ import annotations
@@ -209,12 +209,12 @@ class KroneckerNewton(GaussNewton):
         for momentum, new, (*_, stats, _) in zip(momenta, news, blocks, strict=True):
             rows, columns = new["rows"], new["columns"]
             new["momentum"] = momentum
-            inner = rows.mT @ momentum @ columns
-            if group["max_step"] < math.inf:  # the step in stds is out · inner / sqrt(τ/N)
-                most = furthest(group, stats.step) * inner.numel() ** 0.5 * _spread(group)
-                length = out * torch.linalg.vector_norm(inner)
-                inner = inner * (most / length).clamp(max=1.0).nan_to_num(1.0)
-            natural.append(rows @ inner @ columns.mT)
+            step = rows @ (rows.mT @ momentum @ columns) @ columns.mT
+            if group["max_step"] < math.inf:
+                most = furthest(group, stats.step) * self.scale({}, group) * step.numel() ** 0.5
+                length = out * torch.linalg.vector_norm(step)
+                step = step * (most / length).clamp(max=1.0).nan_to_num(1.0)
+            natural.append(step)
         foreach_mul_(natural, _number(out, means))
         return foreach_sub(means, natural)
 
@@ -256,7 +256,7 @@ class NoisyKFAC(KroneckerNewton):
         inverses_every: Likewise for their inverses; with the factors, if None.
         settings: All that :class:`VOGN` takes besides. ``damping`` is split between the factors of a block,
             ``betas`` are (0.9, 0.8), of the factors one in ``factors_every`` steps, and ``max_step`` bounds
-            the root mean square of a block's step in its posterior's stds.
+            the root mean square of a block's step.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

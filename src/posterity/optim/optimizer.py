@@ -139,6 +139,10 @@ class VariationalOptimizer(Optimizer, ABC):
     def check(self, group: Group) -> None:
         """Raise ValueError, in one sentence, for a hyper-parameter out of range."""
 
+    def scale(self, state: State, group: Group) -> Any:
+        """The std that ``max_step`` is a multiple of: the present one, or that without data."""
+        return self.std(state, group)
+
     def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
         """The value of an entry that a group leaves open (None), from its others and its parameters."""
         raise NotImplementedError(key)

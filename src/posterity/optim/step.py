@@ -329,7 +329,7 @@ def move(
         stats = Statistics(grad, noise, batch_size, step, squares)
         new_mean, new_state = rule.update(mean, state, stats, group)
         if group["max_step"] < math.inf:
-            reach = furthest(group, step) * rule.std(state, group)
+            reach = furthest(group, step) * rule.scale(state, group)
             new_mean = mean + (new_mean - mean).clamp(-reach, reach)
     if keep is not None:  # others do not move: their std, which no gradient knows, might overflow
         new_mean = torch.where(keep, new_mean, mean)
@@ -338,7 +338,7 @@ def move(
 
 
 def furthest(group: Group, step: int | Tensor) -> Any:
-    """How many stds a weight may move in its t-th update: ``max_step / sqrt(1 + t / settle_after)``."""
+    """How many scales a weight may move in its t-th update: max_step / sqrt(1 + t / settle_after)."""
     return group["max_step"] / (1 + step / group["settle_after"]) ** 0.5
 
 

@@ -183,6 +183,11 @@ class GaussNewton(VariationalOptimizer):
         num_data, _, shift = scales(group, state)
         return vogn_std(state["hess"], group["temperature"], num_data, shift)
 
+    def scale(self, state: State, group: Group) -> Any:
+        """σ without data: curvature slows steps down by itself."""
+        num_data, _, shift = scales(group, state)
+        return (group["temperature"] / (num_data * shift)) ** 0.5
+
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
         """What multiplies the sum m of each weight's gradients of the mean loss: α / (s + δ̃ + γ)."""
         rate: Tensor = group["lr"] * group["lr_unit"] / (state["hess"] + scales(group, state)[2])
@@ -302,7 +307,7 @@ class VOGN(GaussNewton):
         temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
         betas: Momentum, and averaging of the curvature: (0.9, 0.999). 0.001 follows each batch's, near 1
             averages many.
-        max_step: The furthest that a weight moves in a step, in its stds: 0.12.
+        max_step: The furthest that a weight moves in a step, in stds without data: 0.12.
         settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 500.
         augmentation: By how much data augmentation multiplies the number of examples.
         keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.

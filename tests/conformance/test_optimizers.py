@@ -315,6 +315,8 @@ def test_a_loss_that_runs_away_is_warned_of_once(rule: Rule, way: Callable[..., 
     way(model, opt)
     with torch.no_grad():
         model.last.weight.mul_(1e4)
+    for _ in range(16):
+        way(model, opt)
     with pytest.warns(
         posterity.DivergenceWarning,
         match=f"{rule.name} seems to diverge: the loss began at .*; lower lr, or {rule.make(net()).narrower}",

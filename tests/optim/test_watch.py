@@ -51,12 +51,12 @@ SICK = {
     "three times": (
         run(lambda t: 2.3 if t < 100 else 7.5, 0.1),
         0.1,
-        "the loss began at 2.[23]\\d* and is [67].* on average; lower lr, or raise damping",
+        "the loss began at 2.[1-3]\\d* and is [5-7].* on average; lower lr, or raise damping",
     ),
-    "ten times, for one step": (
-        run(lambda t: 40.0 if t == 30 else 2.3 * math.exp(-t / 100), 0.1),
+    "ten times, for seventeen steps": (
+        run(lambda t: 40.0 if 30 <= t < 47 else 2.3 * math.exp(-t / 100), 0.1),
         0.1,
-        "and is 40",
+        "and is [1-4]\\d.* on average",
     ),
 }
 WELL = {
@@ -67,6 +67,11 @@ WELL = {
     "was trained before": (run(lambda t: 0.05, 0.02), 0.1),
     "changes tasks": (run(lambda t: 2.6 * math.exp(-(t % 280) / 50), 0.1), 0.1),
     "has a bad batch": (run(lambda t: 20.0 if t == 80 else 2.3 * math.exp(-t / 200), 0.1), 0.1),
+    "has a very bad batch": (run(lambda t: 400.0 if t == 80 else 2.3 * math.exp(-t / 200), 0.1), 0.1),
+    "has its labels flipped": (
+        run(lambda t: 0.7 * math.exp(-t / 50) if t < 300 else 25.0 * math.exp((300 - t) / 12), 0.02),
+        0.1,
+    ),
     "is below zero": (run(lambda t: -1.0 - 0.002 * t, 0.1), 0.1),
 }
 

@@ -106,7 +106,7 @@ class LossWatch:
         self.losses, self._gradients = Average(), Average()
         self._begin: float | None = None
         self._halfway = self._stuck = math.inf
-        self._diverged = False
+        self._diverged, self._high = False, 0
 
     def __call__(self, loss: float | None, gradient: float = 0.0) -> None:
         """Take a step's mean loss, if it is known, and its largest gradient, if that is.
@@ -123,10 +123,12 @@ class LossWatch:
         self._begin = loss if self._begin is None else self._begin
         seen = self.losses
         seen.add(loss)
-        if loss > 10.0 * (abs(self._begin) + 1.0):
-            self._diverges(f"the loss began at {self._begin:.3g} and is {loss:.3g}")
-        elif seen.count >= _RECENT and seen.recent > seen.first + 2.0 * max(abs(seen.first), _LOW):
-            self._diverges(f"the loss began at {seen.first:.3g} and is {seen.recent:.3g} on average")
+        # A bad batch or a change of tasks raises the loss for some steps, a run that diverges for good.
+        high = loss > self._begin + 2.0 * max(abs(self._begin), _LOW)
+        far = loss > 10.0 * (abs(self._begin) + 1.0)
+        self._high = max(0, self._high + (3 if far else 1 if high else -1))
+        if self._high >= _RECENT:
+            self._diverges(f"the loss began at {self._begin:.3g} and is {seen.recent:.3g} on average")
         elif seen.count in (_PATIENCE, _LONG) and self.fresh and not self._diverged:
             self._look_at_progress()
 

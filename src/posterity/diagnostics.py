@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from posterity.optim import VariationalOptimizer
-from posterity.optim.checks import PosteriorWarning
 from posterity.optim.state import members
+from posterity.optim.watch import PosteriorWarning
 from posterity.posterior import Factorised
 
 # Below this the noise in the weights is less than what rounding them to bfloat16 would change.

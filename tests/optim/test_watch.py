@@ -16,7 +16,7 @@ import posterity
 from conformance.rules import Rule, X, Y, by_closure, by_context, loss_fn, net, rules
 from posterity import diagnostics
 from posterity.diagnostics import PosteriorWarning
-from posterity.optim.checks import LossWatch
+from posterity.optim.watch import LossWatch
 
 
 def messages(losses: Iterable[float], noise: float = 0.1, fresh: bool = True) -> list[str]:

@@ -1,13 +1,13 @@
 """How q moves by rule: the shell, and one file per method."""
 
 from posterity.optim.bgd import BGD
-from posterity.optim.checks import DivergenceWarning
 from posterity.optim.counting import CountWarning
 from posterity.optim.ivon import IVON
 from posterity.optim.kfac import KFAC, NoisyKFAC
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.statistics import Statistics
 from posterity.optim.vogn import OGN, VOGN
+from posterity.optim.watch import DivergenceWarning
 
 __all__ = [
     "BGD",

@@ -24,8 +24,7 @@ There is no KL term, no momentum and no weight decay: the posterior after a batc
 **Stability.** The mean's step is a gradient step preconditioned by σ². On a loss with Hessian H (of the
 summed batch loss) it is stable while ``lr · λmax(diag(σ) H diag(σ)) < 2``; that every single σ²·h_ii is small
 is not enough. Stds at the start are therefore relative to 1 / sqrt(fan_in), and a step is bounded, in mean
-and in log σ, by ``max_step`` stds: that holds a run which would leave the stable region, and changes no
-other.
+and in log σ, by ``max_step`` stds, which holds a run that would leave the stable region.
 
 **Deviations.** Equation (13) loses all digits where ½ v E[g·eps] is large and positive; we evaluate the same
 number as v / (sqrt(1+h²) + h). Parameters without a posterior are trained by Adam: with σ = 0, eq. (12) would

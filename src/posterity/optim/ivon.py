@@ -15,7 +15,7 @@ is Effective for Large Deep Networks", ICML 2024. Algorithm 1, with g the gradie
 | m | the model's parameters | |
 | λ (effective sample size) | ``num_data / temperature`` | |
 | δ (weight decay) | ``temperature · prior_precision / num_data`` | |
-| h at the start | ``hess_init`` | the initial std, of which it follows, is 1 / sqrt(λ (hess_init + δ)) |
+| h at the start | ``hess_init`` | derived from the initial std, 1 / sqrt(λ (hess_init + δ)) |
 | α | ``lr · (hess_init + δ)`` | keeps learning rates near Adam's and SGD's |
 | β1, β2 | ``betas`` | |
 | samples | ``mc_samples`` | g and ĥ are averaged over them |

@@ -24,7 +24,7 @@ from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
-from posterity.optim import checks, counting, groups, saved
+from posterity.optim import checks, counting, groups, saved, watch
 from posterity.optim.adam import ADAM
 from posterity.optim.matrices import Matrices, Moving
 from posterity.optim.presets import overridden
@@ -330,7 +330,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.cache.groups()
         leaves = self._leaves(groups.names_in(model, self._named()))
         if complaint := self.unfit(leaves.values()):
-            warnings.warn(complaint, checks.PosteriorWarning, stacklevel=2)
+            warnings.warn(complaint, watch.PosteriorWarning, stacklevel=2)
         return Factorised(leaves)
 
     def unfit(self, leaves: Iterable[Leaf]) -> str | None:
@@ -341,7 +341,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """
         if not self.param_groups[0]["steps"] or (self.draws and self.watch.learned):
             return None
-        noise = checks.noise_of(leaves)
+        noise = watch.noise_of(leaves)
         seen = "it has hardly learned" if self.draws else "it has seen the loss at its means alone"
         return (
             f"the stds of {type(self).__name__}'s posterior are {noise:.2g} times its weights, and {seen}: "
@@ -375,7 +375,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """‖std‖ / ‖mean‖ of the weights that losses are taken at."""
         if not self.draws:
             return 0.0
-        return checks.noise_of(self._leaves({name: name for name, _ in self._named()}).values())
+        return watch.noise_of(self._leaves({name: name for name, _ in self._named()}).values())
 
     @torch.no_grad()
     def load_posterior(self, posterior: Factorised) -> None:
@@ -472,7 +472,7 @@ class VariationalOptimizer(Optimizer, ABC):
             self.collector = self.collects(batch_dim=self.batch_dim, strict=False, once=True)
         fresh = all(group["steps"] == 0 for group in self.param_groups)
         noise = partial(VariationalOptimizer._noise, proxy(self))  # a circle would keep both in memory
-        self.watch = checks.LossWatch(type(self).__name__, self.narrower, noise, fresh)
+        self.watch = watch.LossWatch(type(self).__name__, self.narrower, noise, fresh)
         self.terms = counting.LossTerms(type(self).__name__)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()

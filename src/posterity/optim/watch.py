@@ -1,0 +1,183 @@
+"""Looks at a run and at its posterior, and warns by the name of the setting to change."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import final
+
+import torch
+
+from posterity.posterior import Leaf
+
+UNTOUCHED = (
+    "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
+    "initial std"
+)
+# Steps behind the loss at first, and behind an average of it.
+_FIRST, _RECENT = 10, 50
+# After so many a run that has learned nothing is told so; after so many, one that was noise and stands still.
+_PATIENCE, _LONG = 300, 500
+# Below this loss there may be nothing to learn: a net that was trained before.
+_LOW = 0.25
+
+
+class DivergenceWarning(UserWarning):
+    """The loss has run away from where it began, or has not come down at all.
+
+    Example:
+        >>> warnings.filterwarnings("error", category=DivergenceWarning)  # stop a sweep's run at once
+    """
+
+
+class PosteriorWarning(UserWarning):
+    """A posterior that has not moved, whose noise does nothing, or whose noise is all there is.
+
+    Example:
+        >>> warnings.filterwarnings("error", category=PosteriorWarning)  # stop a sweep's run at once
+    """
+
+
+@final
+class Average:
+    """Of a number over the steps so far, and over the latest of them.
+
+    Attributes:
+        count: Of steps.
+        first: Mean of the first ten.
+        recent: Mean of the latest fifty or so, which weigh less the older they are.
+        lowest: That mean when it was lowest, fifty steps being over.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.first, self.recent, self.lowest, self._variance = 0, 0.0, 0.0, math.inf, 0.0
+
+    def add(self, value: float) -> None:
+        """One more step's."""
+        self.count += 1
+        if self.count <= _FIRST:
+            self.first += (value - self.first) / self.count
+        share, gap = 1 / min(self.count, _RECENT), value - self.recent
+        self.recent += share * gap
+        self._variance = (1 - share) * (self._variance + share * gap * gap)
+        if self.count >= _RECENT:
+            self.lowest = min(self.lowest, self.recent)
+
+    def fallen(self, noisy: bool) -> bool:
+        """Whether it was ever a hundredth below the first, and, if steps are noisy, more than by chance."""
+        return self.lowest < self.first - max(self._chance() if noisy else 0.0, 0.01 * abs(self.first))
+
+    def risen(self) -> bool:
+        """Whether it is two hundredths above the first, and more than by chance."""
+        return self.recent > self.first + max(self._chance(), 0.02 * abs(self.first))
+
+    def _chance(self) -> float:
+        """Twice the standard error of the difference of both means."""
+        return 2.0 * math.sqrt(self._variance * (1 / _FIRST + 1 / (2 * _RECENT)))
+
+
+@final
+class LossWatch:
+    """Looks at every loss of one optimiser, and warns of a run that goes wrong, once.
+
+    Where losses are not known, in contexts around a user's own backward pass, the largest gradient stands in.
+
+    Args:
+        name: The optimiser's, for messages.
+        narrower: What to do about stds that are too large.
+        noise: Gives ‖std‖ / ‖mean‖ of the weights that losses were taken at.
+        fresh: Whether training begins here: what goes on may have nothing to learn.
+    """
+
+    def __init__(self, name: str, narrower: str, noise: Callable[[], float], fresh: bool) -> None:
+        self.name, self.narrower, self._noise, self.fresh = name, narrower, noise, fresh
+        self.losses, self._gradients = Average(), Average()
+        self._begin: float | None = None
+        self._halfway = self._stuck = math.inf
+        self._diverged, self._high = False, 0
+
+    def __call__(self, loss: float | None, gradient: float = 0.0) -> None:
+        """Take a step's mean loss, if it is known, and its largest gradient, if that is.
+
+        Raises:
+            FloatingPointError: The loss is not finite.
+        """
+        if loss is None:
+            if gradient:
+                self._look_at_gradient(gradient)
+            return
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss:g}; {UNTOUCHED}")
+        self._begin = loss if self._begin is None else self._begin
+        seen = self.losses
+        seen.add(loss)
+        # A bad batch or a change of tasks raises the loss for some steps, a run that diverges for good.
+        high = loss > self._begin + 2.0 * max(abs(self._begin), _LOW)
+        far = loss > 10.0 * (abs(self._begin) + 1.0)
+        self._high = max(0, self._high + (3 if far else 1 if high else -1))
+        if self._high >= _RECENT:
+            self._diverges(f"the loss began at {self._begin:.3g} and is {seen.recent:.3g} on average")
+        elif seen.count in (_PATIENCE, _LONG) and self.fresh and not self._diverged:
+            self._look_at_progress()
+
+    def _look_at_gradient(self, gradient: float) -> None:
+        seen = self._gradients
+        if not math.isfinite(gradient):
+            return
+        seen.add(gradient)
+        if seen.count >= _RECENT and seen.recent > 100.0 * seen.first:
+            self._diverges(f"its largest gradient was {seen.first:.3g} and is {seen.recent:.3g} on average")
+
+    def _look_at_progress(self) -> None:
+        seen = self.losses
+        if seen.first <= _LOW or seen.lowest <= _LOW or self._stuck < math.inf:
+            return
+        noisy = self._noise() > 1.0
+        if seen.count == _PATIENCE:
+            self._halfway = seen.recent
+            stuck = not seen.fallen(noisy)
+            told = f"has not lowered its loss in {_PATIENCE} steps ({seen.first:.3g} at first,"
+        else:  # noise alone may have made the first losses high, and steps have lowered them to chance
+            stuck = noisy and seen.lowest > 0.85 * self._halfway
+            told = f"hardly lowers its loss any more ({self._halfway:.3g} after {_PATIENCE} steps,"
+        if stuck:
+            self._stuck = seen.lowest
+            advice = "lower lr" if seen.risen() else "try another lr, or a larger max_step"
+            if noisy:
+                advice = f"its stds outweigh its weights, {self.narrower}"
+            self._warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}")
+
+    def _diverges(self, what: str) -> None:
+        if not self._diverged:
+            self._diverged = True
+            self._warn(f"{self.name} seems to diverge: {what}; lower lr, or {self.narrower}")
+
+    @staticmethod
+    def _warn(message: str) -> None:
+        warnings.warn(message, DivergenceWarning, stacklevel=9)  # who called step()
+
+    @property
+    def learned(self) -> bool:
+        """Whether the loss has come down in spite of noise, or is not known for long enough to tell."""
+        seen = self.losses
+        return seen.count < _RECENT or (seen.fallen(True) and seen.lowest < 0.85 * self._stuck)
+
+
+@torch.no_grad()
+def noise_of(leaves: Iterable[Leaf]) -> float:
+    """‖std‖ / ‖mean‖ of all weights of matrices: by how much sampling changes them; 0 if there are none.
+
+    Biases and scales are left out: they may well be zero, or larger than all else.
+    """
+    norms = [
+        torch.linalg.vector_norm(each, dtype=torch.float64)
+        for leaf in leaves
+        if any(len(shape) > 1 for shape in leaf.shapes)
+        for each in (leaf.std(), leaf.mean())
+    ]
+    if not norms:
+        return 0.0
+    values = torch.stack([each.to(norms[0].device) for each in norms]).tolist()  # the one wait for a device
+    std, mean = math.hypot(*values[::2]), math.hypot(*values[1::2])
+    return std / mean if mean else math.inf if std else 0.0

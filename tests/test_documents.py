@@ -92,7 +92,9 @@ def names() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/conventions.md", "docs/laplace.md", "docs/loss.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/conventions.md", "docs/laplace.md", "docs/loss.md", "docs/settings.md"]
+)
 def test_python_in_the_documents_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = names()

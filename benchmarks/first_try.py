@@ -6,7 +6,8 @@
 
 Every task, method and seed is a process of its own. Its result is in the record as soon as it is there, and a
 second call with the same ``--out`` runs what is missing. Delete the record to run all of it again. A step's
-time is measured beside AdamW's in the same process: for times to quote use ``--jobs 1``.
+time is measured beside AdamW's in the same process. Processes that share a GPU wait for each other, so times
+of a record with several ``--jobs`` on a GPU are not shown.
 
 Aim: nothing diverges; every posterior method is within 0.5 points of AdamW's accuracy, or has an RMSE of at
 most 1.02 times AdamW's, and has no higher NLL. Means over the seeds that both have.
@@ -245,9 +246,10 @@ def first_try(folder: Path = RESULTS) -> str:
     """The tables of this benchmark's records; a task is taken from the record that has most of it."""
     rows: dict[str, list[Row]] = {}
     for path in sorted(folder.glob("first_try-*.json")):
-        found = json.loads(path.read_text())["rows"]
+        record = json.loads(path.read_text())
+        shared = record["config"]["device"] == "cuda" and record["config"]["jobs"] > 1
         for task in TASKS:
-            own = [row for row in found if row["task"] == task]
+            own = [row | ({"cost": {}} if shared else {}) for row in record["rows"] if row["task"] == task]
             if len(own) > len(rows.get(task, [])):
                 rows[task] = own
     return rendered([row for task in rows.values() for row in task]) or "There is no record yet.\n"

@@ -274,9 +274,11 @@ def test_a_task_is_taken_from_the_record_with_most_of_it(script: Any, tmp_path: 
     on_cpu = [row("adamw", 0, 0.5, 1.0), row("adamw", 0, 0.75, 1.0, task="digits-cnn")]
     gpu = {"device": "cuda", "environment": {"gpu": "NVIDIA H200", "threads": 8}}
     on_gpu = [row("bgd", seed, 0.6, 1.0, **gpu) for seed in (0, 1)]
-    for name, rows in (("h200", on_gpu), ("cpu", on_cpu)):
-        (tmp_path / f"first_try-{name}.json").write_text(json.dumps({"rows": rows}))
+    for name, device, rows in (("h200", "cuda", on_gpu), ("cpu", "cpu", on_cpu)):
+        record = {"rows": rows, "config": {"device": device, "jobs": 2}}
+        (tmp_path / f"first_try-{name}.json").write_text(json.dumps(record))
     text = script.first_try(tmp_path)
+    assert text.count("| 1.5 |") == 1  # no times of processes that shared a GPU
     assert "| 50.0 |" not in text
     assert "| BGD | 60.0 ± 0.0 |" in text
     assert "NVIDIA H200" in text

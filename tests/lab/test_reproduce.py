@@ -69,7 +69,7 @@ def test_a_rerun_skips_what_is_there(out: Path, capsys: pytest.CaptureFixture[st
     for name in ("bgd-table2", "bgd-figure1", "bgd-figure4"):
         reproduce(name, out=out, quick=True, epochs=1)
     assert content(out) == before
-    assert capsys.readouterr().err.count("done before") == 17
+    assert capsys.readouterr().err.count("done before") == 19
 
 
 def test_units_run_at_the_same_time_find_the_same(out: Path, tmp_path: Path) -> None:
@@ -87,8 +87,9 @@ def test_experiments_share_their_trainings(out: Path) -> None:
         "lenet5-bgd-seed0.json",
         "lenet5-sgd-seed0.json",
         "lenet5-to-prune-bgd-seed0.json",
+        "lenet5-to-prune-sgd-seed0.json",
     }
-    assert len(list((out / "cache" / "bgd-cifar10").rglob("posterior.safetensors"))) == 3
+    assert len(list((out / "cache" / "bgd-cifar10").rglob("posterior.safetensors"))) == 4
 
 
 def test_another_config_is_refused_before_anything_runs(out: Path) -> None:
@@ -220,17 +221,21 @@ def test_the_choice_is_the_best_trial_that_came_to_its_end() -> None:
     assert how == "lr 0.01: the first of 2 that are best by accuracy of 4 trials on held-out data"
 
 
-@pytest.mark.parametrize(("ratio", "kept"), [(1.0, 0.0), (math.inf, None)])
-def test_a_net_that_loses_much_by_pruning_is_worth_nothing(
-    ratio: float, kept: float | None, tmp_path: Path
-) -> None:
-    unit = quick_unit(images.MNIST, "24 to prune", "bgd", epochs=2, std_init=0.02, to_prune=[0.75, ratio])
+def test_a_net_to_be_pruned_is_judged_after_pruning(tmp_path: Path) -> None:
+    unit = quick_unit(images.MNIST, "24 to prune", "bgd", epochs=2, std_init=0.02, to_prune=0.75)
     metrics = images.train(unit, "cpu", tmp_path, QUIET).metrics
     curve = metrics["pruning"]["single"]
     pruned = curve["errors"][curve["fractions"].index(0.75)]
     assert curve["unpruned"] < pruned < curve["errors"][-1]
     assert metrics["pruned_accuracy"] == 1.0 - pruned
-    assert metrics["kept_accuracy"] == (1.0 - pruned if kept is None else kept)
+
+
+def test_methods_that_are_compared_have_as_many_trials_each() -> None:
+    prune = [cell for _, cell in CELLS if cell.setting.endswith("to prune")]
+    streams = [cell for study, cell in CELLS if study.name in ("bgd-permuted", "vogn-permuted")]
+    assert {len(cell.grid) for cell in prune + streams} == {4}
+    assert {cell.score for cell in prune} == {"pruned_accuracy"}
+    assert {cell.score for cell in streams} == {"accuracy"}
 
 
 def test_no_trial_sees_the_test_set() -> None:

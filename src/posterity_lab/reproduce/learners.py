@@ -60,7 +60,8 @@ def learner(
     match method:
         case "bgd":
             params = _output_apart(model, config["std_last"]) if "std_last" in config else model
-            rule = BGD(params, preset="zeno2018", seed=seed, **given("std_init", "lr", "mc_samples"))
+            std = "std_init" if "std_init" in config else "std_scale"
+            rule = BGD(params, preset="zeno2018", seed=seed, **given(std, "lr", "mc_samples"))
             return by_rule(model, rule, mask)
         case "bbb":
             prior = IsotropicGaussian(config["prior_std"])

@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,7 +32,7 @@ from typing import Any
 from tables import spread, table
 
 from posterity_lab.bench import RESULTS, Record, parser, positive
-from posterity_lab.record import environment
+from posterity_lab.record import Provenance
 
 Row = dict[str, Any]
 Job = tuple[str, str, int]
@@ -73,8 +74,9 @@ def work(job: Job, given: argparse.Namespace, out: Path) -> None:
     """Run a trial in this process, and write what it found."""
     from posterity_lab.first_try import trial
 
+    made = Provenance(given.device, seeds=[job[2]])
     row = trial(*job, given.device, given.epochs, given.rounds, given.round_seconds)
-    out.write_text(json.dumps({**row, "environment": environment()}))
+    out.write_text(json.dumps({**row, "environment": made.content()}))
 
 
 def started(job: Job, given: argparse.Namespace) -> Row:
@@ -143,7 +145,10 @@ def run(record: Record, jobs: Sequence[Job], given: argparse.Namespace) -> list[
 def add(record: Record, row: Row) -> None:
     case = f"{row['task']}, {row['method']}, seed {row['seed']}"
     columns = row.pop("columns")
-    record.add(case, "torch's defaults", columns, **row)
+    # A method's defaults are its config.
+    config = {"epochs": row["epochs"], "defaults": (files("posterity") / "presets.toml").read_text()}
+    looks = record.look(f"{row['task']}, {row['method']}", row["seed"], config)
+    record.add(case, "torch's defaults", columns, looks=looks, **row)
     found = row["failure"] or ", ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
     print("  " + "; ".join([found, *row["warnings"]]), flush=True)
 

@@ -40,6 +40,7 @@ from tables import table
 
 from posterity_lab.bench import FOLDER, RESULTS
 from posterity_lab.reproduce.experiments import EXPERIMENTS
+from posterity_lab.source import recorded
 
 ROOT = FOLDER.parent
 
@@ -106,10 +107,9 @@ def speed(folder: Path = RESULTS) -> str:
         lines += [line(record, row, ratio) for row in rows for ratio in row["ratios"]]
         place = record["environment"]
         rounds = min(cell["rounds"] for row in rows for cell in row["columns"].values())
-        commit, dirty, _ = (place["commit"] or "unknown").partition("-dirty")
         sources.append(
             f"- [{name}](../benchmarks/results/{name}): {record['statistic']} of {rounds} rounds, "
-            f"torch {place['torch']}, commit {commit[:7]}{' with changes' if dirty else ''}\n"
+            f"torch {place['torch']}, {recorded(place)}\n"
         )
     return table(head, lines) + "\n" + "".join(sources)
 

@@ -75,7 +75,8 @@ def main() -> None:
             seconds = found.pop("seconds")
             cell = {"value": seconds, "lowest": seconds, "highest": seconds, "rounds": 1, "steps": 1}
             case = f"BGD K = 10, {given.data}, 2x{width}, {given.epochs} epochs"
-            record.add(case, where, {OURS: {**cell, "setting": where}}, **found)
+            looks = record.look(case, given.seed, {"setting": where, "std_init": STD_INIT.get(width, 0.04)})
+            record.add(case, where, {OURS: {**cell, "setting": where}}, looks=looks, **found)
             print("  " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
     record.close()
 

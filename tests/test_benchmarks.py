@@ -436,7 +436,7 @@ def test_speed_table_shows_the_fastest_setting_of_complete_records(tmp_path: Pat
     assert line == "| a net | H200, tf32 | peer 8 ms | ours 2 ms | 4 | ≥ 3 |"
     assert without_aim == "| a net | H200, tf32 | ours 2 ms | peer 8 ms | 0.25 | – |"
     link = "[one.json](../benchmarks/results/one.json)"
-    assert source == f"- {link}: median of 2 rounds, torch 2.11, commit 0123456 with changes"
+    assert source == f"- {link}: median of 2 rounds, torch 2.11, commit 0123456789-dirty"
     missed = headline.missed(tmp_path).splitlines()[2:]
     assert missed == ["| a net | H200, fp32 | peer 8 ms | ours 4 ms | 2 | ≥ 3, missed |"]
     with pytest.raises(ValueError, match="there is no place for the table 'speed'"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import runpy
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any, final
 import torch
 
 from posterity_lab.hints import hint
-from posterity_lab.record import environment
+from posterity_lab.record import Provenance, fits, look, write
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RESULTS = FOLDER / "results"
@@ -233,7 +232,8 @@ class Record:
             )
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        self.environment = environment()  # at the start: a run may outlast an edit of the source
+        seeds = getattr(options, "seeds", [options.seed] if "seed" in options else [])
+        self._made = Provenance(options.device, jobs=getattr(options, "jobs", 1), seeds=seeds)
 
     def resume(self, *same: str) -> None:
         """Keep the rows that the file has already: a run that was stopped goes on.
@@ -244,6 +244,10 @@ class Record:
         if not self.path.exists():
             return
         found = json.loads(self.path.read_text())
+        if not fits(found):
+            raise ValueError(
+                f"{self.path} was changed and does not fit its digest: choose another file, or delete it"
+            )
         for name in same:
             before, now = (config.get(name) for config in (found["config"], self.config))
             if before != now:
@@ -257,6 +261,10 @@ class Record:
         if sentence not in self.notes:
             self.notes.append(sentence)
             print(sentence, flush=True)
+
+    def look(self, row: str, seed: int, config: Mapping[str, Any]) -> dict[str, int]:
+        """Count that a row is evaluated on test data; see `posterity_lab.record.look`."""
+        return look(self.path.parent, f"{self.name}/{row}", seed, config)
 
     def add(
         self,
@@ -305,13 +313,11 @@ class Record:
             "config": self.config,
             "rows": self.rows,
             "notes": self.notes,
-            "environment": self.environment,
+            "environment": self._made.content(),
         }
 
     def _write(self, complete: bool) -> None:
-        unfinished = self.path.with_name(self.path.name + ".partial")
-        unfinished.write_text(json.dumps(self.content(complete), indent=1) + "\n")
-        os.replace(unfinished, self.path)
+        write(self.path, self.content(complete))
 
 
 def show(record: Mapping[str, Any]) -> None:

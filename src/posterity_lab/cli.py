@@ -10,6 +10,8 @@ import dataclasses
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,6 +63,16 @@ class _Lists(TyperCommand):
                 spread.append(option)
             spread.append(word)
         return super().parse_args(ctx, spread)
+
+
+@contextmanager
+def _stoppable(how: str) -> Iterator[None]:
+    """Tell whoever stops a command with Ctrl-C how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say(f"stopped: {how}", "yellow")
+        raise typer.Exit(130) from None
 
 
 def _say(sentence: str, style: str) -> None:
@@ -192,7 +204,8 @@ def train(
     keys = {field.name for field in dataclasses.fields(Config)}
     flags = {key: value for key, value in ctx.params.items() if key in keys}
     base = stored(out) if resume else None
-    last = runs.train(Config.from_sources(config, flags, base), out, resume)[-1]
+    with _stoppable(f"go on with posterity train --out {out} --resume"):
+        last = runs.train(Config.from_sources(config, flags, base), out, resume)[-1]
     typer.echo(
         f"{out}: epoch {last['epoch']}, {last['split']} error {1 - last['accuracy']:.2%}, "
         f"NLL {last['nll']:.4f}, ECE {last['ece']:.4f}"
@@ -211,9 +224,11 @@ def evaluate(
     from posterity_lab import runs
     from posterity_lab.data import load
     from posterity_lab.methods import predictions
+    from posterity_lab.record import Provenance, sealed
 
     _check_samples(samples)
     run = runs.load_run(folder, device)
+    made = Provenance(run.config.device, seeds=[run.config.seed])
     config, model, posterior = _sampled(run.config, samples), run.model, run.posterior
     dataset = load(config.data, device=config.device)
     outside = None if ood is None else load(ood, device=config.device).test.x
@@ -224,11 +239,12 @@ def evaluate(
     report: dict[str, Any] = {"run": str(folder), "data": config.data, "samples": len(drawn.samples)}
     mean = predictions(model, posterior, dataset.test.x, config, mode="mean")
     report["modes"] = _modes(drawn, mean, dataset.test.y)
+    report["looks"] = _looked(folder, run.config)
     if outside is not None:
         strange = predictions(model, posterior, outside, config, progress=not as_json)
         report["ood"] = {"data": ood, **_detection(drawn, strange)}
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps(sealed({**report, "environment": made.content()}), indent=2))
         return
     console = Console()
     networks = _count(len(drawn.samples), "network")
@@ -330,18 +346,19 @@ def reproduce(
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:13} {each.title}")
         return
-    run(
-        name,
-        out=out,
-        quick=quick,
-        device=device,
-        seeds=seeds or (),
-        methods=methods or (),
-        settings=settings or (),
-        epochs=epochs,
-        tune=tune,
-        jobs=jobs,
-    )
+    with _stoppable("the same command goes on where this one was"):
+        run(
+            name,
+            out=out,
+            quick=quick,
+            device=device,
+            seeds=seeds or (),
+            methods=methods or (),
+            settings=settings or (),
+            epochs=epochs,
+            tune=tune,
+            jobs=jobs,
+        )
 
 
 @app.command()
@@ -386,6 +403,17 @@ def fetch_data(name: Annotated[str, typer.Argument(help="Name of a data set.")])
     for path in fetch(name):
         typer.echo(str(path))
     typer.echo(f"{name} is complete")
+
+
+def _looked(folder: Path, config: Config) -> dict[str, int] | None:
+    """Count that a run is evaluated on test data; None where its folder cannot be written."""
+    from posterity_lab.record import look
+    from posterity_lab.runs import ROW
+
+    try:
+        return look(folder, ROW, config.seed, dataclasses.asdict(config))
+    except OSError:
+        return None
 
 
 def _check_samples(samples: int | None) -> None:

@@ -219,6 +219,8 @@ def _read(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no config file {file}: choose another --config") from None
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply: write keys at its top level") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid TOML: {error}") from error
     except OSError as error:

@@ -24,7 +24,8 @@ from posterity_lab import methods
 from posterity_lab.config import Config
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
-from posterity_lab.run_files import CHECKPOINT, restore, save
+from posterity_lab.run_files import CHECKPOINT, load, save
+from posterity_lab.run_files import resume as go_on
 from posterity_lab.streams import Mask, Stream, masked_loss, own_head, restricted
 
 _SCORES = ("accuracy", "nll", "ece")
@@ -120,7 +121,7 @@ def run(
     if state is None:
         state = {"batch": 0, "untrained": test()["accuracy"], "rows": []}
     else:
-        restore(method, state, folder or Path())
+        go_on(method, state, folder or Path())
     rows: list[dict[str, list[float]]] = state["rows"]
     done: int = state["batch"]
     with _bar(progress) as bar:
@@ -225,14 +226,8 @@ def _read(
         return None
     if not resume:
         raise ValueError(f"{folder} holds a run already: continue it with resume=True or name another folder")
-    try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        same = state["identity"] == identity and {"batch", "untrained", "rows", "method"} <= state.keys()
-    except OSError:
-        raise
-    except Exception as error:  # what torch raises depends on where the damage is
-        raise ValueError(f"{path} is damaged: name another folder") from error
-    if not same:
+    state = load(path, device)
+    if state.get("identity") != identity or not {"batch", "untrained", "rows", "method"} <= state.keys():
         raise ValueError(
             f"{path} is of another method or stream: build both as before, or name another folder"
         )

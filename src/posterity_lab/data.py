@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import math
 import pickle
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,10 @@ from torch import Tensor
 from posterity_lab.files import SETS, DataError, File, files_of, folder_of, locate, md5_of, remedy
 
 _Arrays = dict[str, NDArray[np.uint8]]
-_UNREADABLE = (ValueError, KeyError, OSError, EOFError, zlib.error, zipfile.BadZipFile, pickle.PickleError)
+_UNREADABLE = (
+    *(ValueError, KeyError, OSError, EOFError, zlib.error, zipfile.BadZipFile, pickle.PickleError),
+    *(MemoryError, OverflowError, RuntimeError, struct.error),  # of headers that ask for too much
+)
 
 
 @dataclass(frozen=True, eq=False)

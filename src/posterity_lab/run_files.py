@@ -3,25 +3,29 @@
 | file | what |
 |---|---|
 | ``config.json`` | the `Config`, complete |
-| ``environment.json`` | versions, commit, hardware and time, also of the parts before a resume |
+| ``environment.json`` | the record: source, command, hardware, times, also of the parts before a resume |
 | ``metrics.jsonl`` | one object per epoch |
 | ``checkpoint.pt`` | model and optimiser after the last whole epoch, and all that is needed to build them |
 | ``posterior.safetensors`` | the posterior, when all epochs are done |
+| ``looks.jsonl`` | one line for every time that the run was evaluated on test data |
+| ``lock`` | the process that writes here, while it does |
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from posterity import Factorised
+from posterity_lab import record
 from posterity_lab.config import Config
+from posterity_lab.disk import replacing
 from posterity_lab.methods import Method
-from posterity_lab.record import environment
 
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
@@ -51,6 +55,8 @@ def stored(folder: Path) -> Config:
         return Config.from_sources(None, content)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run in {folder}: train one there first") from None
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read (it is nested too deeply): {_ELSE}") from None
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}): {_ELSE}") from error
 
@@ -65,26 +71,30 @@ def read_checkpoint(folder: Path, config: Config, device: str) -> dict[str, Any]
     path = folder / CHECKPOINT
     if not path.exists():
         return None
-    try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # what torch raises depends on where the damage is
-        raise _foreign(path) from error
-    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= _SAVED:
-        raise _foreign(path)
+    checkpoint = load(path, device)
+    if not checkpoint.keys() >= _SAVED:
+        raise foreign(path)
     # An optimiser takes the state of another kind without a word, and fails, or is wrong, later.
     try:
         made = Config(**checkpoint["config"])  # a key that had no meaning for the method then has its default
+        sizes = [*checkpoint["shape"], *(checkpoint[key] for key in ("classes", "num_data", "epoch"))]
     except (TypeError, ValueError) as error:
-        raise _foreign(path) from error
-    if made != config:
-        raise _foreign(path)
+        raise foreign(path) from error
+    if made != config or any(type(each) is not int for each in sizes):
+        raise foreign(path)
     return checkpoint
 
 
-def restore(method: Method, checkpoint: dict[str, Any], folder: Path) -> None:
-    """Put a checkpoint into the method that is to go on from it.
+def restore(
+    method: Method, checkpoint: dict[str, Any], folder: Path, changing: Sequence[str] = ("steps",)
+) -> None:
+    """Put a checkpoint into a method.
+
+    Args:
+        method: Built as for the first part of the run.
+        checkpoint: What was saved of it.
+        folder: Where it lies.
+        changing: Entries of the optimiser's groups that training changes; all others must be as built.
 
     Example:
         >>> from posterity_lab import methods
@@ -94,10 +104,35 @@ def restore(method: Method, checkpoint: dict[str, Any], folder: Path) -> None:
             ...
         ValueError: run/checkpoint.pt is of another run or damaged: train again in another folder
     """
+    before = _settings(method)
     try:
         method.load_state_dict(checkpoint["method"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise _foreign(folder / CHECKPOINT) from error
+        raise foreign(folder / CHECKPOINT) from error
+    for one, other in zip(before, _settings(method), strict=True):
+        for key in one:
+            if key not in changing and one[key] != other.get(key):
+                raise ValueError(
+                    f"{folder / CHECKPOINT} has {key} = {other.get(key)}, and the run {one[key]}: {_ELSE}"
+                )
+
+
+def resume(
+    method: Method, checkpoint: dict[str, Any], folder: Path, changing: Sequence[str] = ("steps",)
+) -> None:
+    """Put a checkpoint into the method that is to go on from it; see `restore`.
+
+    Another number of threads than in the part before is warned of: the result is then not bit for bit that
+    of an uninterrupted run.
+    """
+    restore(method, checkpoint, folder, changing)
+    before, now = checkpoint["threads"], torch.get_num_threads()
+    if before != now and next(method.model.parameters()).device.type == "cpu":
+        warnings.warn(
+            f"the run in {folder} began with {before} threads and goes on with {now}, which changes the last "
+            f"bits of its numbers: set OMP_NUM_THREADS={before} for the same ones",
+            stacklevel=2,
+        )
 
 
 def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
@@ -132,16 +167,30 @@ def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
     return records
 
 
-def places(folder: Path) -> dict[str, Any]:
-    """Where this run is made, with the places of the parts before a resume.
+def places(folder: Path) -> list[dict[str, Any]]:
+    """The records of the parts of a run so far, oldest first.
 
     Example:
-        >>> places(Path("nowhere"))["earlier"]
+        >>> places(Path("nowhere"))
         []
     """
-    before = _place(folder)
-    earlier = [] if before is None else [*before.pop("earlier"), before]
-    return {**environment(), "earlier": earlier}
+    path = folder / ENVIRONMENT
+    if not path.exists():
+        return []
+    try:
+        last = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        last = None
+    if not isinstance(last, dict) or not isinstance(last.get("earlier"), list) or not record.fits(last):
+        raise ValueError(f"{path} is damaged: delete it, or {_ELSE}")
+    return [*last.pop("earlier"), last]
+
+
+def write_place(
+    folder: Path, made: record.Provenance, earlier: Sequence[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """Write the run's record, as it is by now."""
+    return record.write(folder / ENVIRONMENT, {**made.content(), **more, "earlier": list(earlier)})
 
 
 def diverged(folder: Path) -> bool:
@@ -152,49 +201,67 @@ def diverged(folder: Path) -> bool:
         False
     """
     try:
-        place = _place(folder)
+        parts = places(folder)
     except ValueError:
         return False
-    return place is not None and "diverged" in place
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    """Add a line of JSON to a file, safe on the disk when this returns."""
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    return bool(parts) and "diverged" in parts[-1]
 
 
 def save(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all."""
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
-    replace(path, buffer.getvalue())
+    """Write a checkpoint with its digest, whole or not at all."""
+    content = {**checkpoint, "threads": torch.get_num_threads()}
+    content.pop(record.DIGEST, None)  # of a checkpoint that was read before
+    with replacing(path) as unfinished:
+        torch.save({**content, record.DIGEST: record.digest(content)}, unfinished)
 
 
-def replace(path: Path, content: bytes | str) -> None:
-    """Write a file whole or not at all, whenever the process or the machine stops."""
-    unfinished = path.with_name(path.name + ".partial")
-    with unfinished.open("wb") as file:
-        file.write(content if isinstance(content, bytes) else content.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+def load(path: Path, device: str | torch.device, remedy: str = _ELSE) -> dict[str, Any]:
+    """Read a checkpoint.
 
+    Args:
+        path: Where it lies.
+        device: Where to put its tensors.
+        remedy: What to do about a damaged one, as the end of a sentence.
 
-def _place(folder: Path) -> dict[str, Any] | None:
-    path = folder / ENVIRONMENT
-    if not path.exists():
-        return None
+    Raises:
+        ValueError: It is damaged: its content does not fit its digest.
+    """
     try:
-        place = json.loads(path.read_text())
-    except ValueError:
-        place = None
-    if not isinstance(place, dict) or not isinstance(place.get("earlier"), list):
-        raise ValueError(f"{path} is damaged: delete it, or {_ELSE}")
-    return place
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        whole = isinstance(checkpoint, dict) and record.fits(checkpoint)
+    except OSError:
+        raise
+    except Exception as error:  # what torch raises depends on where the damage is
+        raise foreign(path, remedy) from error
+    if not whole:
+        raise foreign(path, remedy)
+    return dict(checkpoint)
 
 
-def _foreign(path: Path) -> ValueError:
-    return ValueError(f"{path} is of another run or damaged: {_ELSE}")
+def save_posterior(path: Path, posterior: Factorised) -> None:
+    """Write a posterior, whole or not at all."""
+    with replacing(path) as unfinished:
+        posterior.save(unfinished)
+
+
+def posterior_is(path: Path, posterior: Factorised) -> bool:
+    """Whether a file holds this very posterior."""
+    try:
+        found = Factorised.load(path)
+    except (OSError, ValueError):
+        return False
+    one, other = (record.digest([each.mean(), each.std()]) for each in (found, posterior))
+    return one == other
+
+
+def foreign(path: Path, remedy: str = _ELSE) -> ValueError:
+    """The error of a checkpoint that cannot be gone on from."""
+    return ValueError(f"{path} is of another run or damaged: {remedy}")
+
+
+def _settings(method: Method) -> list[dict[str, Any]]:
+    """What the groups of the optimiser are set to."""
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in method.optimizer.param_groups
+    ]

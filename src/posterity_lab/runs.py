@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,26 +22,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from posterity import Factorised, metrics
-from posterity_lab import data, methods, nets
+from posterity_lab import data, methods, nets, record
 from posterity_lab.config import Config
 from posterity_lab.data import Dataset, Split
+from posterity_lab.disk import append, locked, replace, strangers
 from posterity_lab.methods import Method
 from posterity_lab.run_files import (
     CHECKPOINT,
     CONFIG,
-    ENVIRONMENT,
     METRICS,
     POSTERIOR,
-    append,
     diverged,
     places,
+    posterior_is,
     read_checkpoint,
     read_metrics,
-    replace,
     restore,
     save,
+    save_posterior,
     stored,
+    write_place,
 )
+from posterity_lab.run_files import resume as go_on
+
+ROW = "the run"  # in the count of looks at test data: a folder has one run
 
 
 def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, Any]]:
@@ -65,6 +70,12 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
         [1]
     """
     _refuse(config, folder, resume)
+    with locked(folder):
+        _refuse(config, folder, resume)  # another process may have begun in between
+        return _train(config, folder)
+
+
+def _train(config: Config, folder: Path) -> list[dict[str, Any]]:
     nets.recipe(config.net)  # a misspelled net is refused before minutes of loading
     _check_device(config.device)
     checkpoint = read_checkpoint(folder, config, config.device)
@@ -79,13 +90,22 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
     }
     model, method = _learner(config, **sizes)
     if checkpoint is not None:
-        restore(method, checkpoint, folder)
+        go_on(method, checkpoint, folder)
     done = 0 if checkpoint is None else int(checkpoint["epoch"])
-    history, place = read_metrics(folder, done), places(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    replace(folder / CONFIG, json.dumps(dataclasses.asdict(config), indent=2))
-    replace(folder / ENVIRONMENT, json.dumps(place, indent=2))
-    replace(folder / METRICS, "".join(json.dumps(record) + "\n" for record in history))
+    history, earlier = read_metrics(folder, done), places(folder)
+    made, settings = record.Provenance(config.device, seeds=[config.seed]), dataclasses.asdict(config)
+
+    def note(**more: Any) -> None:
+        digests = {"config": record.digest(settings), "metrics": record.digest(history)}
+        count = {"looks": record.looks(folder, ROW, config.seed)}
+        write_place(folder, made, earlier, **digests, **count, **more)
+
+    # The config first: a folder that has it can be resumed, one that has not is as good as empty.
+    replace(folder / CONFIG, json.dumps(settings, indent=2))
+    if not config.validation and checkpoint is None:
+        record.look(folder, ROW, config.seed, settings)
+    note()
+    replace(folder / METRICS, "".join(json.dumps(each) + "\n" for each in history))
     steps = -(-len(training) // config.batch_size)
     with _bar() as bar:
         shown = _shown(history, config)
@@ -101,23 +121,24 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
                     f"{folder / CHECKPOINT} is that of epoch {epoch}" if epoch else "no epoch was completed"
                 )
                 message = f"{error} ({kept}; --resume would repeat this: train in another folder)"
-                replace(folder / ENVIRONMENT, json.dumps({**place, "diverged": message}, indent=2))
+                note(diverged=message)
                 raise FloatingPointError(message) from error
-            record: dict[str, Any] = {
+            line: dict[str, Any] = {
                 "epoch": epoch + 1,
                 "step": (epoch + 1) * steps,
                 "train_loss": loss,
                 "seconds": seconds,
                 **scores,
             }
-            history.append(record)
+            history.append(line)
             bar.update(task, **_shown(history, config))
             # Metrics first: a resumed run can cut a line too many, but not make up one too few.
-            append(folder / METRICS, record)
+            append(folder / METRICS, line)
             state = {"epoch": epoch + 1, "method": method.state_dict()}
-            save(folder / CHECKPOINT, {"config": dataclasses.asdict(config), **sizes, **state})
+            save(folder / CHECKPOINT, {"config": settings, **sizes, **state})
     if (posterior := method.posterior()) is not None:
-        posterior.save(folder / POSTERIOR)
+        save_posterior(folder / POSTERIOR, posterior)
+    note()
     return history
 
 
@@ -166,11 +187,13 @@ def load_run(folder: Path, device: str | None = None) -> Run:
 
 
 def _finished(folder: Path, config: Config) -> list[dict[str, Any]]:
-    history = read_metrics(folder, config.epochs)
-    if not (folder / POSTERIOR).exists():  # killed after the last checkpoint, or a method without one
-        posterior = load_run(folder).posterior
-        if posterior is not None:
-            posterior.save(folder / POSTERIOR)
+    """The metrics of a run that is done; a posterior that was lost or damaged since is written again."""
+    history, path = read_metrics(folder, config.epochs), folder / POSTERIOR
+    posterior = load_run(folder).posterior
+    if posterior is not None and not posterior_is(path, posterior):
+        if path.exists():
+            warnings.warn(f"{path} was damaged: it is written again from {CHECKPOINT}", stacklevel=3)
+        save_posterior(path, posterior)
     return history
 
 
@@ -185,7 +208,7 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
             raise ValueError(
                 f"{folder} holds a run already: continue it with --resume or name another folder"
             )
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or strangers(folder)):
             raise ValueError(f"{folder} is not an empty folder: name a new one")
         return
     before, after = dataclasses.asdict(stored(folder)), dataclasses.asdict(config)

@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from posterity import DivergenceWarning
 from posterity.optim.presets import TABLE
-from posterity_lab import cli, data, runs
+from posterity_lab import cli, data, record, reproduce, runs
 from posterity_lab.config import Config
 
 TINY = ("--net", "mlp-16", "--data", "digits", "--epochs", "2", "--batch-size", "64", "--eval-samples", "3")
@@ -98,6 +99,53 @@ def test_mistakes_are_one_sentence(run, tmp_path):
     assert refused("evaluate", new) == f"there is no run in {new}: train one there first"
     assert refused("train", "--out", new, "--resume") == f"there is no run in {new}: train one there first"
     assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("lr = " + "[" * 50_000, "is nested too deeply: write keys at its top level"),
+        ("[train]\nlr = 0.1", "there is no key 'train'"),
+        ("[lr]\nvalue = 0.1", "lr must be a finite number greater than 0, not {'value': 0.1}"),
+        ("method = ['bgd']", "method must be a text, not ['bgd']"),
+    ],
+)
+def test_a_nested_config_is_refused_in_one_sentence(tmp_path, content, message):
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    assert message in refused("train", "--config", file, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["epoch", "num_data", "classes", "shape"])
+def test_text_in_place_of_a_number_in_a_checkpoint_is_one_sentence(run, tmp_path, key):
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint.pt"
+    runs.save(path, torch.load(path, weights_only=True) | {key: "text"})
+    assert refused("evaluate", tmp_path / "run").endswith("damaged: train again in another folder")
+    assert refused("train", "--out", tmp_path / "run", "--resume").endswith("train again in another folder")
+
+
+def test_a_stopped_command_says_how_to_go_on(monkeypatch, tmp_path):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "train", stop)
+    result = call("train", "--out", tmp_path / "run", *TINY)
+    assert result.exit_code == 130
+    assert result.stderr == f"stopped: go on with posterity train --out {tmp_path / 'run'} --resume\n"
+    monkeypatch.setattr(reproduce, "reproduce", stop)
+    result = call("reproduce", "bgd-theory", "--out", tmp_path)
+    assert result.exit_code == 130
+    assert result.stderr == "stopped: the same command goes on where this one was\n"
+
+
+def test_evaluations_are_counted_and_sealed(point, tmp_path):
+    shutil.copytree(point, tmp_path / "run")
+    first, second = (json.loads(call("evaluate", tmp_path / "run", "--json").stdout) for _ in range(2))
+    assert [each["looks"]["evaluations"] for each in (first, second)] == [2, 3]
+    assert record.fits(first)
+    assert len(first["environment"]["source"]) == 64
 
 
 def test_an_error_that_nobody_expects_keeps_its_traceback(monkeypatch, run):

@@ -255,7 +255,7 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of another run or damaged"):
         again(LEARNERS["sgd"](nets.mlp(2, [6], 3)), shifted())
     (tmp_path / "checkpoint.pt").write_bytes(b"half")
-    with pytest.raises(ValueError, match="is damaged: name another folder"):
+    with pytest.raises(ValueError, match="is of another run or damaged: train again in another folder"):
         again(LEARNERS["sgd"](small()), shifted())
     with pytest.raises(ValueError, match="nothing to resume from"):
         quiet(LEARNERS["sgd"](small()), shifted(), resume=True)

@@ -7,6 +7,7 @@ import pickle
 import struct
 import tarfile
 import threading
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -176,6 +177,18 @@ def test_svhn_npz_of_floats_is_refused(tmp_path):
     (tmp_path / "svhn").mkdir()
     np.savez(tmp_path / "svhn/test.npz", images=np.zeros((4, 32, 32, 3)), labels=np.arange(4, dtype=np.uint8))
     with pytest.raises(DataError, match=r"test\.npz is damaged \(float64 images and uint8 labels"):
+        load("svhn", tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(2**50, 32, 32, 3), (10**30, 1), (-1, 32, 32, 3)])
+def test_svhn_npz_with_an_absurd_header_is_refused(tmp_path, shape):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    (tmp_path / "svhn").mkdir()
+    with zipfile.ZipFile(tmp_path / "svhn/test.npz", "w") as archive:
+        archive.writestr("images.npy", header.getvalue())
+        archive.writestr("labels.npy", header.getvalue())
+    with pytest.raises(DataError, match=r"test\.npz is damaged .*put svhn/test\.npz"):
         load("svhn", tmp_path)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from posterity_lab import bench, cli, report
+from posterity_lab import bench, cli, report, source
+from posterity_lab.record import write as write_record
 from posterity_lab.reproduce import EXPERIMENTS, images, records, tasks, toy
 from posterity_lab.reproduce.calibration import CALIBRATION
 from posterity_lab.reproduce.page import write
@@ -251,9 +252,8 @@ def test_the_committed_page_is_that_of_the_committed_records(tmp_path: Path) -> 
         pytest.skip("needs a checkout")
     write(root / "results", tmp_path / "page.html")
     pages = (each.read_text(encoding="utf-8") for each in (tmp_path / "page.html", root / "docs/report.html"))
-    new, old = (
-        re.sub(r'src="data:[^"]*"', "", text) for text in pages
-    )  # pictures differ from place to place
+    # Pictures differ from place to place, and a copy may have no history to find commits in.
+    new, old = (re.sub(r'src="data:[^"]*"|commit [0-9a-f]{12}|uncommitted', "", text) for text in pages)
     assert new == old, "run posterity report --out docs/report.html"
 
 
@@ -374,11 +374,35 @@ def test_a_damaged_record_is_refused_by_name(folder: Path, damage: Callable[[str
     assert not out.exists()
 
 
+def test_an_edited_record_is_refused(folder: Path) -> None:
+    path = folder / "bgd-mnist" / "400-bgd-seed1.json"
+    record = json.loads(path.read_text())
+    record["metrics"]["errors"]["single"] -= 0.001
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"seed1.json is damaged \(its content was changed: it does not fit"):
+        page(folder)
+
+
+def test_sources_are_shown_as_commits_or_as_uncommitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "commits", lambda: {"known": "0123456789abcdef"})
+    for seed, place in enumerate(
+        ({"source": "known"}, {"source": "edited"}, {"commit": "fedcba9876543210-dirty"})
+    ):
+        path = made(tmp_path, images.MNIST, "400", "bgd", seed, image_metrics(0.01))
+        record = json.loads(path.read_text())
+        write_record(path, {**record, "environment": {"gpu": "One", "torch": "2", **place}})
+    text = page(tmp_path)
+    for name in ("commit 0123456789ab", "uncommitted", "commit fedcba987654-dirty"):
+        assert f"One, torch 2, {name}" in text
+
+
 def test_metrics_that_lack_a_number_are_refused_by_name(folder: Path) -> None:
     path = folder / "bgd-mnist" / "400-bgd-seed1.json"
     record = json.loads(path.read_text())
     del record["metrics"]["errors"]["single"]
-    path.write_text(json.dumps(record))
+    write_record(path, record)
     with pytest.raises(
         ValueError, match=r"400-bgd-seed1.json is damaged \(its metrics have no 'errors.single'\)"
     ):

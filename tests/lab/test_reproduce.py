@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from posterity_lab import baselines, cli, data
 from posterity_lab.data import Split
 from posterity_lab.reproduce import EXPERIMENTS, images, records, reproduce, tasks, training
 from posterity_lab.reproduce import driver as driving
+from posterity_lab.reproduce.calibration import CALIBRATION
 from posterity_lab.reproduce.learners import NAMES, learner, scale_lr
 from posterity_lab.reproduce.study import Cell, Outcome, Study, Unit
 
@@ -59,7 +61,7 @@ def test_every_experiment_leaves_a_record_of_every_unit(out: Path, name: str) ->
         assert (record["seed"], record["device"], record["diverged"]) == (0, "cpu", None)
         assert record["n"] > 0
         assert record["seconds"] > 0
-        assert record["environment"]["commit"]
+        assert len(record["environment"]["source"]) == 64
         assert "default" in record["chosen"]
         assert not (unit.cache(out) / "checkpoint.pt").exists()
 
@@ -253,6 +255,50 @@ def test_no_trial_sees_the_test_set() -> None:
     again, test = training.splits(digits, {**config, "tested_on": "test"})
     assert torch.equal(again.x, kept.x)
     assert test is digits.test
+
+
+def trial_unit(study: Study, setting: str, method: str, **config: Any) -> Unit:
+    cell = next(each for each in study.cells(True) if (each.setting, each.method) == (setting, method))
+    first = records.trials(study, cell)[0]
+    return replace(first, config={**first.config, "epochs": 1, **config})
+
+
+TRIALS = [
+    (images.MNIST, "16", "sgd"),
+    (tasks.PERMUTED, "24", "sgd"),
+    (tasks.SEQUENCE, "sequence", "sgd"),
+    (CALIBRATION, "digits", "adam"),
+]
+
+
+@pytest.mark.parametrize(("study", "setting", "method"), TRIALS)
+def test_trials_are_given_no_test_set(
+    study: Study, setting: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = trial_unit(study, setting, method)
+    found = study.run(unit, "cpu", tmp_path / "found", QUIET)
+    digits = data.load("digits")
+    nothing = Split(torch.full_like(digits.test.x, torch.nan), torch.full_like(digits.test.y, -1))
+    monkeypatch.setattr(training.data, "load", lambda name, device: replace(digits, test=nothing))
+    again = study.run(unit, "cpu", tmp_path / "again", QUIET)
+    assert again.metrics["accuracy"] == found.metrics["accuracy"] > 0
+    assert again.n == found.n > 0
+
+
+@pytest.mark.parametrize(("study", "setting", "method"), TRIALS)
+def test_a_trial_that_asks_for_the_test_set_is_refused(
+    study: Study, setting: str, method: str, tmp_path: Path
+) -> None:
+    for wrong in ({"held_out": 0}, {"tested_on": "test"}):
+        unit = trial_unit(study, setting, method, **wrong)
+        with pytest.raises(ValueError, match="is a trial, which is given no test set: hold out training im"):
+            study.run(unit, "cpu", tmp_path, QUIET)
+
+
+def test_data_of_reproductions_comes_from_one_place() -> None:
+    folder = Path(training.__file__).parent
+    loading = {path.name for path in folder.glob("*.py") if "data.load(" in path.read_text()}
+    assert loading == {"training.py"}
 
 
 def test_cells_and_their_grids_fit_together() -> None:

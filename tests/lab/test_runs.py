@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posterity_lab import methods, runs
+from lab.processes import at_once, killed_at_the_first_rename
+from posterity_lab import methods, record, runs
 from posterity_lab.config import Config
 
 EPOCHS = 6
@@ -66,8 +67,7 @@ def assert_same(one: Path, two: Path) -> None:
 
 def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["posterity_lab.runs", "sklearn.model_selection", "torchmetrics"])
+    context = forked()
     configs = {method: tiny(method=method) for method in LEARNERS}
     processes = {
         method: context.Process(target=runs.train, args=(config, tmp_path / method))
@@ -90,6 +90,43 @@ def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
         runs.train(configs[method], tmp_path / f"{method}-whole")
         assert [record["epoch"] for record in lines(tmp_path / method)] == list(range(1, EPOCHS + 1))
         assert_same(tmp_path / method, tmp_path / f"{method}-whole")
+
+
+def forked() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["posterity_lab.runs", "sklearn.model_selection", "torchmetrics"])
+    return context
+
+
+def test_a_run_killed_while_its_first_file_is_written_can_be_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = tiny(method="adam", epochs=1)
+    process = forked().Process(target=killed_at_the_first_rename, args=(config, tmp_path / "run"))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    left = {path.name.split(".")[-1] for path in (tmp_path / "run").iterdir()}
+    assert left == {"lock", "partial"}
+    with pytest.raises(FileNotFoundError, match="there is no run in"):
+        runs.train(config, tmp_path / "run", resume=True)
+    runs.train(config, tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.json", "environment.json", "metrics.jsonl", "checkpoint.pt", "looks.jsonl"}
+
+
+def test_of_two_processes_in_one_folder_one_trains_and_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = tiny(method="bgd", epochs=3)
+    start = time.time() + 1.0
+    processes = [forked().Process(target=at_once, args=(config, tmp_path / "run", start)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert sorted(process.exitcode for process in processes) == [0, 1]
+    runs.train(config, tmp_path / "alone")
+    assert_same(tmp_path / "run", tmp_path / "alone")
+    assert not (tmp_path / "run" / "lock").exists()
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -176,6 +213,78 @@ def test_a_resumed_run_keeps_where_its_parts_were_made(tmp_path, monkeypatch):
     places = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert places["torch"] == torch.__version__
     assert len(places["earlier"]) == 1
+
+
+def test_a_run_leaves_a_sealed_record_of_config_and_metrics(tmp_path):
+    config = tiny(method="adam", epochs=2, seed=3)
+    history = runs.train(config, tmp_path / "run")
+    place = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert record.fits(place)
+    assert place["metrics"] == record.digest(history)
+    assert place["config"] == record.digest(json.loads((tmp_path / "run" / "config.json").read_text()))
+    assert place["looks"] == {"configs": 1, "evaluations": 1}
+    assert (place["seeds"], place["threads"], len(place["source"])) == ([3], 1, 64)
+    runs.train(tiny(method="adam", epochs=1, validation=100), tmp_path / "held out")
+    place = json.loads((tmp_path / "held out" / "environment.json").read_text())
+    assert place["looks"] == {"configs": 0, "evaluations": 0}
+
+
+@pytest.mark.parametrize("damage", ["cut short", "flipped", "of another run"])
+def test_resume_writes_a_damaged_posterior_again(tmp_path, damage):
+    config = tiny(method="bgd", epochs=1)
+    runs.train(config, tmp_path / "run")
+    path = tmp_path / "run" / "posterior.safetensors"
+    whole = path.read_bytes()
+    if damage == "cut short":
+        path.write_bytes(whole[:-9])
+    elif damage == "flipped":
+        path.write_bytes(whole[:-2] + bytes([whole[-2] ^ 64]) + whole[-1:])
+    else:
+        runs.train(tiny(method="bgd", epochs=1, seed=1), tmp_path / "other")
+        (tmp_path / "other" / "posterior.safetensors").replace(path)
+    with pytest.warns(UserWarning, match=r"posterior.safetensors was damaged: it is written again from"):
+        runs.train(config, tmp_path / "run", resume=True)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("method", "key"), [("bgd", "seed"), ("bgd", "lr"), ("adam", "lr")])
+def test_a_checkpoint_with_another_setting_than_the_run_is_refused(tmp_path, monkeypatch, method, key):
+    config = tiny(method=method, epochs=2)
+    interrupt(monkeypatch, config, tmp_path / "run", 2)
+    state = checkpoint(tmp_path / "run")
+    state["method"]["optimizer"]["param_groups"][0][key] = 7
+    runs.save(tmp_path / "run" / "checkpoint.pt", state)
+    with pytest.raises(ValueError, match=f"checkpoint.pt has {key} = 7, and the run .*: train again"):
+        runs.train(config, tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match=f"checkpoint.pt has {key} = 7"):
+        runs.load_run(tmp_path / "run")
+
+
+def test_flipped_bits_in_a_checkpoint_are_noticed(tmp_path):
+    runs.train(tiny(method="bgd", epochs=1), tmp_path)
+    path = tmp_path / "checkpoint.pt"
+    whole, unnoticed = path.read_bytes(), []
+    state = runs.load_run(tmp_path).posterior
+    for place in range(0, len(whole), len(whole) // 60):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            found = runs.load_run(tmp_path).posterior
+        except ValueError:
+            continue
+        # Some bytes of the archive have no meaning: then nothing has changed.
+        same = record.digest([found.mean(), found.std()]) == record.digest([state.mean(), state.std()])
+        unnoticed += [] if same else [place]
+    assert not unnoticed
+
+
+def test_resuming_with_another_number_of_threads_warns(tmp_path, monkeypatch):
+    config = tiny(method="adam", epochs=2)
+    interrupt(monkeypatch, config, tmp_path / "run", 2)
+    torch.set_num_threads(2)
+    with pytest.warns(UserWarning, match="began with 1 threads and goes on with 2, .* OMP_NUM_THREADS=1"):
+        runs.train(config, tmp_path / "run", resume=True)
+    places = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (places["threads"], places["earlier"][0]["threads"]) == (2, 1)
 
 
 def test_a_folder_with_a_run_is_refused_without_resume(tmp_path):
@@ -302,7 +411,7 @@ def test_a_run_of_before_its_method_had_a_key_is_read_with_the_default(tmp_path)
     runs.train(tiny(method="bgd", epochs=1), tmp_path)
     made = json.loads((tmp_path / "config.json").read_text()) | {"temperature": None}
     (tmp_path / "config.json").write_text(json.dumps(made))
-    torch.save(checkpoint(tmp_path) | {"config": made}, tmp_path / "checkpoint.pt")
+    runs.save(tmp_path / "checkpoint.pt", checkpoint(tmp_path) | {"config": made})
     assert runs.load_run(tmp_path).config.temperature == 1.0
 
 
@@ -341,6 +450,10 @@ def damage(value: dict, *path: str) -> dict:
         lambda folder: damage(checkpoint(folder), "epoch"),
         lambda folder: checkpoint(folder) | {"config": {"method": "none"}},
         lambda folder: checkpoint(folder) | {"config": 3},
+        lambda folder: checkpoint(folder) | {"config": {"lr": {"a": {"b": 1}}}},
+        lambda folder: checkpoint(folder) | {"epoch": "one"},
+        lambda folder: checkpoint(folder) | {"num_data": "many"},
+        lambda folder: checkpoint(folder) | {"shape": 3},
         lambda folder: damage(checkpoint(folder), "shape"),
         lambda folder: damage(checkpoint(folder), "method", "model"),
         lambda folder: damage(checkpoint(folder), "method", "optimizer", "param_groups"),
@@ -353,7 +466,13 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path, mon
     interrupt(monkeypatch, tiny(method="sgd", epochs=2), tmp_path / "sgd", 2)
     foreign = make(tmp_path / "run")
     path = tmp_path / "run" / "checkpoint.pt"
-    path.write_bytes(foreign) if isinstance(foreign, bytes) else torch.save(foreign, path)
+    match foreign:
+        case bytes():
+            path.write_bytes(foreign)
+        case dict():  # with the right digest: what is wrong is the content
+            runs.save(path, foreign)
+        case _:
+            torch.save(foreign, path)
     before = contents(tmp_path / "run")
     message = r"checkpoint\.pt is of another run or damaged: train again in another folder$"
     with pytest.raises(ValueError, match=message):
@@ -371,6 +490,12 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path, mon
             "[1]",
             r"config\.json cannot be read \(it holds a list, not an object\): train again",
         ),
+        (
+            "config.json",
+            "[" * 100_000,
+            r"config\.json cannot be read \(it is nested too deeply\): train",
+        ),
+        ("config.json", '{"lr": {"a": 1}}', r"config\.json cannot be read \(lr must be .*\): train again"),
         ("config.json", "{", r"config\.json cannot be read \(.*\): train again in another folder$"),
         ("environment.json", "{", r"environment\.json is damaged: delete it, or train again"),
         ("environment.json", "[]", r"environment\.json is damaged: delete it, or train again"),

@@ -165,7 +165,7 @@ def test_another_data_set_is_told_apart_or_said_to_be_missing(fitted: Callable, 
     digits = data.load("digits")
     # Blank images that the padding makes 16 pixels wide, and which the net has never seen.
     blank = Split(torch.ones(50, 1, 8, 8), torch.zeros(50, dtype=torch.long))
-    monkeypatch.setattr(calibration.data, "load", lambda name, device: Dataset(name, digits.train, blank, 10))
+    monkeypatch.setattr(training.data, "load", lambda name, device: Dataset(name, digits.train, blank, 10))
     found = calibration.outside(asked, "cpu")
     there = calibration.predictions(asked, asked.test.x).entropy
     away = calibration.predictions(asked, training.ready(Dataset("x", blank, blank, 10), unit.config).test.x)
@@ -174,7 +174,7 @@ def test_another_data_set_is_told_apart_or_said_to_be_missing(fitted: Callable, 
     def missing(name: str, device: str) -> Dataset:
         raise DataError("svhn needs a file")
 
-    monkeypatch.setattr(calibration.data, "load", missing)
+    monkeypatch.setattr(training.data, "load", missing)
     assert calibration.outside(asked, "cpu") == {"outside": "svhn needs a file", "outside_auroc": None}
 
 

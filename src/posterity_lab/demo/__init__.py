@@ -12,16 +12,14 @@ gain nothing from more threads.
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -30,6 +28,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from posterity_lab import record
 from posterity_lab.demo.page import show, write
 from posterity_lab.demo.runs import (
     ENTROPY_BINS,
@@ -44,7 +43,7 @@ from posterity_lab.demo.runs import (
     plain_run,
     stream_run,
 )
-from posterity_lab.record import environment
+from posterity_lab.workers import pool
 
 
 def run(out: Path, quick: bool = False) -> None:
@@ -63,7 +62,7 @@ def run(out: Path, quick: bool = False) -> None:
     console = Console()
     results = _compute(sizes, out, console)
     results["seconds"] = round(time.perf_counter() - start, 1)
-    (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    results = record.write(out / "results.json", results)
     write(results, out)
     show(results, console)
     console.print(f"report: {out / 'report.html'}", soft_wrap=True)
@@ -71,6 +70,7 @@ def run(out: Path, quick: bool = False) -> None:
 
 
 def _compute(sizes: Sizes, out: Path, console: Console) -> Results:
+    made = record.Provenance("cpu", jobs=sizes.workers, seeds=sizes.seeds)
     tuning = {
         (method, value): partial(stream_run, sizes, method, value, sizes.tuning_seed, validation=True)
         for method, (_, values) in GRIDS.items()
@@ -79,11 +79,11 @@ def _compute(sizes: Sizes, out: Path, console: Console) -> Results:
     plain = {seed: partial(plain_run, sizes, seed, out) for seed in sizes.seeds}
     finals = len(GRIDS) * len(sizes.seeds)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with _pool(sizes.workers) as pool, Progress(*columns, console=console) as bar:
+    with _pool(sizes.workers) as workers, Progress(*columns, console=console) as bar:
         task = bar.add_task("tuning", total=len(tuning) + len(plain) + finals)
         advance = partial(bar.update, task, advance=1)
         # The long runs first, so that no process waits for the other at the end.
-        done = run_all({**plain, **tuning}, pool, advance)
+        done = run_all({**plain, **tuning}, workers, advance)
         grids = {
             method: choose(method, {value: done[method, value] for value in values})
             for method, (_, values) in GRIDS.items()
@@ -94,13 +94,13 @@ def _compute(sizes: Sizes, out: Path, console: Console) -> Results:
             for method in GRIDS
             for seed in sizes.seeds
         }
-        streams = run_all(learning, pool, advance)
+        streams = run_all(learning, workers, advance)
     return {
         "config": {**asdict(sizes), "fixed": FIXED, "plain": PLAIN},
         "grids": grids,
         "stream": {method: _stream([streams[method, seed] for seed in sizes.seeds]) for method in GRIDS},
         **_plain([done[seed] for seed in sizes.seeds]),
-        "environment": environment(),
+        "environment": made.content(),
     }
 
 
@@ -136,8 +136,7 @@ def run_all(
 def _pool(workers: int) -> AbstractContextManager[Executor | None]:
     if workers == 1:
         return nullcontext()
-    # Spawned, not forked: a fork copies torch's thread pools in an undefined state.
-    return ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    return pool(workers, partial(torch.set_num_threads, 1))
 
 
 def choose(method: str, tried: Mapping[float, Results]) -> Results:

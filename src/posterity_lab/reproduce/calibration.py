@@ -17,12 +17,11 @@ from torch import Tensor
 
 from posterity import MCDropout, Prediction, metrics, predict
 from posterity.compress import point_mass
-from posterity_lab import data
 from posterity_lab.errors import error_auroc
 from posterity_lab.files import DataError
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, grid
-from posterity_lab.reproduce.training import Training, fit, ready
-from posterity_lab.run_files import POSTERIOR
+from posterity_lab.reproduce.training import Training, fit, loaded, ready
+from posterity_lab.run_files import POSTERIOR, save_posterior
 
 _SCORES = ("accuracy", "nll", "ece", "auroc")
 _Config = dict[str, Any]
@@ -50,7 +49,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     training = fit(unit, device, cache, show, _scores)
     posterior = training.method.posterior()
     if posterior is not None:
-        posterior.save(cache / POSTERIOR)
+        save_posterior(cache / POSTERIOR, posterior)
     last = {key: training.curve[-1][key] for key in _SCORES}
     whole = predictions(training, training.train.x)
     found = {
@@ -87,7 +86,7 @@ def outside(training: Training, device: str) -> dict[str, Any]:
     if config["outside"] is None:
         return {"outside": None, "outside_auroc": None}
     try:
-        other = data.load(config["outside"], device=device)
+        other = loaded(training.unit, config["outside"], device)
     except DataError as error:
         return {"outside": str(error), "outside_auroc": None}
     inside, away = (predictions(training, x).entropy for x in (training.test.x, ready(other, config).test.x))

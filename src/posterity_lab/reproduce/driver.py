@@ -6,8 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from pathlib import Path
 from statistics import fmean
 from typing import final
@@ -15,13 +14,15 @@ from typing import final
 import torch
 from rich.console import Console
 
+from posterity_lab.disk import locked
 from posterity_lab.hints import hint
-from posterity_lab.record import environment
+from posterity_lab.record import Provenance, look, looks
 from posterity_lab.reproduce.experiments import experiment
 from posterity_lab.reproduce.learners import arithmetic
 from posterity_lab.reproduce.records import Record, choice, found, read_all, trials, write
 from posterity_lab.reproduce.study import Cell, Experiment, Outcome, Study, Unit
 from posterity_lab.run_files import CHECKPOINT
+from posterity_lab.workers import pool
 
 RESULTS = Path("results")
 QUICK = Path("runs") / "reproduce-quick"
@@ -102,16 +103,16 @@ def _records(
             told.begin(unit, number, len(units), unit.chosen)
             yield unit, _run(asked.study, unit, out, device, told, jobs)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with pool(jobs) as workers:
         running = {
-            pool.submit(_work, asked.name, unit, out, device, number, len(units), jobs): unit
+            workers.submit(_work, asked.name, unit, out, device, number, len(units), jobs): unit
             for number, unit in waiting
         }
         try:
             for each in as_completed(running):
                 yield running[each], each.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            workers.shutdown(wait=False, cancel_futures=True)
             raise
 
 
@@ -149,11 +150,19 @@ def plan(
 
 def _run(study: Study, unit: Unit, out: Path, device: str, told: _Told, jobs: int) -> Record:
     cache = unit.cache(out)
-    resumed, diverged = (cache / CHECKPOINT).exists(), None
-    # At the start: a unit may outlast an edit of the source. Its time is one beside as many others.
-    place = {**environment(), "jobs": jobs}
-    start = time.perf_counter()
+    with locked(cache):
+        return _held(study, unit, out, cache, device, told, jobs)
 
+
+def _held(study: Study, unit: Unit, out: Path, cache: Path, device: str, told: _Told, jobs: int) -> Record:
+    """Run a unit whose folder no other process writes to."""
+    resumed, diverged = (cache / CHECKPOINT).exists(), None
+    made, start = Provenance(device, jobs=jobs, seeds=[unit.seed]), time.perf_counter()
+    seen = None
+    if study.tested and unit.trial is None:
+        row = f"{unit.study}/{unit.setting} {unit.method}"
+        # Before it happens: what is killed on the way may have been looked at.
+        seen = looks(out, row, unit.seed) if resumed else look(out, row, unit.seed, unit.config)
     with arithmetic(device):
         try:
             outcome = study.run(unit, device, cache, told.progress)
@@ -165,15 +174,15 @@ def _run(study: Study, unit: Unit, out: Path, device: str, told: _Told, jobs: in
                 # Else the next unit's settings count as recompilations of this one's, up to a limit.
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
-    seconds = time.perf_counter() - start
     record = write(
         unit,
         out,
         outcome,
-        seconds=seconds,
+        seconds=time.perf_counter() - start,
         resumed=resumed,
         device=device,
-        place=place,
+        place=made.content(),
+        looks=seen,
         diverged=diverged,
     )
     (cache / CHECKPOINT).unlink(missing_ok=True)  # many times larger than all else, and of no more use

@@ -21,7 +21,7 @@ from posterity_lab.errors import mode_errors, pruning_curve
 from posterity_lab.methods import Method
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, grid
 from posterity_lab.reproduce.training import Training, fit
-from posterity_lab.run_files import POSTERIOR
+from posterity_lab.run_files import POSTERIOR, save_posterior
 
 FRACTIONS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
 _NETWORKS = 10  # drawn in a test
@@ -64,7 +64,7 @@ def _errors(training: Training) -> dict[str, float]:
 def _metrics(training: Training, cache: Path) -> dict[str, Any]:
     model, method, curve = training.model, training.method, training.curve
     posterior, networks = _posterior(model, method)
-    posterior.save(cache / POSTERIOR)
+    save_posterior(cache / POSTERIOR, posterior)
     at = training.test.x, training.test.y
     pruning = {
         mode: asdict(pruning_curve(model, posterior, *at, FRACTIONS, samples=networks, mode=mode))

@@ -13,6 +13,7 @@ from posterity_lab.reproduce.learners import NAMES
 from posterity_lab.reproduce.records import Record, choice, read_all, tried
 from posterity_lab.reproduce.study import Experiment
 from posterity_lab.reproduce.views import VIEWS
+from posterity_lab.source import named
 
 _LEAD = (
     "Bayesian Gradient Descent (Zeno, Golan, Hoffer, Soudry 2018) and VOGN (Osawa et al. 2019): what the "
@@ -119,8 +120,9 @@ def _places(found: Sequence[Group]) -> str:
     runs = [record for group in found for record in group.whole]
     places = {
         f"{place.get('gpu') if record['device'] == 'cuda' else place.get('processor')}, torch "
-        f"{place.get('torch')}, commit {str(place.get('commit'))[:12]}"
+        f"{place.get('torch')}, {named(place)}"
         + (f", {place['jobs']} runs at a time" if place.get("jobs", 1) > 1 else "")
+        + (", beside other runs" if place.get("shared") and place.get("jobs", 1) == 1 else "")
         for record in runs
         for place in [record["environment"]]
     }

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from posterity_lab import record as records
 from posterity_lab.reproduce.study import TRIAL_SEED, Cell, Outcome, Study, Unit, Values
-from posterity_lab.run_files import replace
 
 Record: TypeAlias = dict[str, Any]
 
@@ -49,9 +49,22 @@ def write(
     resumed: bool,
     device: str,
     place: dict[str, Any],
+    looks: dict[str, int] | None = None,
     diverged: str | None = None,
 ) -> Record:
-    """Write a unit's record, whole or not at all."""
+    """Seal and write a unit's record, whole or not at all.
+
+    Args:
+        unit: What was run.
+        out: Folder of the results.
+        outcome: What was found.
+        seconds: How long it took.
+        resumed: Whether it went on from a checkpoint.
+        device: Where it was computed.
+        place: What `posterity_lab.record.Provenance` says.
+        looks: How often the row was evaluated on test data, this time included; None where it was not.
+        diverged: Why there is no result.
+    """
     record: Record = {
         "study": unit.study,
         "setting": unit.setting,
@@ -66,12 +79,12 @@ def write(
         "seconds": round(seconds, 2),
         "resumed": resumed,
         "device": device,
+        "looks": looks,
         "environment": place,
     }
     path = path_of(unit, out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, json.dumps(record, indent=1) + "\n")
-    return record
+    return records.write(path, record)
 
 
 def read(path: Path) -> Record:
@@ -90,7 +103,7 @@ def read(path: Path) -> Record:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _damaged(path, "it is not JSON") from None
     if not isinstance(record, dict):
         raise _damaged(path, f"it holds a {type(record).__name__}, not an object")
@@ -101,6 +114,8 @@ def read(path: Path) -> Record:
             raise _damaged(path, f"its {key!r} is {record[key]!r}")
     if path.stem != _unit(record).name:
         raise _damaged(path, f"it is the record of {_unit(record).name}")
+    if not records.fits(record):
+        raise _damaged(path, "its content was changed: it does not fit its digest")
     return record
 
 

@@ -114,6 +114,7 @@ class Study:
         run: Runs a unit, on a device, with a folder for checkpoints; calls ``show(done, total, what)``.
         metrics: Every metric that a record of it has, ``"errors.single"`` being that within another.
         seeds: What to run if nothing else is asked for.
+        tested: Whether its units are evaluated on test data, which is counted.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Study:
     run: Run
     metrics: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
+    tested: bool = True
 
 
 @dataclass(frozen=True)

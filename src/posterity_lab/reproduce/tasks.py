@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from posterity_lab import continual, data, nets
+from posterity_lab import continual, nets
 from posterity_lab.reproduce.learners import Autocast, learner
-from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Values, grid
-from posterity_lab.reproduce.training import prepared
+from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, grid
+from posterity_lab.reproduce.training import loaded, prepared
 from posterity_lab.streams import Tasks, cifar, held_out, normalised, own_head, permuted, split, stream
 
 _Methods = dict[str, tuple[dict[str, Any], list[dict[str, float]]]]
@@ -39,7 +39,7 @@ def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         True
     """
     config = unit.config
-    tasks = _tasks(config, unit.seed, device)
+    tasks = _tasks(unit, device)
     shape = tasks.items[0].train.x.shape[1:]
     model = nets.initialise(nets.build(config["net"], shape, tasks.classes), unit.seed)
     model = (model if config["net"].startswith("mlp") else Autocast(model)).to(device)
@@ -66,15 +66,16 @@ def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     return Outcome(metrics, sum(len(task.test) for task in tasks.items))
 
 
-def _tasks(config: Values, seed: int, device: str) -> Tasks:
+def _tasks(unit: Unit, device: str) -> Tasks:
     """The tasks of a stream; in a trial, the first few of them, tested on held-out images."""
+    config = unit.config
     if config["stream"] == "permuted":
-        tasks = permuted(prepared(config, device), config["tasks"], seed)
+        tasks = permuted(prepared(unit, device), config["tasks"], unit.seed)
     elif config["stream"] == "split":
-        tasks = split(prepared(config, device), config["tasks"], "task")
+        tasks = split(prepared(unit, device), config["tasks"], "task")
     else:
         both = [
-            normalised(data.load(name, device=device), config["mean"], config["std"])
+            normalised(loaded(unit, name, device), config["mean"], config["std"])
             for name in ("cifar10", "cifar100")
         ]
         tasks = cifar(both[0], both[1], groups=config["tasks"] - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from posterity_lab.data import Dataset, Split
 from posterity_lab.methods import Method
 from posterity_lab.reproduce.learners import Autocast, learner, scale_lr
 from posterity_lab.reproduce.study import Show, Unit, Values
-from posterity_lab.run_files import CHECKPOINT, restore, save
+from posterity_lab.run_files import CHECKPOINT, foreign, load, resume, save
 from posterity_lab.streams import normalised, padded
 
 _MARGIN = 4  # zeros around an image that is cropped at random
 _PARTS = 20  # how often a training is tested and saved
+_ANEW = "delete it, and the unit begins anew"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +79,11 @@ def fit(
         [{'epoch': 1, 'accuracy': 0.5}]
     """
     config = unit.config
-    dataset = prepared(config, device)
+    dataset = prepared(unit, device)
     train, test = splits(dataset, config)
     method = begun(unit.method, config, train, dataset.classes, device, unit.seed)
     model = method.model
-    training = Training(unit, model, method, train, test, *_resumed(cache, method, device))
+    training = Training(unit, model, method, train, test, *_resumed(unit, cache, method, device))
     marks = {-(-config["epochs"] * part // _PARTS) for part in range(1, _PARTS + 1)}
     for epoch in range(len(training.seconds), config["epochs"]):
         training.seconds.append(_epoch(training, epoch))
@@ -92,7 +93,7 @@ def fit(
             training.curve.append({"epoch": epoch + 1, **scores(training)})
             cache.mkdir(parents=True, exist_ok=True)
             state = {"seconds": training.seconds, "curve": training.curve, "method": method.state_dict()}
-            save(cache / CHECKPOINT, state)
+            save(cache / CHECKPOINT, {"unit": _identity(unit), **state})
         last = training.curve[-1] if training.curve else {}
         seen = [f"{key} {value:.4f}" for key, value in last.items() if key != "epoch"]
         show(epoch + 1, config["epochs"], ", ".join([*seen, "epoch"]))
@@ -115,9 +116,32 @@ def begun(method: str, config: Values, train: Split, classes: int, device: str, 
     return learner(method, config, model, num_data=len(train), seed=seed)
 
 
-def prepared(config: Values, device: str) -> Dataset:
-    """The data set that a config names, padded and scaled as it says."""
-    return ready(data.load(config["data"], device=device), config)
+def loaded(unit: Unit, name: str, device: str) -> Dataset:
+    """A data set for a unit, as it comes: without its test images where the unit is a trial.
+
+    All data of a reproduction comes from here, so that no trial can see a test set. In place of it a trial
+    has the training images again, from which those to test on are held out.
+
+    Raises:
+        ValueError: It is a trial, and its config asks for the test set.
+
+    Example:
+        >>> trial = Unit("mnist", "16", "sgd", 100, {"held_out": 287}, "a trial", {"lr": 0.1})
+        >>> digits = loaded(trial, "digits", "cpu")
+        >>> digits.test is digits.train
+        True
+    """
+    dataset = data.load(name, device=device)
+    if unit.trial is None:
+        return dataset
+    if not unit.config["held_out"] or unit.config.get("tested_on") == "test":
+        raise ValueError(f"{unit.name} is a trial, which is given no test set: hold out training images")
+    return replace(dataset, test=dataset.train)
+
+
+def prepared(unit: Unit, device: str) -> Dataset:
+    """The data set that a unit names, padded and scaled as its config says."""
+    return ready(loaded(unit, unit.config["data"], device), unit.config)
 
 
 def ready(dataset: Dataset, config: Values) -> Dataset:
@@ -217,19 +241,22 @@ def temper(method: Method, config: Values, step: int, steps: int) -> None:
             group["temperature"] = rising(step)
 
 
-def _resumed(cache: Path, method: Method, device: str) -> tuple[list[dict[str, Any]], list[float]]:
+def _resumed(
+    unit: Unit, cache: Path, method: Method, device: str
+) -> tuple[list[dict[str, Any]], list[float]]:
     path = cache / CHECKPOINT
     if not path.exists():
         return [], []
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        curve, seconds = state["curve"], state["seconds"]
-    except OSError:
-        raise
-    except Exception as error:  # what torch raises depends on where the damage is
-        raise ValueError(f"{path} is damaged: delete it, and the unit begins anew") from error
-    restore(method, state, cache)
-    return curve, seconds
+    state = load(path, device, _ANEW)
+    if state.get("unit") != _identity(unit) or not {"curve", "seconds", "method"} <= state.keys():
+        raise foreign(path, _ANEW)
+    resume(method, state, cache, changing=("steps", "lr", "temperature"))
+    return state["curve"], state["seconds"]
+
+
+def _identity(unit: Unit) -> dict[str, Any]:
+    """What two parts of one training have in common."""
+    return {"method": unit.method, "seed": unit.seed, "config": dict(unit.config)}
 
 
 def _mixed(seed: int, epoch: int) -> int:

@@ -172,7 +172,9 @@ def _steps() -> tuple[str, dict[tuple[str, str], str]]:
 
 def _alone(group: Group) -> Group:
     """The runs whose time is their own."""
-    return replace(group, whole=[each for each in group.whole if each["environment"].get("jobs", 1) == 1])
+    places = ((each, each["environment"]) for each in group.whole)
+    alone = [each for each, place in places if place.get("jobs", 1) == 1 and not place.get("shared")]
+    return replace(group, whole=alone)
 
 
 def _outside(group: Group) -> str:

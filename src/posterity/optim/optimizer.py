@@ -234,7 +234,8 @@ class VariationalOptimizer(Optimizer, ABC):
             The closure's loss, averaged over the samples.
 
         Raises:
-            FloatingPointError: A loss, a gradient or another statistic is not finite. Nothing has moved then.
+            FloatingPointError: A loss, a gradient or another statistic is not finite, or the rule's result is
+                not, or a std would not be above 0. Nothing has moved then.
                 Where all parameters are on one GPU, the host does not wait for what the device finds: the
                 step that was bad moves nothing, and the next call of this method, or of what shows or saves
                 the posterior, raises, and drops what was gathered for a step of its own.
@@ -287,12 +288,13 @@ class VariationalOptimizer(Optimizer, ABC):
         # What may fail in the middle of a step is not for a device alone to judge.
         waits = bool(self.matrices) or not runs_ahead_of({flat.device for flat in self.cache.latest})
         if waits:
-            verdict.report(self.watch, None if verdict.finite else checks.bad_gradient(self._named()))
+            verdict.report(self.watch, None if verdict.passed else checks.bad_gradient(self._named()))
         self.ok = None if waits else verdict.ok
         self.cache.reread()
-        self.buffers.undo_unless(self.ok)
         moved = apply(self, behind, self.ok)
+        self.buffers.undo_unless(self.ok)
         if not waits:
+            verdict.send()
             self._pending = verdict, moved
         self.advance()
 
@@ -553,12 +555,23 @@ class VariationalOptimizer(Optimizer, ABC):
             return
         verdict, moved = pending
         bad = None
-        if not verdict.finite:  # it was held back on the device: uncount it
+        if not verdict.passed:  # it was held back on the device: uncount it
             for flat, numbers in moved:
                 flat.count(numbers, -1)
             self.advance(-1)
             bad = self._ledger.not_finite(self._named())
-        verdict.report(self.watch, bad, " of the last step")
+        verdict.report(self.watch, bad, self.overshot(), " of the last step")
+
+    def overshot(self, what: str = "a mean, a state or a std that is not finite") -> str:
+        """The sentence for a step whose result is not fit: what it is, and which settings make it smaller."""
+        group = self.param_groups[0]
+        wide, lr = self.narrower, float(group["lr"])
+        if group.get("std_init") is not None:
+            wide = wide.replace("std_scale", f"std_init={group['std_init']:g}")
+        return (
+            f"{type(self).__name__}'s step would give {what}; the posterior was not touched: lower "
+            f"lr={lr:g}, or {wide}, or look for huge values in the batch"
+        )
 
     def settle(self) -> None:
         """Wait for the verdicts on all steps, and raise them, once."""

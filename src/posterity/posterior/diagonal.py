@@ -111,8 +111,8 @@ class DiagonalGaussian(Leaf):
         """Build the leaf again; bit for bit, because ρ itself is stored."""
         leaf = cls(tensors["loc"], 1.0, trainable=bool(config["trainable"]), keep=tensors.get("keep"))
         leaf.load_state_dict(dict(tensors))
-        std = leaf.filled_std()
-        unfit = std[~(std >= 0)]  # NaN is not, either
+        std = leaf.std()
+        unfit = std[~((std >= 0) & torch.isfinite(std))]  # 0 is that of a point mass
         if len(unfit):
             raise ValueError(f"a saved std is {float(unfit.min()):g}: the file is damaged")
         return leaf

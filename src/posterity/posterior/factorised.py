@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,7 +22,8 @@ from posterity.posterior.base import Leaf, Posterior
 Key: TypeAlias = str | tuple[str, ...]
 
 _FORMAT = "posterity.Factorised"
-_VERSION = 1
+# 2: the header has a digest, without which no file of this version is read.
+_VERSION = 2
 
 
 @final
@@ -154,6 +157,7 @@ class Factorised(Posterior):
         header: dict[str, Any] = {"version": _VERSION, "blocks": config}
         if self.linearised:
             header["linearised"] = True
+        header["digest"] = _digest(header, tensors)
         metadata = {_FORMAT: json.dumps(header)}
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
@@ -167,6 +171,9 @@ class Factorised(Posterior):
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Factorised:
         """Read a saved posterior; with a model, refuse one that does not fit it.
+
+        A file that was changed since it was written, by so much as a bit, is refused by its digest, and so is
+        one whose means or stds no posterior has. Files of before there were digests are read without.
 
         Example:
             >>> import tempfile, pathlib
@@ -190,11 +197,15 @@ class Factorised(Posterior):
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")
         try:
             header = json.loads(metadata[_FORMAT])
-            posterior = cls(
-                _restored(header, tensors, path), linearised=bool(header.get("linearised", False))
-            )
-        except (json.JSONDecodeError, AttributeError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+            version = header["version"]
+            if isinstance(version, int) and version > _VERSION:
+                raise ValueError("it was written by a newer Posterity: update to read it")
+            _refuse_changed(header, tensors)
+            blocks = _restored(header["blocks"], tensors)
+            posterior = cls(blocks, linearised=bool(header.get("linearised", False)))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            missing = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+            raise ValueError(f"{path} is damaged: {missing}") from error
         return posterior if model is None else posterior.check(model)
 
     def _sample(
@@ -207,18 +218,48 @@ class Factorised(Posterior):
         return self.split(draws)
 
 
-def _restored(header: dict[str, Any], tensors: Mapping[str, Any], path: object) -> dict[Key, Leaf]:
-    """The leaves of a file, from its header and the tensors of each block."""
-    if header["version"] > _VERSION:
-        raise ValueError(f"{path} was written by a newer Posterity: update to read it")
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of a file's header and of its tensors: names, types, shapes and bytes."""
+    found = hashlib.sha256(json.dumps(dict(header)).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        if tensor.nbytes:  # as they lie in memory, not as a copy
+            found.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return found.hexdigest()
+
+
+def _refuse_changed(header: dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise unless a file is as it was written; the digest is taken out of the header."""
+    version, digest = header["version"], header.pop("digest", None)
+    if type(version) is not int or version < 1:
+        raise ValueError(f"its version is {version!r}, which no Posterity has written")
+    if digest is None and version < 2:
+        return
+    flat = {f"{name}|{key}": value for name, own in tensors.items() for key, value in own.items()}
+    if digest != _digest(header, flat):
+        raise ValueError("its content does not fit its digest: restore it from a copy, or save it again")
+
+
+def _restored(header: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Leaf]:
+    """The leaves of a file, from what its header says of blocks and the tensors of each."""
     families = {family.__name__: family for family in _families(Leaf)}
     blocks: dict[Key, Leaf] = {}
-    for name, config in header["blocks"].items():
+    for name, config in header.items():
         if config["family"] not in families:
-            raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
+            raise ValueError(f"{name!r} is of the family {config['family']}, unknown here")
         # Files of before there were blocks of several tensors do not name them.
         names = tuple(config.get("tensors", [name]))
-        blocks[names] = families[config["family"]].restored(tensors[name], config)
+        if "+".join(names) != name:
+            raise ValueError(f"the block {name!r} says that it holds {', '.join(names)}")
+        try:
+            blocks[names] = leaf = families[config["family"]].restored(tensors[name], config)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{name!r}: {error}") from error
+        if not bool(torch.isfinite(leaf.mean()).all()):
+            raise ValueError(f"{name!r} has means that are not finite")
+    if unknown := tensors.keys() - header.keys():
+        raise ValueError(f"it holds tensors of {min(unknown)!r}, which is none of its blocks")
     return blocks
 
 

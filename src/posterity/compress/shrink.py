@@ -7,20 +7,16 @@ through the graph of ``torch.export``, and what cannot be followed stays as it i
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
+from posterity.compress.trace import at_means, exported
 from posterity.compress.units import INPUT, OUTPUT, Followed, Use
-from posterity.mc import plain_attention
-from posterity.names import inner
 from posterity.posterior import DiagonalGaussian, Factorised
 
 _Kept: TypeAlias = Mapping[
@@ -74,8 +70,8 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
         ((8, 4), (2, 4))
     """
     args = example if isinstance(example, tuple) else (example,)
-    plain = _at_means(inner(model), posterior)
-    graph = _exported(plain, args, kwargs)
+    plain = at_means(model, posterior)
+    graph = exported(plain, args, kwargs).module(check_guards=False)
     followed = Followed(graph)
     with torch.no_grad():
         want = followed.run(*pytree.tree_leaves((args, kwargs)))
@@ -93,38 +89,6 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
     shapes = {name: (tuple(followed.tensors[name].shape), tuple(map(len, kept[name]))) for name in kept}
     named = {name: followed.name_of(plain.get_parameter(name)) for name in posterior.mean()}
     return Shrunk(small, _smaller(posterior, named, followed, kept, shifts), shapes, _dense(followed))
-
-
-def _at_means(model: nn.Module, posterior: Factorised) -> nn.Module:
-    """A copy of the model at the posterior's means, for evaluation."""
-    posterior.check(model)
-    plain = copy.deepcopy(model).eval().requires_grad_(False)
-    plain.load_state_dict(posterior.mean(), strict=False)
-    return plain
-
-
-def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
-    """The model as a graph for batches of any size, if it can serve them."""
-    try:
-        with torch.no_grad():
-            model(*args, **kwargs)
-    except Exception as error:
-        raise ValueError(f"the model does not take this example: {_first_line(error)}") from error
-    several = pytree.tree_map(_several, (args, kwargs))
-    free = pytree.tree_map(lambda x: {0: Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None, several)
-    try:
-        with plain_attention(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of what it traces
-            shapes = (*free[0], *free[1].values())
-            program = export(model, *several, dynamic_shapes=shapes, strict=False)
-            return program.module(check_guards=False)
-    except Exception as error:
-        raise ValueError(f"torch.export cannot follow the model: {_first_line(error)}") from error
-
-
-def _several(x: Any) -> Any:
-    """Two examples in place of one, which would fix the size of the batch."""
-    return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and len(x) == 1 else x
 
 
 def _dead(followed: Followed) -> set[int]:
@@ -288,7 +252,3 @@ def _compare(found: Any, want: Any) -> None:
                 raise RuntimeError(
                     f"the smaller net's outputs are off by {error:g}: report the model, and use the large one"
                 )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,11 +1,13 @@
 """What a posterior is sure of makes a model smaller: fewer units, fewer bits, a file to deploy."""
 
-from posterity.compress.export import Format, export
+from posterity.compress.cost import Cost, measure
+from posterity.compress.deploy import Format, export
 from posterity.compress.pruning import Groups, Scope, Score, magnitude, point_mass, prune, snr, sparsity
-from posterity.compress.quantise import Quantised, quantise
-from posterity.compress.shrink import Shrunk, shrink
+from posterity.compress.removal import Shrunk, shrink
+from posterity.compress.rounding import Quantised, quantise
 
 __all__ = [
+    "Cost",
     "Format",
     "Groups",
     "Quantised",
@@ -14,6 +16,7 @@ __all__ = [
     "Shrunk",
     "export",
     "magnitude",
+    "measure",
     "point_mass",
     "prune",
     "quantise",

@@ -415,3 +415,27 @@ def test_without_the_extra_the_script_says_what_to_install():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr == "the command line needs the extra lab: pip install 'posterity[lab]'\n"
+
+
+def test_compress_writes_a_smaller_net_and_what_it_costs(run, tmp_path):
+    result = call("compress", run, "--out", tmp_path / "small", "--fraction", 0.6, "--format", "safetensors")
+    assert result.exit_code == 0, result.output
+    assert "multiply_adds" in result.stdout
+    found = json.loads((tmp_path / "small" / "compress.json").read_text())
+    assert record.fits(found)
+    assert found["after"]["weights"] < found["before"]["weights"]
+    assert found["errors"]["pruned"]["error"] == pytest.approx(found["errors"]["shrunk"]["error"], abs=1e-9)
+    assert set(found["errors"]) == {"whole", "pruned", "shrunk", "rounded"}
+    assert found["file_bytes"] == (tmp_path / "small" / "net.safetensors").stat().st_size
+    assert "is not an empty folder" in refused("compress", run, "--out", tmp_path / "small")
+    for word in ("--groups", "--format"):
+        assert "must be" in refused("compress", run, "--out", tmp_path / "other", word, "strange")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_net_without_posterior_is_compressed_by_magnitude(point, tmp_path):
+    result = call("compress", point, "--out", tmp_path / "small", "--groups", "outputs", "--fraction", 0.3)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "small" / "compress.json").read_text())
+    assert found["bits"] is None
+    assert found["file_bytes"] > 0

@@ -38,6 +38,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from posterity.names import NameFilter
 from posterity.optim.groups import Params, above_zero, representable, whole
@@ -96,6 +97,7 @@ class BGD(VariationalOptimizer):
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).
         deterministic_lr: Adam's learning rate for those.
         batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.
+        mesh: Processes that draw weights of their own, each for its share of a batch.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -128,6 +130,7 @@ class BGD(VariationalOptimizer):
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
         batch_dim: int = 0,
+        mesh: DeviceMesh | None = None,
         seed: int | None = None,
     ) -> None:
         given = {"std_scale": std_scale, "std_init": std_init, "lr": lr, "mc_samples": mc_samples}
@@ -140,6 +143,7 @@ class BGD(VariationalOptimizer):
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
             batch_dim=batch_dim,
+            mesh=mesh,
         )
 
     def check(self, group: Group) -> None:

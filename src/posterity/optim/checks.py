@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from posterity.curvature import Collector
 from posterity.flat import largest
@@ -145,14 +145,6 @@ def refuse_scaler(optimizer: object) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__} takes its statistics before a GradScaler unscales the gradients; "
             "use torch.autocast(dtype=torch.bfloat16), which needs no scaler"
-        )
-
-
-def refuse_process_group() -> None:
-    """Raise where several processes train together: each would learn a posterior of its own."""
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise RuntimeError(
-            "distributed training is not supported yet: train in one process, or destroy the process group"
         )
 
 

@@ -34,6 +34,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from posterity.names import NameFilter
 from posterity.optim.groups import Params, above_zero, number, representable
@@ -80,6 +81,7 @@ class IVON(VariationalOptimizer):
         deterministic: Filter of names that get no posterior.
         deterministic_lr: Adam's learning rate for those.
         batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.
+        mesh: Processes that draw weights of their own, each for its share of a batch.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -118,6 +120,7 @@ class IVON(VariationalOptimizer):
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
         batch_dim: int = 0,
+        mesh: DeviceMesh | None = None,
         seed: int | None = None,
     ) -> None:
         given = {"num_data": num_data, "lr": lr, "prior_precision": prior_precision, "betas": betas}
@@ -131,6 +134,7 @@ class IVON(VariationalOptimizer):
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
             batch_dim=batch_dim,
+            mesh=mesh,
         )
 
     def check(self, group: Group) -> None:

@@ -18,10 +18,13 @@ from weakref import WeakSet, proxy
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
+from posterity.distributed import World, several
 from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
 from posterity.optim import checks, counting, groups, saved, watch
@@ -31,6 +34,7 @@ from posterity.optim.presets import overridden
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members, state_dtype
 from posterity.optim.statistics import Accumulator, Statistics
 from posterity.optim.step import Numbers, apply, one_sample
+from posterity.optim.together import complete, pool, refuse_unlike, share_buffers, summed
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.factorised import Key
 
@@ -58,6 +62,8 @@ class VariationalOptimizer(Optimizer, ABC):
         deterministic: Filter of parameter names that get no posterior.
         deterministic_lr: Learning rate of Adam, which trains those; None if the rule itself does.
         batch_dim: The axis that counts examples in the module's inputs and in those of its layers.
+        mesh: Processes that each draw weights of their own for their share of a batch, where no wrapper
+            averages gradients; see :mod:`posterity.distributed`.
 
     Attributes:
         needs_batch_size: Whether the rule asks for the number of examples behind a step.
@@ -90,6 +96,8 @@ class VariationalOptimizer(Optimizer, ABC):
     widths: ClassVar[tuple[str, ...]] = ("std_scale", "std_init")
     without_noise: ClassVar[Group | None] = None
     narrower: ClassVar[str] = "lower the stds it starts from"
+    numbers: Numbers
+    _apart: bool  # whether contexts add up in this process alone
     ok: Tensor | None  # whether the last step was let through, as a flag on the device
     _pending: tuple[checks.Verdict, list[tuple[FlatGroup, list[int]]]] | None
     # Makes a GradScaler announce itself, so that step() can refuse it.
@@ -104,14 +112,18 @@ class VariationalOptimizer(Optimizer, ABC):
         deterministic: NameFilter = (),
         deterministic_lr: float | None = 1e-3,
         batch_dim: int = 0,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         if not isinstance(batch_dim, int) or batch_dim < 0:
             raise ValueError(f"batch_dim must be a whole number of at least 0, not {batch_dim}")
+        if isinstance(params, DistributedDataParallel):
+            params = params.module
         self.module = params if isinstance(params, nn.Module) else None
-        self.batch_dim = batch_dim
+        self.batch_dim, self.mesh = batch_dim, mesh
         self._deterministic_lr = deterministic_lr
         given = groups.named_groups(params)
         chosen = select([name for group in given for name, _ in group["params"]], deterministic)
+        self._seeded = seed is not None
         if seed is None:  # one for all groups, and saved with them
             seed = new_seed() if self.draws else 0
         shared: Group = {"seed": seed, "steps": 0, "deterministic": False}
@@ -194,24 +206,67 @@ class VariationalOptimizer(Optimizer, ABC):
             with one_sample(self, next(self._peeks), 0.0):
                 yield
             return
-        if self.sums.samples and all(p.grad is None for p in self.parameters()):
+        if self.taken() and all(p.grad is None for p in self.parameters()):
             self.reset()  # somebody has dropped all gradients, as zero_grad() does
-        elif self.sums.samples:
-            self._ledger.refuse_changed(self._named())
-        taken = self.sums.samples
+        elif self.taken():
+            self._ledger.refuse_changed(self.named())
+        taken = self.taken()
         with self._next_sample():
             yield
-        if self.sums.samples > taken:
-            self.sums.publish()
+        if self.taken() > taken:
+            if self.pools and not self._apart:
+                pool(self, [])
+            if self.local is self.sums or not self.local.samples:
+                self.sums.publish()
             self._ledger.remember(self.parameters())
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, contexts of an optimiser with ``mesh=`` add up in this process alone.
+
+        As with torch's wrappers: put all micro-batches of a step but the last inside, and their gradients
+        travel once. Without a mesh it changes nothing.
+        """
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    def taken(self) -> int:
+        """Samples that wait for the step."""
+        return self.sums.samples + (0 if self.local is self.sums else self.local.samples)
+
     def _next_sample(self) -> AbstractContextManager[None]:
-        weight = 1 / self.param_groups[0]["mc_samples"]
-        if self.sums.samples == 0:
+        weight = 1 / self.own_samples()
+        if self.taken() == 0:
             self.refuse_foreign()
-        elif weight != self.sums.weight:
+        elif weight != (self.local if self.local.samples else self.sums).weight:
             raise RuntimeError("mc_samples was changed while samples wait: call step() or zero_grad() first")
-        return one_sample(self, self.sums.samples, weight)
+        return one_sample(self, self.taken(), weight)
+
+    def own_samples(self) -> int:
+        """Weight samples that this process takes of its share of a batch."""
+        samples: int = self.param_groups[0]["mc_samples"]
+        if samples % self.world.split:
+            raise ValueError(
+                f"mc_samples={samples} cannot be split over the {self.world.split} processes of the mesh's "
+                f"dimension 'mc': choose a multiple"
+            )
+        return samples // self.world.split
+
+    def numbered(self, samples: range, of: int | None = None) -> range:
+        """The numbers of some of this process's samples among those of all processes.
+
+        Args:
+            samples: By their numbers here.
+            of: How many this process takes at once; ``own_samples`` if not given.
+        """
+        if self.mesh is None:
+            return samples
+        window, first = divmod(samples.start, of or self.own_samples())
+        start = (window * self.world.size + self.world.rank) * (of or self.own_samples()) + first
+        return range(start, start + len(samples))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -245,6 +300,9 @@ class VariationalOptimizer(Optimizer, ABC):
         checks.refuse_scaler(self)
         count = counting.as_count(count)
         counting.refuse_unknown(self, batch_size, count, runs=closure is not None)
+        if closure is None and self.local is not self.sums and self.local.samples:  # all were in no_sync()
+            pool(self, [])
+            self.sums.publish()
         if closure is None:  # those that are there wait for the others
             checks.refuse_partial(self.param_groups, self.sums, type(self).__name__)
         loss = None
@@ -263,7 +321,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """Run the closure under ``mc_samples`` weight samples; its mean loss."""
         params = self.parameters()
         losses: list[Tensor] = []
-        for _ in range(self.param_groups[0]["mc_samples"]):
+        for _ in range(self.own_samples()):
             with self._next_sample(), torch.enable_grad():
                 loss = closure()
                 if not isinstance(loss, Tensor | float | int):
@@ -271,6 +329,8 @@ class VariationalOptimizer(Optimizer, ABC):
                 if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in params):
                     loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
+        if self.pools:
+            losses = pool(self, losses)
         self.sums.publish()
         self.sums.losses += losses
         return torch.stack(losses).mean(0)
@@ -279,8 +339,10 @@ class VariationalOptimizer(Optimizer, ABC):
         """Judge what was absorbed, and apply it."""
         checks.refuse_missing(self.param_groups, self.sums, type(self).__name__)
         self.cache.groups()  # a user may have changed state since the draw
+        if self.world.size > 1 and not self.pools:
+            complete(self, first=not self.param_groups[0]["steps"])
         inputs = self.sums.counted()
-        behind = counting.behind(self, batch_size, inputs, count)
+        behind = counting.behind(self, summed(self, batch_size), inputs, summed(self, count))
         self.terms.judge(behind.batch_size, inputs, counted=count is not None)
         self.settle_step()
         self.sums.finish()
@@ -288,11 +350,13 @@ class VariationalOptimizer(Optimizer, ABC):
         # What may fail in the middle of a step is not for a device alone to judge.
         waits = bool(self.matrices) or not runs_ahead_of({flat.device for flat in self.cache.latest})
         if waits:
-            verdict.report(self.watch, None if verdict.passed else checks.bad_gradient(self._named()))
+            verdict.report(self.watch, None if verdict.passed else checks.bad_gradient(self.named()))
         self.ok = None if waits else verdict.ok
         self.cache.reread()
         moved = apply(self, behind, self.ok)
         self.buffers.undo_unless(self.ok)
+        if self.pools and self.module is not None:
+            share_buffers(self.world, self.module)
         if not waits:
             verdict.send()
             self._pending = verdict, moved
@@ -330,7 +394,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.check_changed()
         self.settle()
         self.cache.groups()
-        leaves = self._leaves(groups.names_in(model, self._named()))
+        leaves = self._leaves(groups.names_in(model, self.named()))
         if complaint := self.unfit(leaves.values()):
             warnings.warn(complaint, watch.PosteriorWarning, stacklevel=2)
         return Factorised(leaves)
@@ -377,7 +441,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """‖std‖ / ‖mean‖ of the weights that losses are taken at."""
         if not self.draws:
             return 0.0
-        return watch.noise_of(self._leaves({name: name for name, _ in self._named()}).values())
+        return watch.noise_of(self._leaves({name: name for name, _ in self.named()}).values())
 
     @torch.no_grad()
     def load_posterior(self, posterior: Factorised) -> None:
@@ -409,7 +473,7 @@ class VariationalOptimizer(Optimizer, ABC):
         built = hasattr(self, "cache")  # else there are neither samples nor a cache
         if built:
             self.refuse_inside("add_param_group()")
-            if self.sums.samples:
+            if self.taken():
                 raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
             self.settle()
         defaults = self.defaults
@@ -456,7 +520,8 @@ class VariationalOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         self.refuse_inside("copying an optimiser")
         self.settle()
-        own = {name: getattr(self, name) for name in ("module", "batch_dim", "_deterministic_lr")}
+        kept = ("module", "batch_dim", "mesh", "_deterministic_lr", "_seeded")
+        own = {name: getattr(self, name) for name in kept}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -464,7 +529,10 @@ class VariationalOptimizer(Optimizer, ABC):
         super().__setstate__(state)
         self.cache = StateCache(self)
         self.blocks = Matrices(self.param_groups, self.state, self.matrices)
+        self.world, self._met, self._apart = World(self.mesh), False, False
         self.sums = Accumulator()
+        self.pools = self.mesh is not None
+        self.local = Accumulator() if self.pools else self.sums
         self.numbers = Numbers(self.param_groups)
         self.padding = {} if self.module is None else padding_rows(self.module)
         self.buffers = StepBuffers(self.module)
@@ -520,7 +588,8 @@ class VariationalOptimizer(Optimizer, ABC):
         """All parameters, in the order of the groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters with their names."""
         return chain.from_iterable(map(members, self.param_groups))
 
     # What surrounds a step.
@@ -533,8 +602,33 @@ class VariationalOptimizer(Optimizer, ABC):
     def refuse_foreign(self) -> None:
         """Raise, before the first sample of a step, for gradients that it would lose."""
         self.refuse_inside("a training step")
-        checks.refuse_process_group()
-        self._ledger.refuse_foreign(self._named())
+        self._meet()
+        self._ledger.refuse_foreign(self.named())
+
+    @contextmanager
+    def pooling(self) -> Iterator[None]:
+        """Inside, sums of processes are added up by this optimiser, not by a wrapper."""
+        before = self.pools, self.local
+        self.pools, self.local = True, Accumulator()
+        try:
+            yield
+        finally:
+            self.pools, self.local = before
+
+    def _meet(self) -> None:
+        """Before the first step: refuse processes that differ, and let all draw by one seed."""
+        if self._met or (self.world.size == 1 and not several()):
+            return
+        if self.mesh is None:  # processes may have come together after this was built
+            self.world = World(None)
+        self._met = True
+        if self.world.size == 1:
+            return
+        if not self._seeded and not self.param_groups[0]["steps"]:
+            seed = self.world.gathered(self.param_groups[0]["seed"])[0]
+            for group in self.param_groups:
+                group["seed"] = seed
+        refuse_unlike(self)
 
     def advance(self, by: int = 1) -> None:
         """Count steps: the next one draws other noise."""
@@ -544,6 +638,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def reset(self) -> None:
         """Start the next step: pending samples are dropped, gradients that are there are used up."""
         self.sums.clear()
+        self.local.clear()
         self.terms.clear()
         self.buffers.finish()
         self._ledger.remember(self.parameters())
@@ -559,7 +654,7 @@ class VariationalOptimizer(Optimizer, ABC):
             for flat, numbers in moved:
                 flat.count(numbers, -1)
             self.advance(-1)
-            bad = self._ledger.not_finite(self._named())
+            bad = self._ledger.not_finite(self.named())
         verdict.report(self.watch, bad, self.overshot(), " of the last step")
 
     def overshot(self, what: str = "a mean, a state or a std that is not finite") -> str:

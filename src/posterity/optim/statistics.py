@@ -163,13 +163,28 @@ class Accumulator:
         self.losses: list[Tensor] = []
         self.layers: dict[str, Kronecker] = {}
         self._sums: dict[FlatGroup, Sums] = {}
-        self._scaled = False
+        self._scaled = self._pooled = False
 
     def of(self, group: FlatGroup, noise: Noise | None) -> Sums:
         """The sums of one group, to add gradients to that were taken under some noise."""
         if group not in self._sums:
             self._sums[group] = Sums.empty(group, noise)
         return self._sums[group]
+
+    def skip(self, weight: float) -> None:
+        """Count a sample that has seen no example."""
+        self.samples, self.weight = self.samples + 1, weight
+
+    def take(self, sums: Sums, used: set[int]) -> None:
+        """Add the sums of a group, of which some blocks had a gradient somewhere."""
+        sums.used, self._pooled = used, True
+        if sums.both.is_cuda:
+            sums.poison += 0.0 * largest(sums.both)
+        if before := self._sums.get(sums.group):
+            before.both.add_(sums.both)
+            before.used |= used
+        else:
+            self._sums[sums.group] = sums
 
     def add_inputs(self, examples: float | None) -> None:
         """Add the examples in a module's inputs, if they can be counted."""
@@ -185,11 +200,21 @@ class Accumulator:
 
     def add_layers(self, layers: Mapping[str, Kronecker]) -> None:
         """Add factors of the loss as the backward pass saw it."""
+        w = self.weight
+        self.add_weighted(
+            {
+                k: replace(each, A=each.A * w, S=each.S * w, examples=each.examples * w)
+                for k, each in layers.items()
+            }
+        )
+
+    def add_weighted(self, layers: Mapping[str, Kronecker]) -> None:
+        """Add factors that have their weights already."""
         for key, layer in layers.items():
-            A, S, seen = layer.A * self.weight, layer.S * self.weight, layer.examples * self.weight
             if before := self.layers.get(key):
-                A, S, seen = before.A + A, before.S + S, before.examples + seen
-            self.layers[key] = replace(layer, A=A, S=S, examples=seen)
+                A, S, seen = before.A + layer.A, before.S + layer.S, before.examples + layer.examples
+                layer = replace(layer, A=A, S=S, examples=seen)
+            self.layers[key] = layer
 
     def finish(self) -> None:
         """After the last sample: turn sums of curvature into means over examples.
@@ -211,7 +236,7 @@ class Accumulator:
     @torch.no_grad()
     def publish(self, last: bool = False) -> None:
         """Put E[g] into every ``p.grad``; see :meth:`Sums.publish`."""
-        if self.samples == self.weight == 1 and not last:
+        if self.samples == self.weight == 1 and not (last or self._pooled):
             return  # a single sample's gradients are their own mean
         for sums in self:
             sums.publish(last)

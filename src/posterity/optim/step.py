@@ -122,7 +122,7 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
     used, drawn = False, list[Draw]()
     calls, handle = ModuleCalls(opt.batch_dim, params), None
     try:
-        drawn = draw(opt, range(number, number + 1), weight)
+        drawn = draw(opt, opt.numbered(range(number, number + 1)), weight)
         with torch.no_grad():
             for each in drawn:
                 each.group.put(each.flat)
@@ -142,8 +142,10 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
         if weight and any(grad is not None for grad in grads):
             absorb(opt, grads, drawn, 1, weight)
-            opt.sums.add_inputs(calls.examples())
+            opt.local.add_inputs(calls.examples())
             used = True
+        elif weight and opt.world.mesh is not None:  # others may have examples in this context
+            opt.local.skip(weight)
     finally:
         calls.inside = False
         if handle is not None:
@@ -220,7 +222,7 @@ def absorb(
         samples: How many.
         weight: Of each.
     """
-    sums, collector = opt.sums, opt.collector
+    sums, collector = opt.local, opt.collector
     found = {p: grad for p, grad in zip(opt.parameters(), grads, strict=True) if grad is not None}
     by_group = [
         (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.cache.latest

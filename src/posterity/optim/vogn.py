@@ -55,6 +55,7 @@ from typing import Any, ClassVar, TypedDict, final
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
@@ -97,6 +98,7 @@ class Settings(TypedDict, total=False):
     deterministic: NameFilter
     deterministic_lr: float | None
     batch_dim: int
+    mesh: DeviceMesh | None
     seed: int | None
 
 
@@ -134,6 +136,7 @@ class GaussNewton(VariationalOptimizer):
         deterministic: NameFilter = (),
         deterministic_lr: float | None = None,
         batch_dim: int = 0,
+        mesh: DeviceMesh | None = None,
         seed: int | None = None,
         _more: Group | None = None,
     ) -> None:
@@ -149,6 +152,7 @@ class GaussNewton(VariationalOptimizer):
             deterministic=deterministic,
             deterministic_lr=deterministic_lr,
             batch_dim=batch_dim,
+            mesh=mesh,
         )
 
     def check(self, group: Group) -> None:
@@ -318,6 +322,7 @@ class VOGN(GaussNewton):
             that no layer reports, such as a position that is added to its inputs.
         batch_dim: The axis of the examples in the inputs of the module and of layers that have a choice: 1
             for ``[T, B, …]``.
+        mesh: Processes that draw weights of their own, each for its share of a batch.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 

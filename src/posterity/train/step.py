@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from posterity import buffers
@@ -18,10 +19,10 @@ from posterity.inputs import moved
 from posterity.layers import Intercept
 from posterity.mc import chunks, stacked_pass
 from posterity.optim import VariationalOptimizer
-from posterity.optim.checks import refuse_process_group
 from posterity.optim.counting import examples_of
 from posterity.optim.statistics import Sink
 from posterity.optim.step import absorb, collecting, draw
+from posterity.optim.together import pool
 
 LossFn: TypeAlias = Callable[..., Tensor]
 
@@ -50,7 +51,7 @@ class TrainStep:
             raise ValueError(f"parts must be a whole number of at least 1, not {parts}")
         if parts > 1 and optimizer.batch_dim:
             raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {optimizer.batch_dim}")
-        refuse_process_group()
+        model = model.module if isinstance(model, DistributedDataParallel) else model
         self.target, self.optimizer = _Loss(model, loss_fn), optimizer
         self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
         self._keeper = buffers.Keeper(self.target)
@@ -79,16 +80,20 @@ class TrainStep:
         opt = self.optimizer
         self.refuse_changed()
         opt.check_changed()
-        if opt.sums.samples:
+        if opt.taken():
             raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
         opt.refuse_foreign()
-        batch = self.as_tensors(batch)
-        size = self.examples(batch)  # loss functions may take things out of dicts
+        if opt.world.size > 1 and not opt.pools:  # a wrapper's averaging is passed by
+            with opt.pooling():
+                return self._learn(batch, count)
+        return self._learn(batch, count)
+
+    def _learn(self, batch: tuple[Any, ...], count: float | Tensor | None) -> Tensor:
+        opt, batch = self.optimizer, self.as_tensors(batch)
         self._keeper.keep()
         try:
             loss = self.gather(self._keeper.copies, batch).mean()
             opt.sums.losses.append(loss)
-            opt.sums.add_inputs(None if size is None else size * opt.sums.samples)
             opt.step(count=count)
         except BaseException:
             self._keeper.restore()
@@ -115,12 +120,12 @@ class TrainStep:
         parts, samples = 1, 1
         if opt.draws and not all(group["deterministic"] for group in opt.param_groups):
             parts = self._dealt_to(batch)
-            samples = parts * opt.param_groups[0]["mc_samples"]
-        opt.sums.parts = parts
-        size = self.examples(batch)
+            samples = parts * opt.own_samples()
+        opt.local.parts = parts
+        size = self.examples(batch)  # before loss functions take things out of dicts
         note = opt.terms.note(lambda: size and size // parts)
         for rows in chunks(samples, self.chunk):
-            drawn = draw(opt, rows, 1 / samples)
+            drawn = draw(opt, opt.numbered(rows, samples), 1 / samples)
             one = len(rows) == 1
             theta: dict[Tensor, Tensor] = {}
             sinks: dict[Tensor, Sink] = {}
@@ -129,11 +134,11 @@ class TrainStep:
                 for block, (p, weights) in enumerate(zip(each.group.params, views, strict=True)):
                     theta[p] = weights.requires_grad_(p.requires_grad)
                     if p.requires_grad and opt.collects is None:
-                        sinks[weights] = Sink(opt.sums, each.group, each.noise, block)
+                        sinks[weights] = Sink(opt.local, each.group, each.noise, block)
             for p in params:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in theta.items()}
-            seen = batch if parts == 1 else tuple(_dealt(x, parts, rows) for x in batch)
+            seen = batch if parts == 1 else tuple(_dealt(x, parts, samples // parts, rows) for x in batch)
             wanted = [p for p in params if p.requires_grad]
             if not wanted:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
@@ -160,6 +165,9 @@ class TrainStep:
                 losses.append(loss.detach())
             found = dict(zip(wanted, grads, strict=True))
             absorb(opt, [found.get(p) for p in params], drawn, len(rows), 1 / samples)
+        opt.local.add_inputs(None if size is None else size * samples)
+        if opt.pools:
+            losses = pool(opt, [torch.cat(losses)])
         opt.sums.publish(last=True)
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)
@@ -194,10 +202,10 @@ class TrainStep:
         return self._ones[key]
 
 
-def _dealt(x: Tensor, parts: int, rows: range) -> Tensor:
-    """What each sample sees of a tensor of the batch, by its number: ``[samples, B / parts, ...]``."""
+def _dealt(x: Tensor, parts: int, each: int, rows: range) -> Tensor:
+    """What samples see of a tensor of the batch, so many of them each part: ``[samples, B / parts, ...]``."""
     cut = x.reshape(parts, -1, *x.shape[1:])
-    dealt = [number % parts for number in rows]
+    dealt = [number // each for number in rows]
     return cut if dealt == list(range(parts)) else torch.stack([cut[part] for part in dealt])
 
 

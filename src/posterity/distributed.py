@@ -1,0 +1,114 @@
+"""Several processes that learn one posterior together.
+
+Each sees its share of a batch. There are two ways:
+
+- **A wrapper averages gradients** (``DistributedDataParallel``): all processes draw the same weights. What
+  the wrapper gives is E[g] already, from which E[g·eps] follows without any more traffic; curvature, which
+  layers report, is added up here.
+- **A mesh** (``mesh=`` of an optimiser, and no wrapper): every process draws weights of its own for its
+  share, as in Osawa et al. 2019, and the sums of a step are added up here, once. A dimension named ``"mc"``
+  splits the weight samples of one share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+SAMPLES = "mc"
+T = TypeVar("T")
+
+
+def several() -> bool:
+    """Whether this process is one of several that torch.distributed knows.
+
+    Example:
+        >>> several()
+        False
+    """
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+@final
+class World:
+    """The processes that learn together.
+
+    Args:
+        mesh: Of these processes, with at most one dimension ``"mc"``; None for all there are.
+
+    Attributes:
+        size: How many; 1 if there are no others.
+        rank: The number of this one.
+        parts: Shares that a batch is in.
+        split: Processes that a share's weight samples are split over.
+
+    Example:
+        >>> World(None).size
+        1
+    """
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self.mesh = mesh
+        self.size, self.rank, self.split = 1, 0, 1
+        self._groups: list[Any] = []
+        if mesh is not None:
+            sizes = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
+            self.size, self.split = mesh.size(), sizes.get(SAMPLES, 1)
+            place = dict(zip(sizes, mesh.get_coordinate() or (), strict=True))
+            for name in sorted(
+                sizes, key=lambda name: name == SAMPLES
+            ):  # samples of a share lie side by side
+                self.rank = self.rank * sizes[name] + place[name]
+            self._groups = mesh.get_all_groups()
+        elif several():
+            self.size, self.rank = distributed.get_world_size(), distributed.get_rank()
+            self._groups = [None]
+        self.parts = self.size // self.split
+
+    def add_up(self, *tensors: Tensor) -> None:
+        """Replace tensors by their sums over all processes."""
+        for tensor in tensors:
+            for group in self._groups:
+                distributed.all_reduce(tensor, group=group)
+
+    def gathered(self, mine: T) -> list[T]:
+        """What every process has, in their order."""
+        found = [mine]
+        for group in self._groups:
+            several: list[Any] = [None] * distributed.get_world_size(group)
+            distributed.all_gather_object(several, found, group=group)
+            found = [each for some in several for each in some]
+        return found
+
+    def refuse_others(self, mine: Mapping[str, Any], what: str) -> None:
+        """Raise, in every process, if something is not the same in all of them.
+
+        Args:
+            mine: What this one has, by name.
+            what: What this is, for the message.
+        """
+        found = self.gathered(mine)
+        for name in dict.fromkeys(name for each in found for name in each):
+            values = [each.get(name, "nothing") for each in found]
+            if any(value != values[0] for value in values):
+                number = next(i for i, value in enumerate(values) if value != values[0])
+                raise RuntimeError(
+                    f"processes differ in {what} {name}: {values[0]} in process 0, {values[number]} in "
+                    f"process {number}; start all of them alike"
+                )
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """A short text that differs for tensors that differ.
+
+    Example:
+        >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2)) != fingerprint(torch.zeros(3))
+        True
+    """
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{list(tensor.shape)} {hashlib.sha256(values.data).hexdigest()[:12]}"

@@ -1,0 +1,198 @@
+"""A step's sums, added up over processes: one collective per buffer, weighted by each process's examples.
+
+With b examples in a process and B in all, the loss of the step is Σ (b / B) loss. So gradients, and their
+products with the noise, have the weights b / B. An example's share of the gradient changes by that factor:
+squares and factors of gradients by its square. Counts are sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from posterity.buffers import writable
+from posterity.curvature import Kronecker
+from posterity.distributed import World, fingerprint
+from posterity.optim.statistics import Accumulator
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
+
+
+@torch.no_grad()
+def pool(opt: VariationalOptimizer, losses: list[Tensor]) -> list[Tensor]:
+    """Add what all processes have gathered since this was last called to the sums of the step.
+
+    Every process calls it, also one that has seen no example.
+
+    Args:
+        opt: The optimiser.
+        losses: Of this process's samples, where they are known.
+
+    Returns:
+        The mean loss of all processes, if there are any.
+    """
+    world, local, flats = opt.world, opt.local, list(opt.cache.latest)
+    device = flats[0].device
+    idle = not any(sums.used for sums in local)
+    own = opt.param_groups[0].get("batch_size") or 1
+    here = 0.0 if idle else float(local.counted() or local.seen_by_layers() or own)
+    loss = float(torch.stack([each.double() for each in losses]).mean()) if losses and not idle else 0.0
+    used = [float(i in local.of(flat, None).used) for flat in flats for i in range(len(flat.params))]
+    uncounted = float(local.inputs is None)
+    counts = [
+        here,
+        here * loss,
+        float(idle),
+        float(local.inputs or 0),
+        uncounted,
+        float(local.examples),
+        *used,
+    ]
+    meta = torch.tensor(counts, dtype=torch.float64, device=device)
+    world.add_up(meta)
+    total, weighted, idles, inputs, unknown, examples, *everywhere = meta.tolist()
+    if not total:
+        raise RuntimeError("no process has taken a gradient inside sampled_params() in this step")
+    share = here / total
+    # Squares of one share's examples are gathered by all processes that its samples are split over.
+    squared = share * share * world.split
+    for flat in flats:
+        sums = local.of(flat, None)
+        union = {i for i in range(len(flat.params)) if everywhere[i]}
+        everywhere = everywhere[len(flat.params) :]
+        sums.both[0] *= share
+        sums.both[1] *= share if opt.collects is None else squared
+        world.add_up(sums.both)
+        opt.sums.take(sums, union)
+    opt.sums.add_weighted(_layers(opt, local, squared, some=bool(idles)))
+    opt.sums.samples += local.samples
+    opt.sums.weight, opt.sums.parts = local.weight, local.parts
+    opt.sums.examples += examples / world.split
+    opt.sums.add_inputs(None if unknown else inputs / world.split)
+    local.clear()
+    return [losses[0].new_tensor(weighted / total)] if losses else []
+
+
+@torch.no_grad()
+def complete(opt: VariationalOptimizer, first: bool) -> None:
+    """Where a wrapper has averaged the gradients, add up what it knows nothing of: curvature and counts.
+
+    Args:
+        opt: The optimiser.
+        first: Whether to look, before that, if there is a wrapper.
+    """
+    world, sums = opt.world, opt.sums
+    if first:
+        mine = {name: "none" if p.grad is None else fingerprint(p.grad) for name, p in opt.named()}
+        try:
+            world.refuse_others(mine, "the gradient of")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error}: wrap the model in DistributedDataParallel, or give the optimiser mesh="
+            ) from None
+    if opt.collects is None and not opt.asks_batch_size():
+        return
+    device = next(iter(sums)).group.device
+    counts = [float(sums.inputs or 0), float(sums.inputs is None), float(sums.examples)]
+    meta = torch.tensor(counts, dtype=torch.float64, device=device)
+    world.add_up(meta)
+    inputs, unknown, examples = meta.tolist()
+    sums.inputs, sums.examples = (None if unknown else inputs), examples
+    if opt.collects is None or not examples:
+        return
+    squared = 1.0 / world.size**2
+    for each in sums:
+        each.second.mul_(squared)
+        world.add_up(each.second)
+    sums.layers = _layers(opt, sums, squared, some=False)
+
+
+def summed(opt: VariationalOptimizer, number: float | None) -> float | None:
+    """A user's count of this process's examples or terms, over all."""
+    if number is None or opt.world.size == 1:
+        return number
+    both = torch.tensor([float(number)], dtype=torch.float64, device=opt.cache.latest[0].device)
+    opt.world.add_up(both)
+    return float(both) / opt.world.split
+
+
+def share_buffers(world: World, module: nn.Module) -> None:
+    """Give a module's buffers, such as BatchNorm's statistics, the values that the first process has."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in writable(module).values():
+        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in kinds.values():
+        joined = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        if world.rank:
+            joined.zero_()
+        world.add_up(joined)
+        for buffer, values in zip(
+            buffers, torch.split(joined, [buffer.numel() for buffer in buffers]), strict=True
+        ):
+            buffer.copy_(values.view_as(buffer))
+
+
+def refuse_unlike(opt: VariationalOptimizer) -> None:
+    """Raise in all processes if they differ in what a posterior of all of them is made of."""
+    settings = {
+        f"{key} of group {number}": repr(value)
+        for number, group in enumerate(opt.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+    opt.world.refuse_others({"rule": type(opt).__name__, **settings}, "the optimiser's")
+    opt.world.refuse_others({name: fingerprint(p) for name, p in opt.named()}, "the parameter")
+
+
+def _layers(opt: VariationalOptimizer, sums: Accumulator, squared: float, some: bool) -> dict[str, Kronecker]:
+    """Kronecker factors of all processes, by their upper triangles in one buffer.
+
+    Args:
+        opt: The optimiser.
+        sums: Of this process.
+        squared: What its factors of gradients are multiplied by.
+        some: Whether processes may know of other layers than this one.
+    """
+    mine = {
+        key: replace(each, A=each.A.new_empty(()), S=each.S.new_empty(()))
+        for key, each in sums.layers.items()
+    }
+    sizes = {key: (len(each.A), len(each.S)) for key, each in sums.layers.items()}
+    if some:
+        for others, theirs in opt.world.gathered((mine, sizes)):
+            mine, sizes = {**others, **mine}, {**theirs, **sizes}
+    if not mine:
+        return {}
+    flat = opt.cache.latest[0]
+    like = flat.mean.new_zeros(())
+    parts: list[Tensor] = []
+    for key in sorted(mine):
+        each = sums.layers.get(key)
+        for size, factor in zip(
+            sizes[key], (None, None) if each is None else (each.A, each.S * squared), strict=True
+        ):
+            empty = like.new_zeros(size, size) if factor is None else factor
+            parts.append(empty[_triangle(size)])
+        parts.append(like.new_tensor([0.0 if each is None else each.examples]))
+    joined = torch.cat(parts)
+    opt.world.add_up(joined)
+    found, split = {}, iter(torch.split(joined, [len(part) for part in parts]))
+    for key in sorted(mine):
+        A, S = (_symmetric(next(split), size) for size in sizes[key])
+        found[key] = replace(mine[key], A=A, S=S, examples=float(next(split)))
+    return found
+
+
+def _triangle(size: int) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.triu_indices(size, size)
+    return rows, columns
+
+
+def _symmetric(triangle: Tensor, size: int) -> Tensor:
+    whole = triangle.new_zeros(size, size)
+    whole[_triangle(size)] = triangle
+    return whole + whole.triu(1).mT

@@ -21,10 +21,12 @@ MAY_IMPORT = {
     "posterior": {"names", "noise", "precision"},
     "layers": {"noise", "torch_private"},
     "curvature": {"inputs", "layers", "names", "noise", "torch_private"},
+    "distributed": set(),
     "optim": {
         "torch_private",
         "buffers",
         "curvature",
+        "distributed",
         "flat",
         "layers",
         "names",

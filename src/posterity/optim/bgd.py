@@ -34,11 +34,10 @@ never move them.
 from __future__ import annotations
 
 import math
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from posterity.names import NameFilter
 from posterity.optim.groups import Params, above_zero, representable, whole
@@ -47,6 +46,9 @@ from posterity.optim.presets import settings, start_std
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
 from posterity.optim.step import furthest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def bgd_mean(mean: Tensor, std: Tensor, grad: Tensor, lr: float) -> Tensor:

@@ -114,6 +114,11 @@ def checked_group(group: Group, held: list[Group]) -> Group:
         names.add(name)
         if not p.is_floating_point():
             raise TypeError(f"{name!r} is {p.dtype}: only real floating-point weights have a posterior")
+        if hasattr(p, "placements"):  # looked up by what it has: importing DTensor takes a second
+            raise TypeError(
+                f"{name!r} is a DTensor, as fully_shard() makes them: wrap the model in "
+                "DistributedDataParallel, or leave it whole and pass mesh="
+            )
     if held:
         group["steps"] = held[0]["steps"]
     return group

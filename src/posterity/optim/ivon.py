@@ -30,11 +30,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from posterity.names import NameFilter
 from posterity.optim.groups import Params, above_zero, number, representable
@@ -42,6 +41,9 @@ from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import above_prior, settings, start_std
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def ivon_std(precision: Tensor, ess: float) -> Tensor:

@@ -13,12 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import chain, count
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet, proxy
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -37,6 +36,9 @@ from posterity.optim.step import Numbers, apply, one_sample
 from posterity.optim.together import complete, pool, refuse_unlike, share_buffers, summed
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.factorised import Key
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Numbers of samples that are drawn to look, not to learn: far from those of any step.
 _PEEKS = 1 << 30

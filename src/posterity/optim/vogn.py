@@ -51,11 +51,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, TypedDict, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, final
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
@@ -65,6 +64,9 @@ from posterity.optim.presets import above_prior, settings, start_std
 from posterity.optim.state import Group, State, zero
 from posterity.optim.statistics import Statistics
 from posterity.posterior import Leaf
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def vogn_hess(hess: Tensor, squares: Tensor, beta2: float | Tensor) -> Tensor:

@@ -95,7 +95,10 @@ class CapturedStep:
         self.step.optimizer.check_changed()
         batch = self.step.as_tensors(batch)
         tensors, form = flat_batch(batch)
-        if not self.step.optimizer.captures() or not all(isinstance(x, Tensor) for x in tensors):
+        opt = self.step.optimizer
+        # Of several processes one might capture a step that another runs as it is, and wait for ever.
+        alone = opt.world.size == 1
+        if not (alone and opt.captures() and all(isinstance(x, Tensor) for x in tensors)):
             return self.step(*batch, count=count)
         count = as_count(count)
         key = (count is None, *self._key(tensors, form))

@@ -107,9 +107,9 @@ def _part(source: Any, tensor: str, shape: torch.Size) -> Prior:
         return source
     try:
         found = source.block(tensor)
-    except KeyError as error:
+    except KeyError:
         raise KeyError(
-            f"{error.args[0]}; q has {tensor!r}, for which posterity.ByName can give another prior"
+            f"the prior has no block {tensor!r}, which q has: give it one, by posterity.ByName"
         ) from None
     if isinstance(found, Leaf):
         _same_shape(tensor, shape, found.shapes[0])  # of a block of its own

@@ -11,9 +11,9 @@ Kochurov et al.: "Bayesian Incremental Learning for Deep Neural Networks", 2018.
 | diagonal of L | ``softplus(raw)``, ``raw`` ``[N, C, H, W]`` |
 | L below the diagonal, over its row's diagonal | ``below`` ``[N, C, HW (HW − 1) / 2]``, row after row |
 
-The paper gives no start of L: here it is diagonal, the same as a :class:`DiagonalGaussian`. Nor does it say how
-L is made of parameters. In units of its row's diagonal a step of Adam is as large for ``below`` as for stds.
-In those of weights it would be larger than small stds are, and L nearly singular after a few.
+The paper gives no start of L: here it is diagonal, the same as a :class:`DiagonalGaussian`. Nor does it say
+how L is made of parameters. In units of its row's diagonal a step of Adam is as large for ``below`` as for
+stds. In those of weights it would be larger than small stds are, and L nearly singular after a few.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from posterity.posterior.algebra import full_precision
+from posterity.posterior.algebra import divided, full_precision
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
 
@@ -133,8 +133,8 @@ class KernelGaussian(Leaf):
         lead = shift.shape[: shift.dim() - len(self.shape)]
         vectors = self.masked(shift).reshape(-1, *self.shape[:2], self.shape[2:].numel())
         # All as columns of one matrix: leading dimensions would copy the triangle for each.
-        white = torch.linalg.solve_triangular(self.lower(), vectors.movedim(0, -1), upper=False)
-        return cast(Tensor, white).movedim(-1, 0).reshape(*lead, *self.shape)
+        white = divided(self.lower(), vectors.movedim(0, -1))
+        return white.movedim(-1, 0).reshape(*lead, *self.shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density summed over the weights that vary; leading dimensions stay."""

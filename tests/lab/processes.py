@@ -17,7 +17,8 @@ from posterity_lab.config import Config
 def forked() -> ForkServerContext:
     """Processes that begin with everything imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["posterity_lab.runs", "sklearn.model_selection", "torchmetrics"])
+    modules = ("posterity_lab.cli", "posterity_lab.runs", "sklearn.datasets", "torchmetrics", "torch._dynamo")
+    context.set_forkserver_preload([*modules, "sklearn.model_selection"])
     return context
 
 

@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import os
 import random
 import signal
@@ -79,6 +78,11 @@ def outcome(folder: Path) -> dict[str, object]:
     }
 
 
+def epochs_of(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def holds(folder: Path, process: ForkServerProcess) -> bool:
     """Whether a process, not one that was killed before it, has the folder."""
     try:
@@ -99,39 +103,41 @@ def test_runs_killed_at_random_times_end_as_if_they_had_not_been(
 ) -> None:
     chance, kills, found, reads = random.Random(0), 60 if SLOW else 3, Counter[str](), Counter[str]()
 
-    def until(folder: Path, process: ForkServerProcess, seconds: float) -> float:
-        """Read what is there until so long after the process has taken the folder; for how long it had it."""
-        begun = 0.0
-        while process.is_alive() and (not begun or time.perf_counter() < begun + seconds):
-            if begun:
-                reads[readable(folder)] += 1
-            elif holds(folder, process):
-                begun = time.perf_counter()
-        return time.perf_counter() - begun if begun else 0.0
-
     def begin(folder: Path) -> ForkServerProcess:
         again = (folder / "config.json").exists()
         process = forked().Process(target=command, args=(words(folder, resume=again),))
         process.start()
         return process
 
-    longest = until(tmp_path / "timed", begin(tmp_path / "timed"), math.inf)
+    def until(folder: Path, process: ForkServerProcess, epoch: int, seconds: float = 0.0) -> float:
+        """Read what is there until so long after an epoch, or after the process has taken the folder."""
+        reached = 0.0
+        while process.is_alive() and (not reached or time.perf_counter() < reached + seconds):
+            if not reached and holds(folder, process) and epochs_of(folder) >= epoch:
+                reached = time.perf_counter()
+            reads[readable(folder)] += 1
+        return reached
+
+    timed = begin(tmp_path / "timed")
+    first, last = (until(tmp_path / "timed", timed, epoch) for epoch in (1, EPOCHS))
+    timed.join()
     number = 0
     while found.total() < kills:
         folder = tmp_path / f"run{number}"
         number += 1
         for _ in range(chance.randint(1, 4)):
             process = begin(folder)
-            until(folder, process, chance.uniform(0.0, longest))
+            until(
+                folder, process, chance.randint(0, EPOCHS), chance.uniform(0.0, 2 * (last - first) / EPOCHS)
+            )
             process.kill()
             process.join()
             if process.exitcode == -signal.SIGKILL:
                 found[readable(folder)] += 1
         ended(folder)
         assert outcome(folder) == whole
-    print(
-        f"\n{found.total()} kills in {number} runs, which all end alike: {dict(found)}; reads meanwhile: {dict(reads)}"
-    )
+    print(f"\n{found.total()} kills in {number} runs, which all end alike: {dict(found)}")
+    print(f"{reads.total()} reads meanwhile, none of a torn file: {dict(reads)}")
     assert len(found) == 4 or not SLOW
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from posterity import DivergenceWarning
 from posterity.optim.presets import TABLE
-from posterity_lab import cli, data, record, reproduce, runs
+from posterity_lab import bench, cli, data, demo, files, record, reproduce, runs
 from posterity_lab.config import Config
 
 TINY = ("--net", "mlp-16", "--data", "digits", "--epochs", "2", "--batch-size", "64", "--eval-samples", "3")
@@ -138,6 +138,13 @@ def test_a_stopped_command_says_how_to_go_on(monkeypatch, tmp_path):
     result = call("reproduce", "bgd-theory", "--out", tmp_path)
     assert result.exit_code == 130
     assert result.stderr == "stopped: the same command goes on where this one was\n"
+    monkeypatch.setattr(files, "fetch", stop)
+    assert call("data", "fetch", "mnist").stderr == "stopped: the same command goes on where this one was\n"
+    monkeypatch.setattr(demo, "run", stop)
+    assert call("demo").stderr == "stopped: nothing was kept, and the same command begins again\n"
+    monkeypatch.setattr(bench, "run", stop)
+    expected = "stopped: the record has the rows that were measured, marked as not complete; run the same "
+    assert call("bench", "memory").stderr == f"{expected}command again\n"
 
 
 def test_evaluations_are_counted_and_sealed(point, tmp_path):

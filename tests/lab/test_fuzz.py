@@ -8,14 +8,14 @@ import os
 import random
 import shutil
 import string
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
 from safetensors.torch import save
 from typer.testing import CliRunner
 
@@ -24,7 +24,7 @@ from posterity_lab.config import Config
 from posterity_lab.record import sealed
 from posterity_lab.reproduce import driver
 
-TIMES = 20 if os.environ.get("POSTERITY_SLOW") else 1
+TIMES = 5 if os.environ.get("POSTERITY_SLOW") else 1
 # Warnings are for the user, who sees them as sentences; here nobody does.
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = (
@@ -59,8 +59,18 @@ def call(*words: object) -> Any:
     return CliRunner().invoke(cli.app, [str(word) for word in words])
 
 
+ENDED = Counter[str]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def told() -> Iterator[None]:
+    yield
+    print(f"\n{ENDED.total()} commands: {dict(ENDED)}")
+
+
 def answered(result: Any, what: object) -> None:
     """It ended well, or with words for people."""
+    ENDED["done" if result.exit_code == 0 else "refused"] += 1
     known = result.exception is None or isinstance(result.exception, SystemExit)
     assert known, (what, repr(result.exception))
     assert result.exit_code in (0, 1, 2), what
@@ -110,7 +120,7 @@ def options(command: str) -> list[str]:
 
 @pytest.mark.usefixtures("brief")
 def test_random_arguments(trained: Path, tmp_path: Path) -> None:
-    chance, tried = random.Random(0), 0
+    chance = random.Random(0)
     file = tmp_path / "x.npy"
     np.save(file, np.zeros((2, 1, 8, 8), np.float32))
     base: dict[str, list[object]] = {
@@ -130,14 +140,11 @@ def test_random_arguments(trained: Path, tmp_path: Path) -> None:
             else:
                 words.insert(chance.randint(0, len(words)), chance.choice(WORDS))
         answered(call(command, *words), (command, words))
-        tried += 1
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
     for command in ("bench", "data list", "data verify", "data fetch", "nonsense", ""):
         for _ in range(6 * TIMES):
             words = [chance.choice(WORDS) for _ in range(chance.randint(1, 3))]
             answered(call(*command.split(), *words), (command, words))
-            tried += 1
-    print(f"\n{tried} commands with random arguments")
 
 
 def damaged(chance: random.Random, content: bytes) -> bytes:

@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import inspect
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -276,6 +277,28 @@ def test_predict_refuses_inputs_that_do_not_fit(run, tmp_path, name, content, me
     if content is not None:
         torch.save(content, tmp_path / name)
     assert message in refused("predict", run, tmp_path / name)
+
+
+class Trap:
+    """Unpickling this makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_an_evil_file_is_refused_without_advice_to_trust_it(run, tmp_path):
+    torch.save(Trap(tmp_path / "sprung"), tmp_path / "x.pt")
+    message = refused("predict", run, tmp_path / "x.pt")
+    reason = "it is damaged, or holds something other than tensors"
+    assert message == f"{tmp_path / 'x.pt'} cannot be read as .pt: {reason}"
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "x.pt").replace(tmp_path / "run" / "checkpoint.pt")
+    message = refused("evaluate", tmp_path / "run")
+    assert message.endswith("checkpoint.pt is of another run or damaged: train again in another folder")
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_predict_refuses_a_damaged_file(run, tmp_path):

@@ -341,7 +341,8 @@ def demo(
     """See what a posterior is good for, from end to end."""
     from posterity_lab.demo import run
 
-    run(out, quick)
+    with _stoppable("nothing was kept, and the same command begins again"):
+        run(out, quick)
 
 
 @app.command(
@@ -357,7 +358,9 @@ def bench(
     if name is None or name == "--help":
         typer.echo("posterity bench NAME [OPTIONS], with NAME one of " + ", ".join(benchmarks.names()))
         return
-    benchmarks.run(name, ctx.args)
+    how = "the record has the rows that were measured, marked as not complete; run the same command again"
+    with _stoppable(how):
+        benchmarks.run(name, ctx.args)
 
 
 @app.command(cls=_Lists)
@@ -441,7 +444,9 @@ def fetch_data(name: Annotated[str, typer.Argument(help="Name of a data set.")])
     """Download the files of a data set that are missing or damaged."""
     from posterity_lab.files import fetch
 
-    for path in fetch(name):
+    with _stoppable("the same command goes on where this one was"):
+        paths = fetch(name)
+    for path in paths:
         typer.echo(str(path))
     typer.echo(f"{name} is complete")
 

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import multiprocessing
 import signal
 import time
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab.processes import at_once, killed_at_the_first_rename
+from lab.processes import at_once, forked, killed_at_the_first_rename
 from posterity_lab import methods, record, runs
 from posterity_lab.config import Config
 
@@ -90,12 +89,6 @@ def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
         runs.train(configs[method], tmp_path / f"{method}-whole")
         assert [record["epoch"] for record in lines(tmp_path / method)] == list(range(1, EPOCHS + 1))
         assert_same(tmp_path / method, tmp_path / f"{method}-whole")
-
-
-def forked() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["posterity_lab.runs", "sklearn.model_selection", "torchmetrics"])
-    return context
 
 
 def test_a_run_killed_while_its_first_file_is_written_can_be_started_again(tmp_path, monkeypatch):
@@ -482,6 +475,20 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path, mon
     assert contents(tmp_path / "run") == before
 
 
+METRICS = json.dumps(
+    {
+        "epoch": 1,
+        "step": 5,
+        "train_loss": 0.5,
+        "seconds": 1,
+        "split": "test",
+        "accuracy": 1,
+        "nll": 1,
+        "ece": 1,
+    }
+)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -503,6 +510,9 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path, mon
         ("metrics.jsonl", "", r"metrics\.jsonl has 0 of the 1 epochs .*: put it back, or train again"),
         ("metrics.jsonl", "garbage\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
         ("metrics.jsonl", "{}\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
+        ("metrics.jsonl", METRICS.replace("0.5", "[]"), r"metrics\.jsonl is damaged in line 1: put it back"),
+        ("metrics.jsonl", METRICS.replace("0.5", '"text"'), r"metrics\.jsonl is damaged in line 1: put it"),
+        ("metrics.jsonl", "[" * 100_000, r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_remedy(tmp_path, monkeypatch, name, content, message):

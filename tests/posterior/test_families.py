@@ -1,8 +1,9 @@
-"""A family of leaves from outside the library, with two noises and no density, goes through all of it."""
+"""Families go through all of the library: CFG, MNF, and one from outside, with two noises and no density."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,8 +22,10 @@ from posterity import (
     Leaf,
     ScaleMixture,
     Variational,
+    cfg,
     elbo,
     kl,
+    mnf,
     names_of,
     predict,
     prune,
@@ -35,7 +38,7 @@ from posterity.noise import Domain, normal
 SPREAD = 0.3  # std of the scales
 
 
-class ScaledGaussian(Leaf):
+class RowScaled(Leaf):
     """``z · (loc + std · noise)`` with one scale z ~ N(1, SPREAD²) per row: a product of normals."""
 
     def __init__(self, mean: Tensor, std: float, keep: Tensor | None = None) -> None:
@@ -74,8 +77,8 @@ class ScaledGaussian(Leaf):
         return leaf
 
 
-@register_kl(ScaledGaussian, IsotropicGaussian, needs_draw=True)
-def _(q: ScaledGaussian, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> Tensor:
+@register_kl(RowScaled, IsotropicGaussian, needs_draw=True)
+def _(q: RowScaled, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> Tensor:
     """E_z[KL(q(w | z) ‖ p)], a bound on the KL as a flow's is."""
     z = q.scales(noise)
     terms = kl_divergence(Normal(z * q.loc, z.abs() * q.log_std.exp()), Normal(p.mean, p.std))
@@ -85,7 +88,7 @@ def _(q: ScaledGaussian, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> T
 def posterior(seed: int = 0) -> Factorised:
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(3, 4, generator=g, dtype=torch.float64)
-    return Factorised({"weight": ScaledGaussian(weight, 0.2), "bias": DiagonalGaussian(weight[:, 0], 0.1)})
+    return Factorised({"weight": RowScaled(weight, 0.2), "bias": DiagonalGaussian(weight[:, 0], 0.1)})
 
 
 def test_both_noises_reach_a_draw() -> None:
@@ -135,9 +138,7 @@ def test_a_missing_density_is_named_where_it_is_needed() -> None:
         lambda: kl(q, ScaleMixture()),
         lambda: kl(q, q.frozen()),
     ):
-        with pytest.raises(
-            TypeError, match=r"a ScaledGaussian has no log-density: use a prior for which reg"
-        ):
+        with pytest.raises(TypeError, match=r"a RowScaled has no log-density: use a prior for which reg"):
             call()
 
 
@@ -148,12 +149,12 @@ def net() -> nn.Sequential:
 
 def test_training_moves_mean_and_spread_of_a_chosen_family() -> None:
     module = net()
-    chosen = dict.fromkeys(names_of(module, nn.Conv2d), ScaledGaussian)
+    chosen = dict.fromkeys(names_of(module, nn.Conv2d), RowScaled)
     model = variational(module, family=chosen | {"*": DiagonalGaussian}, std_init=0.05, seed=4)
     families = {name: type(leaf) for name, leaf in model.posterior.blocks.items()}
     assert families == {
-        "0.weight": ScaledGaussian,
-        "0.bias": ScaledGaussian,
+        "0.weight": RowScaled,
+        "0.bias": RowScaled,
         "2.weight": DiagonalGaussian,
         "2.bias": DiagonalGaussian,
     }
@@ -173,7 +174,7 @@ def test_training_moves_mean_and_spread_of_a_chosen_family() -> None:
 
 def test_a_resumed_run_estimates_the_same_divergence() -> None:
     x, prior = torch.randn(5, 1, 4, 4), IsotropicGaussian()
-    model, other = (variational(net(), family=ScaledGaussian, seed=seed) for seed in (3, 5))
+    model, other = (variational(net(), family=RowScaled, seed=seed) for seed in (3, 5))
     model(x)
     other.load_state_dict(model.state_dict())
     model(x), other(x)
@@ -183,18 +184,96 @@ def test_a_resumed_run_estimates_the_same_divergence() -> None:
     assert model.kl(prior) != before
 
 
+class Words(nn.Module):
+    """Words, positions of which no row is padding, and a convolution over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4, padding_idx=0)
+        self.conv = nn.Conv1d(4, 6, 3)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(self.words(x).mT).relu().mean(-1))
+
+
+def words(family: str) -> Variational:
+    torch.manual_seed(len(family))
+    return variational(Words(), family={"cfg": cfg, "mnf": mnf}[family], std_init=0.05, seed=1)
+
+
+def steps(model: Variational, count: int, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    g, prior = torch.Generator().manual_seed(2), IsotropicGaussian(0.3)
+    x, y = torch.randint(0, 9, (16, 7), generator=g), torch.randint(0, 2, (16,), generator=g)
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        losses.append(elbo(F.cross_entropy(model(x), y), model.kl(prior), num_data=1000))
+        losses[-1].backward()
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("family", ["cfg", "mnf"])
+def test_a_resumed_run_goes_on_as_an_uninterrupted_one(family: str) -> None:
+    model, other = words(family), Variational(Words(), words(family).posterior.frozen(), seed=7)
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    steps(model, 3, opt)
+    saved = deepcopy((model.state_dict(), opt.state_dict()))
+    again = torch.optim.Adam(other.parameters(), lr=1e-2)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    assert torch.equal(torch.stack(steps(model, 3, opt)), torch.stack(steps(other, 3, again)))
+    for name, value in model.posterior.sample(2, seed=0).items():
+        assert torch.equal(value, other.posterior.sample(2, seed=0)[name])
+
+
+@pytest.mark.parametrize("family", ["cfg", "mnf"])
+def test_families_of_the_library_go_through_all_of_it(family: str, tmp_path: Path) -> None:
+    model = words(family)
+    padding = model.module.words.weight[0].detach().clone()
+    assert not padding.any()
+    steps(model, 3, torch.optim.Adam(model.parameters(), lr=1e-2))
+    assert torch.equal(model.posterior.sample(2)["words.weight"][1, 0], padding)
+    small = prune(model.posterior, 0.5)
+    small.save(tmp_path / "q")
+    # On from a file: the module takes on what is multiplied, or the means.
+    onward = Variational(Words(), Factorised.load(tmp_path / "q"), seed=3)
+    assert onward.posterior.block("conv.weight").loc is onward.module.conv.weight
+    losses = steps(onward, 3, torch.optim.Adam(onward.parameters(), lr=1e-2))
+    assert bool(torch.stack(losses).isfinite().all())
+    for name, kept in small.kept().items():
+        assert not onward.posterior.sample(2)[name][:, ~kept].any()
+    assert torch.isfinite(onward.kl(small.frozen()))
+    x = torch.randint(0, 9, (5, 7))
+    stacked, looped = (predict(Words(), small, x, samples=3, how=how).samples for how in ("stack", "loop"))
+    torch.testing.assert_close(stacked, looped)
+    # A rule takes over the moments.
+    rule = BGD(Words(), std_init=0.1)
+    rule.load_posterior(model.posterior)
+    found = rule.posterior().std()["conv.weight"]
+    torch.testing.assert_close(found, model.posterior.std()["conv.weight"].detach())
+
+
+@pytest.mark.parametrize("family", ["cfg", "mnf"])
+def test_half_precision_draws_and_compares(family: str) -> None:
+    q = words(family).posterior.frozen().bfloat16()
+    assert q.sample(2)["conv.weight"].dtype == torch.bfloat16
+    assert torch.isfinite(kl(q, q.frozen()))
+
+
 def test_a_pattern_must_match_every_parameter() -> None:
     with pytest.raises(KeyError, match=r"no pattern matches '0.bias': add one, or '\*' as the last"):
         variational(net(), family={"*.weight": DiagonalGaussian})
     prior = ByName({"0.*": IsotropicGaussian(0.5), "*": IsotropicGaussian()})
-    assert torch.isfinite(variational(net(), family=ScaledGaussian).kl(prior))
+    assert torch.isfinite(variational(net(), family=RowScaled).kl(prior))
 
 
 def test_saved_and_frozen_bit_for_bit(tmp_path: Path) -> None:
     q = prune(posterior(), 0.3)
     q.save(tmp_path / "q")
     for other in (Factorised.load(tmp_path / "q"), q.frozen()):
-        assert type(other.block("weight")) is ScaledGaussian
+        assert type(other.block("weight")) is RowScaled
         assert torch.equal(other.sample(4, seed=2)["weight"], q.sample(4, seed=2)["weight"])
     assert not any(p.requires_grad for p in q.frozen().parameters())
     frozen = q.frozen()

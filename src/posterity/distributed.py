@@ -87,12 +87,15 @@ class World:
             found = [each for some in several for each in some]
         return found
 
-    def refuse_others(self, mine: Mapping[str, Any], what: str) -> None:
+    def refuse_others(
+        self, mine: Mapping[str, Any], what: str, advice: str = "start all of them alike"
+    ) -> None:
         """Raise, in every process, if something is not the same in all of them.
 
         Args:
             mine: What this one has, by name.
             what: What this is, for the message.
+            advice: What to do.
         """
         found = self.gathered(mine)
         for name in dict.fromkeys(name for each in found for name in each):
@@ -101,7 +104,7 @@ class World:
                 number = next(i for i, value in enumerate(values) if value != values[0])
                 raise RuntimeError(
                     f"processes differ in {what} {name}: {values[0]} in process 0, {values[number]} in "
-                    f"process {number}; start all of them alike"
+                    f"process {number}: {advice}"
                 )
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -198,16 +201,24 @@ for _rule in ("bgd", "ivon", "vogn", "noisy-kfac"):
 
 
 def main() -> None:
+    from distributed import semantics
+
     folder, rank, world, *chosen = sys.argv[1:]
-    cases = CASES if world == "2" else FOUR
+    cases = (CASES | semantics.CASES) if world == "2" else (FOUR | semantics.FOUR)
     torch.set_num_threads(1)
+    warnings.simplefilter("error", posterity.CountWarning)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(world)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=60),
     )
     found: dict[str, Any] = {}
     for name in chosen or cases:
+        here = {"folder": Path(folder)} if "folder" in signature(cases[name]).parameters else {}
         try:
-            found[name] = cases[name](rank=int(rank), world=int(world))
+            found[name] = cases[name](rank=int(rank), world=int(world), **here)
         except Exception:
             found[name] = traceback.format_exc()
     torch.save(found, Path(folder) / f"{rank}.pt")

@@ -1,40 +1,11 @@
 """Two and four processes learn the posterior that one process learns."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from distributed.runs import CASES, FOUR, WITHOUT_NOISE, accumulated_alone, alone
-
-HERE = Path(__file__).parent
-
-
-def together(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:
-    """What every process has learned."""
-    (folder / "store").unlink(missing_ok=True)
-    line = [sys.executable, str(HERE / "runs.py"), str(folder)]
-    started = [
-        subprocess.Popen([*line, str(rank), str(world), *cases], stderr=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
-    for each in started:
-        _, said = each.communicate(timeout=120)
-        assert each.returncode == 0, said
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return together(tmp_path_factory.mktemp("two"), 2)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return together(tmp_path_factory.mktemp("four"), 4)
 
 
 def compare(found: list[dict[str, Any]], case: str, want: dict[str, torch.Tensor]) -> None:

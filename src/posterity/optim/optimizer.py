@@ -33,7 +33,15 @@ from posterity.optim.presets import overridden
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members, state_dtype
 from posterity.optim.statistics import Accumulator, Statistics
 from posterity.optim.step import Numbers, apply, one_sample
-from posterity.optim.together import complete, pool, refuse_unlike, share_buffers, summed
+from posterity.optim.together import (
+    complete,
+    mean_loss,
+    pool,
+    refuse_unlike,
+    share_buffers,
+    summed,
+    unwrapped,
+)
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.factorised import Key
 
@@ -100,6 +108,7 @@ class VariationalOptimizer(Optimizer, ABC):
     narrower: ClassVar[str] = "lower the stds it starts from"
     numbers: Numbers
     _apart: bool  # whether contexts add up in this process alone
+    _averaged: bool  # whether gradients were seen to be the same in all processes
     ok: Tensor | None  # whether the last step was let through, as a flag on the device
     _pending: tuple[checks.Verdict, list[tuple[FlatGroup, list[int]]]] | None
     # Makes a GradScaler announce itself, so that step() can refuse it.
@@ -119,7 +128,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not isinstance(batch_dim, int) or batch_dim < 0:
             raise ValueError(f"batch_dim must be a whole number of at least 0, not {batch_dim}")
         if isinstance(params, DistributedDataParallel):
-            params = params.module
+            params = unwrapped(params, type(self).__name__, self.collects is not None, mesh)
         self.module = params if isinstance(params, nn.Module) else None
         self.batch_dim, self.mesh = batch_dim, mesh
         self._deterministic_lr = deterministic_lr
@@ -298,6 +307,9 @@ class VariationalOptimizer(Optimizer, ABC):
                 the posterior, raises, and drops what was gathered for a step of its own.
         """
         self.refuse_inside("step()")
+        if closure is None and self._asked_for_state():
+            self.cache.groups()
+            return None
         self.check_changed()
         checks.refuse_scaler(self)
         count = counting.as_count(count)
@@ -310,7 +322,7 @@ class VariationalOptimizer(Optimizer, ABC):
         loss = None
         try:
             if closure is not None:
-                loss = self._run(closure)
+                loss = self._run(closure, count or batch_size)
             self._learn(batch_size, count)
         except BaseException:
             self.buffers.undo()
@@ -319,8 +331,8 @@ class VariationalOptimizer(Optimizer, ABC):
         self.reset()
         return loss
 
-    def _run(self, closure: Callable[[], Tensor | float]) -> Tensor:
-        """Run the closure under ``mc_samples`` weight samples; its mean loss."""
+    def _run(self, closure: Callable[[], Tensor | float], behind: float | None) -> Tensor:
+        """Run the closure under ``mc_samples`` weight samples; its mean loss, over ``behind`` terms."""
         params = self.parameters()
         losses: list[Tensor] = []
         for _ in range(self.own_samples()):
@@ -332,20 +344,34 @@ class VariationalOptimizer(Optimizer, ABC):
                     loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
         if self.pools:
-            losses = pool(self, losses)
+            losses = pool(self, losses, behind)
+        elif self.world.size > 1:
+            losses = mean_loss(self, losses)
         self.sums.publish()
         self.sums.losses += losses
         return torch.stack(losses).mean(0)
+
+    def _asked_for_state(self) -> bool:
+        """Whether a step is that of torch.distributed.checkpoint, which wants to see state, not to learn."""
+        grads = [p.grad for p in self.parameters()]
+        return (
+            not (self.state or self.taken() or any(group["lr"] for group in self.param_groups))
+            and all(grad is not None for grad in grads)
+            and not any(bool(grad.any()) for grad in grads if grad is not None)
+        )
 
     def _learn(self, batch_size: int | None, count: float | None) -> None:
         """Judge what was absorbed, and apply it."""
         checks.refuse_missing(self.param_groups, self.sums, type(self).__name__)
         self.cache.groups()  # a user may have changed state since the draw
         if self.world.size > 1 and not self.pools:
-            complete(self, first=not self.param_groups[0]["steps"])
+            complete(self, first=not self._averaged)
+            self._averaged = True
         inputs = self.sums.counted()
         behind = counting.behind(self, summed(self, batch_size), inputs, summed(self, count))
-        self.terms.judge(behind.batch_size, inputs, counted=count is not None)
+        alone = self.world.size == 1  # each looks at losses of its own
+        size = behind.batch_size if alone else float(batch_size or 0)
+        self.terms.judge(size, inputs if alone else None, counted=count is not None)
         self.settle_step()
         self.sums.finish()
         verdict = checks.Verdict(self.sums)
@@ -459,7 +485,7 @@ class VariationalOptimizer(Optimizer, ABC):
             if state_dtype(p) == p.dtype:
                 del state["mean"]  # the parameter itself is the mean
             self.state[p] = state
-        self.watch.fresh = False
+        self.watch.fresh = self._met = False
         self.reset()
 
     def _stochastic(self) -> Iterator[tuple[str, Tensor, Group]]:
@@ -531,7 +557,7 @@ class VariationalOptimizer(Optimizer, ABC):
         super().__setstate__(state)
         self.cache = StateCache(self)
         self.blocks = Matrices(self.param_groups, self.state, self.matrices)
-        self.world, self._met, self._apart = World(self.mesh), False, False
+        self.world, self._met, self._apart, self._averaged = World(self.mesh), False, False, False
         self.sums = Accumulator()
         self.pools = self.mesh is not None
         self.local = Accumulator() if self.pools else self.sums

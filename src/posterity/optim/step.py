@@ -122,7 +122,8 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
     used, drawn = False, list[Draw]()
     calls, handle = ModuleCalls(opt.batch_dim, params), None
     try:
-        drawn = draw(opt, opt.numbered(range(number, number + 1)), weight)
+        one = range(number, number + 1)
+        drawn = draw(opt, opt.numbered(one) if weight else one, weight)
         with torch.no_grad():
             for each in drawn:
                 each.group.put(each.flat)

@@ -7,11 +7,13 @@ squares and factors of gradients by its square. Counts are sums.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from posterity.buffers import writable
 from posterity.curvature import Kronecker
@@ -19,11 +21,19 @@ from posterity.distributed import World, fingerprint
 from posterity.optim.statistics import Accumulator
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from posterity.optim.optimizer import VariationalOptimizer
 
 
+_UNWRAPPED = (
+    "wrap the model in DistributedDataParallel and take the backward passes of a step that are inside its "
+    "no_sync() in one context with the last, or give the optimiser mesh="
+)
+
+
 @torch.no_grad()
-def pool(opt: VariationalOptimizer, losses: list[Tensor]) -> list[Tensor]:
+def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None = None) -> list[Tensor]:
     """Add what all processes have gathered since this was last called to the sums of the step.
 
     Every process calls it, also one that has seen no example.
@@ -31,6 +41,7 @@ def pool(opt: VariationalOptimizer, losses: list[Tensor]) -> list[Tensor]:
     Args:
         opt: The optimiser.
         losses: Of this process's samples, where they are known.
+        behind: What its loss is a mean of, if the user says so; else it is weighted by its examples.
 
     Returns:
         The mean loss of all processes, if there are any.
@@ -39,22 +50,14 @@ def pool(opt: VariationalOptimizer, losses: list[Tensor]) -> list[Tensor]:
     device = flats[0].device
     idle = not any(sums.used for sums in local)
     own = opt.param_groups[0].get("batch_size") or 1
-    here = 0.0 if idle else float(local.counted() or local.seen_by_layers() or own)
+    here = 0.0 if idle else float(behind or local.counted() or local.seen_by_layers() or own)
     loss = float(torch.stack([each.double() for each in losses]).mean()) if losses and not idle else 0.0
     used = [float(i in local.of(flat, None).used) for flat in flats for i in range(len(flat.params))]
     uncounted = float(local.inputs is None)
-    counts = [
-        here,
-        here * loss,
-        float(idle),
-        float(local.inputs or 0),
-        uncounted,
-        float(local.examples),
-        *used,
-    ]
-    meta = torch.tensor(counts, dtype=torch.float64, device=device)
+    counts = [here, here * loss, float(local.inputs or 0), uncounted, float(local.examples)]
+    meta = torch.tensor([*counts, *_sign(local), *used], dtype=torch.float64, device=device)
     world.add_up(meta)
-    total, weighted, idles, inputs, unknown, examples, *everywhere = meta.tolist()
+    total, weighted, inputs, unknown, examples, signs, squares, *everywhere = meta.tolist()
     if not total:
         raise RuntimeError("no process has taken a gradient inside sampled_params() in this step")
     share = here / total
@@ -68,7 +71,7 @@ def pool(opt: VariationalOptimizer, losses: list[Tensor]) -> list[Tensor]:
         sums.both[1] *= share if opt.collects is None else squared
         world.add_up(sums.both)
         opt.sums.take(sums, union)
-    opt.sums.add_weighted(_layers(opt, local, squared, some=bool(idles)))
+    opt.sums.add_weighted(_layers(opt, local, squared, some=signs * signs != squares * world.size))
     opt.sums.samples += local.samples
     opt.sums.weight, opt.sums.parts = local.weight, local.parts
     opt.sums.examples += examples / world.split
@@ -88,12 +91,7 @@ def complete(opt: VariationalOptimizer, first: bool) -> None:
     world, sums = opt.world, opt.sums
     if first:
         mine = {name: "none" if p.grad is None else fingerprint(p.grad) for name, p in opt.named()}
-        try:
-            world.refuse_others(mine, "the gradient of")
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{error}: wrap the model in DistributedDataParallel, or give the optimiser mesh="
-            ) from None
+        world.refuse_others(mine, "the gradient of", _UNWRAPPED)
     if opt.collects is None and not opt.asks_batch_size():
         return
     device = next(iter(sums)).group.device
@@ -111,6 +109,17 @@ def complete(opt: VariationalOptimizer, first: bool) -> None:
     sums.layers = _layers(opt, sums, squared, some=False)
 
 
+@torch.no_grad()
+def mean_loss(opt: VariationalOptimizer, losses: list[Tensor]) -> list[Tensor]:
+    """The mean loss of all processes, where a wrapper gives each the same weight.
+
+    Only so do all know of a loss that is not finite but has gradients that are.
+    """
+    loss = torch.stack([each.double() for each in losses]).mean().to(opt.cache.latest[0].device)
+    opt.world.add_up(loss)
+    return [losses[0].new_tensor(float(loss) / opt.world.size)]
+
+
 def summed(opt: VariationalOptimizer, number: float | None) -> float | None:
     """A user's count of this process's examples or terms, over all."""
     if number is None or opt.world.size == 1:
@@ -122,18 +131,40 @@ def summed(opt: VariationalOptimizer, number: float | None) -> float | None:
 
 def share_buffers(world: World, module: nn.Module) -> None:
     """Give a module's buffers, such as BatchNorm's statistics, the values that the first process has."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    places: dict[torch.device, list[Tensor]] = {}
     for buffer in writable(module).values():
-        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in kinds.values():
-        joined = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        places.setdefault(buffer.device, []).append(buffer)
+    for buffers in places.values():
+        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]  # whatever their types
+        joined = torch.cat(parts)
         if world.rank:
             joined.zero_()
         world.add_up(joined)
-        for buffer, values in zip(
-            buffers, torch.split(joined, [buffer.numel() for buffer in buffers]), strict=True
-        ):
-            buffer.copy_(values.view_as(buffer))
+        for buffer, values in zip(buffers, torch.split(joined, [len(part) for part in parts]), strict=True):
+            buffer.copy_(values.clone().view(buffer.dtype).view_as(buffer))  # words begin at whole addresses
+
+
+def unwrapped(
+    wrapper: DistributedDataParallel, rule: str, collects: bool, mesh: DeviceMesh | None
+) -> nn.Module:
+    """The module in a wrapper that averages gradients as a rule needs them; others are refused."""
+    if mesh is not None:
+        raise ValueError(
+            "the model is in DistributedDataParallel, which averages gradients of all processes, as mesh= "
+            "would: pass wrapper.module, and call that, or leave mesh= out"
+        )
+    for option, on in (
+        ("find_unused_parameters", wrapper.find_unused_parameters),
+        ("static_graph", wrapper.static_graph),
+    ):
+        if collects and on:
+            raise ValueError(
+                f"DistributedDataParallel({option}=True) follows autograd's graph, in which weights have no "
+                f"place whose layers report single examples to {rule}: leave it out, or the wrapper, and "
+                "pass mesh="
+            )
+    module: nn.Module = wrapper.module
+    return module
 
 
 def refuse_unlike(opt: VariationalOptimizer) -> None:
@@ -146,6 +177,19 @@ def refuse_unlike(opt: VariationalOptimizer) -> None:
     }
     opt.world.refuse_others({"rule": type(opt).__name__, **settings}, "the optimiser's")
     opt.world.refuse_others({name: fingerprint(p) for name, p in opt.named()}, "the parameter")
+    states = {
+        f"{key} of {name}": fingerprint(value)
+        for name, p in opt.named()
+        for key, value in opt.state.get(p, {}).items()
+    }
+    opt.world.refuse_others(states, "the state")
+
+
+def _sign(sums: Accumulator) -> tuple[float, float]:
+    """A number that tells which layers have factors, and its square; sums of both tell if all agree."""
+    known = sorted((key, len(each.A), len(each.S)) for key, each in sums.layers.items())
+    number = zlib.crc32(repr(known).encode()) % (1 << 20)  # squares are exact, and their sums
+    return float(number), float(number * number)
 
 
 def _layers(opt: VariationalOptimizer, sums: Accumulator, squared: float, some: bool) -> dict[str, Kronecker]:

@@ -19,7 +19,7 @@ from posterity.inputs import moved
 from posterity.layers import Intercept
 from posterity.mc import chunks, stacked_pass
 from posterity.optim import VariationalOptimizer
-from posterity.optim.counting import examples_of
+from posterity.optim.counting import as_count, examples_of
 from posterity.optim.statistics import Sink
 from posterity.optim.step import absorb, collecting, draw
 from posterity.optim.together import pool
@@ -92,7 +92,7 @@ class TrainStep:
         opt, batch = self.optimizer, self.as_tensors(batch)
         self._keeper.keep()
         try:
-            loss = self.gather(self._keeper.copies, batch).mean()
+            loss = self.gather(self._keeper.copies, batch, count).mean()
             opt.sums.losses.append(loss)
             opt.step(count=count)
         except BaseException:
@@ -112,7 +112,9 @@ class TrainStep:
         return examples_of(batch, self.optimizer.batch_dim)
 
     @torch.enable_grad()
-    def gather(self, before: Mapping[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
+    def gather(
+        self, before: Mapping[str, Tensor], batch: tuple[Any, ...], count: float | Tensor | None = None
+    ) -> Tensor:
         """Draw, run forward and backward, hand the statistics to the optimiser; the samples' losses."""
         losses: list[Tensor] = []
         opt = self.optimizer
@@ -167,7 +169,7 @@ class TrainStep:
             absorb(opt, [found.get(p) for p in params], drawn, len(rows), 1 / samples)
         opt.local.add_inputs(None if size is None else size * samples)
         if opt.pools:
-            losses = pool(opt, [torch.cat(losses)])
+            losses = pool(opt, [torch.cat(losses)], as_count(count))
         opt.sums.publish(last=True)
         if self.max_norm is not None:
             clip_grad_norm_(params, self.max_norm)

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test check kernels format clean
 
 demo: .venv/.ready
 	$(BIN)/posterity demo
@@ -10,6 +10,13 @@ demo: .venv/.ready
 # Two processes of one thread each take half as long as one of two threads: tensors are small.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+ifeq ($(shell uname -s),Linux)
+	$(MAKE) kernels
+endif
+
+# On a CPU, in Triton's interpreter, which is asked for before Triton is imported; Triton is for Linux only.
+kernels: .venv/.ready
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 tests/kernels
 
 check: .venv/.ready
 	$(BIN)/ruff format --check .

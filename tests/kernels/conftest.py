@@ -1,4 +1,4 @@
-"""Kernels run on a GPU, or on any machine in Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/kernels``."""
+"""Kernels run on a GPU, or on any machine in Triton's interpreter: ``TRITON_INTERPRET=1``."""
 
 import importlib.util
 import os

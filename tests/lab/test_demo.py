@@ -14,8 +14,8 @@ import torch
 
 from posterity import Factorised, predict
 from posterity_lab import demo, nets
-from posterity_lab.demo import runs
 from posterity_lab.data import Dataset
+from posterity_lab.demo import runs
 from posterity_lab.demo.runs import FRACTIONS, GRIDS, QUICK, Sizes
 from posterity_lab.streams import Tasks, permuted
 

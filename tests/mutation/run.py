@@ -1,27 +1,29 @@
 """Break the library in one place at a time, and see whether its tests notice: ``make mutate``.
 
-Every site of `sites.SITES` is a wrong line in place of a right one, with the tests that must then fail. It
-is tried in a copy of ``src`` in which nothing else is changed; the working tree is left alone. The exit
-status is 0 if every mutation was killed by a test that passes without one.
+Every site of `sites.SITES` is a wrong line in place of a right one, with the tests that must then fail. It is
+tried in a copy of ``src`` in which nothing else is changed; the working tree is left alone. Each trial is a
+fork of one process that has imported torch already. The exit status is 0 if every mutation was killed by a
+test that passes without one.
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import cache_from_source
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,15 +34,19 @@ from mutation.sites import SITES, Site  # noqa: E402
 
 # Seconds for the tests of a site: a mutation may make a loop endless.
 _LIMIT = 300.0
-_OUTCOMES = {0: "survived", 1: "killed"}  # pytest's exit status; with others no test has run to its end
+# pytest's exit status; with others no test has run to its end.
+_OUTCOMES = {0: "survived", 1: "killed"}
 _FAILED = re.compile(r"^FAILED tests/(\S+)", re.MULTILINE)
+# What most tests import and no mutation changes.
+_COMMON = ("numpy", "pytest", "rich.console", "sklearn.model_selection", "torch.func", "typer.testing")
+_COMMON += ("torchmetrics.functional.classification", "safetensors.torch", "torch._dynamo")
 
 
 class Found(NamedTuple):
-    """What became of a site: ``"killed"`` by a test, ``"survived"``, ``"stale"``, ``"slow"`` or ``"broken"``.
+    """What became of a site.
 
     Attributes:
-        outcome: One of these words.
+        outcome: ``"killed"``, ``"survived"``, ``"stale"``, ``"slow"`` or ``"broken"``.
         why: The test that failed, or the reason why nothing can be said.
     """
 
@@ -63,74 +69,110 @@ def stale(site: Site) -> str | None:
     return None
 
 
-@contextmanager
-def tree(pristine: Path) -> Iterator[Path]:
-    """A checkout in which only ``src`` is a copy: all else is linked to."""
-    with tempfile.TemporaryDirectory(prefix="posterity-mutation-") as folder:
-        place = Path(folder)
+class Trial:
+    """Tests that run in a process of their own, on a source with one mutation, or none.
+
+    Args:
+        pristine: The source without one.
+        site: The mutation.
+        tests: To run up to the first that fails.
+    """
+
+    def __init__(self, pristine: Path, site: Site | None, tests: Iterable[str]) -> None:
+        self.site, self._start = site, time.perf_counter()
+        self._folder = tempfile.TemporaryDirectory(prefix="posterity-mutation-")
+        self._place = Path(self._folder.name)
         for each in ROOT.iterdir():
             if each.name != "src" and not each.name.startswith("."):
-                (place / each.name).symlink_to(each)
-        shutil.copytree(pristine, place / "src")  # with times, by which Python knows compiled files
-        yield place
+                (self._place / each.name).symlink_to(each)
+        shutil.copytree(pristine, self._place / "src")  # with times, by which Python knows compiled files
+        if site is not None:
+            path = self._place / "src" / site.file
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text.replace(site.right, site.wrong), encoding="utf-8")
+            # Of an edit in the same second that leaves the size as it was, Python would not know.
+            Path(cache_from_source(str(path))).unlink(missing_ok=True)
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=_child, args=(self._place, [f"tests/{test}" for test in tests]))
+        self.process.start()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._start
+
+    def end(self) -> Found:
+        """What the tests say; a process that still runs is ended."""
+        late = self.process.is_alive()
+        if late:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.join()
+        output = (self._place / ".output").read_text(encoding="utf-8", errors="replace")
+        self._folder.cleanup()
+        if late:
+            return Found("slow", f"no test failed in {_LIMIT:g} s")
+        outcome = _OUTCOMES.get(self.process.exitcode or 0, "broken")
+        failed = _FAILED.search(output)
+        return Found(outcome, failed[1] if failed else output[-2000:] if outcome == "broken" else "")
 
 
-def judged(place: Path, tests: Iterable[str], limit: float | None) -> Found:
-    """What some tests say of the source of a tree, up to the first that fails."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider"]
-    try:
-        done = subprocess.run(
-            [*command, *(f"tests/{test}" for test in tests)],
-            cwd=place,
-            env={**os.environ, "PYTHONPATH": str(place / "src"), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Found("slow", f"no test failed in {limit:g} s")
-    outcome = _OUTCOMES.get(done.returncode, "broken")
-    failed = _FAILED.search(done.stdout)
-    if outcome == "killed" and failed:
-        return Found(outcome, failed[1])
-    return Found(outcome, (done.stdout + done.stderr)[-2000:] if outcome == "broken" else "")
+def _child(place: Path, tests: list[str]) -> None:
+    """Run tests in a tree, in a fork."""
+    os.setsid()  # with all processes that tests start it can be ended at once
+    sys.stdout = sys.stderr = output = (place / ".output").open("w")
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    os.chdir(place)
+    os.environ["PYTHONPATH"] = str(place / "src")
+    sys.path.insert(0, str(place / "src"))
+    import pytest
+
+    raise SystemExit(pytest.main(["-x", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", *tests]))
 
 
-def mutated(pristine: Path, site: Site) -> tuple[Site, Found, float]:
-    """A site, what its tests made of the mutation, and how long they took."""
-    start = time.perf_counter()
-    if reason := stale(site):
-        return site, Found("stale", reason), 0.0
-    with tree(pristine) as place:
-        path = place / "src" / site.file
-        path.write_text(path.read_text(encoding="utf-8").replace(site.right, site.wrong), encoding="utf-8")
-        # Of an edit in the same second that leaves the size as it was, Python would not know.
-        Path(cache_from_source(str(path))).unlink(missing_ok=True)
-        return site, judged(place, site.tests, _LIMIT), time.perf_counter() - start
+def trials(pristine: Path, sites: Sequence[Site], jobs: int) -> Iterator[tuple[Site | None, Found, float]]:
+    """What becomes of every site, and without a mutation of all their tests, as they end."""
+    for site in sites:
+        if reason := stale(site):
+            yield site, Found("stale", reason), 0.0
+    fresh = [site for site in sites if not stale(site)]
+    tests = dict.fromkeys(test for site in fresh for test in site.tests)
+    waiting = deque[tuple[Site | None, Iterable[str]]]([(None, tests)] if fresh else [])
+    waiting.extend((site, site.tests) for site in fresh)
+    running: list[Trial] = []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(Trial(pristine, *waiting.popleft()))
+        wait([trial.process.sentinel for trial in running], timeout=1.0)
+        for trial in [*running]:
+            overdue = trial.site is not None and trial.seconds > _LIMIT
+            if overdue or not trial.process.is_alive():
+                running.remove(trial)
+                seconds = trial.seconds
+                yield trial.site, trial.end(), seconds
 
 
 def run(sites: Sequence[Site], jobs: int) -> bool:
     """Mutate the sites, print what becomes of each, and say whether all were killed."""
-    start, counts = time.perf_counter(), Counter[str]()
+    start, counts, failing = time.perf_counter(), Counter[str](), ""
     with tempfile.TemporaryDirectory(prefix="posterity-mutation-") as folder:
         pristine = Path(folder) / "src"
         shutil.copytree(ROOT / "src", pristine, ignore=shutil.ignore_patterns("__pycache__"))
         compileall.compile_dir(pristine, quiet=1)
-        tests = dict.fromkeys(test for site in sites if not stale(site) for test in site.tests)
-        with tree(pristine) as place, ThreadPoolExecutor(jobs) as pool:  # each waits for a process of its own
-            unchanged = pool.submit(judged, place, tests, limit=None) if tests else None
-            for site, found, seconds in pool.map(partial(mutated, pristine), sites):
+        for site, found, seconds in trials(pristine, sites, jobs):
+            if site is not None:
                 counts[found.outcome] += 1
                 print(f"{found.outcome:8} {seconds:5.1f} s  {site.name}; {found.why}", flush=True)
-            before = Found("survived") if unchanged is None else unchanged.result()
+            elif found.outcome != "survived":
+                failing = found.why
     numbers = ", ".join(
         f"{counts[kind]} {kind}" for kind in ("killed", "survived", "stale", "slow", "broken")
     )
     print(f"{len(sites)} sites: {numbers}; {time.perf_counter() - start:.0f} s")
-    if before.outcome != "survived":
-        print(f"without a mutation, tests fail too, so that killed means nothing: {before.why}")
-    return counts["killed"] == len(sites) and before.outcome == "survived"
+    if failing:
+        print(f"without a mutation tests fail too, so that killed means nothing: {failing}")
+    return counts["killed"] == len(sites) and not failing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,4 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with threads would lack these
+    for name in _COMMON:
+        import_module(name)
     raise SystemExit(main())

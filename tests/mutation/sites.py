@@ -236,14 +236,14 @@ _SETTINGS = [
         "posterity/presets.toml",
         "betas = [0.9, 0.9999]\nclip_radius",
         "betas = [0.9, 0.999]\nclip_radius",
-        ("exact/test_first_settings.py",),
+        ("test_documents.py",),
     ),
     Site(
         "BGD's settings for streams of tasks have the default's rate",
         "posterity/presets.toml",
         "std_scale = 1.0\nlr = 0.2\n",
         "std_scale = 1.0\nlr = 20.0\n",
-        ("exact/test_first_settings.py",),
+        ("test_documents.py",),
     ),
 ]
 
@@ -359,7 +359,7 @@ _STEP = [
         "posterity/train/step.py",
         "dealt = [number % parts for number in rows]",
         "dealt = [0 for number in rows]",
-        ("conformance/test_optimizers.py", "conformance/test_accumulation.py"),
+        ("test_mc.py",),
     ),
     Site(
         "a graph is replayed in another mode of the model",
@@ -425,7 +425,7 @@ _NOISE = [
         "posterity/noise.py",
         "foreach_addcmul_(products, own, noise, value=self.weight)",
         "foreach_addcmul_(products, own, noise, value=1.0)",
-        ("test_noise.py", "conformance/test_accumulation.py"),
+        ("conformance/test_optimizers.py",),
     ),
     Site(
         "calls without a seed repeat each other",
@@ -463,7 +463,7 @@ _POSTERIORS = [
         "posterity/posterior/divergence.py",
         "return (q.log_prob(weights) - log_p).mean()",
         "return (log_p - q.log_prob(weights)).mean()",
-        ("conformance/test_posteriors.py", "exact/test_priors.py"),
+        ("exact/test_priors.py",),
     ),
     Site(
         "the KL of matrices forgets the means",

@@ -14,7 +14,7 @@ import torch
 
 from posterity import Factorised, predict
 from posterity_lab import demo, nets
-from posterity_lab.data import Dataset
+from posterity_lab.data import Dataset, Split
 from posterity_lab.demo import runs
 from posterity_lab.demo.runs import FRACTIONS, GRIDS, QUICK, Sizes
 from posterity_lab.streams import Tasks, permuted
@@ -132,6 +132,17 @@ def test_tuning_is_scored_on_held_out_images_and_final_runs_on_test_images(
         for mine, wanted in ((made[-1].train, expected.train), (made[-1].test, expected.test)):
             assert torch.equal(mine.x, wanted.x)
             assert torch.equal(mine.y, wanted.y)
+
+
+def test_pixels_are_standardised_by_the_training_images() -> None:
+    train, test = (
+        Split(torch.tensor([1.0, 3.0]), torch.zeros(2)),
+        Split(torch.tensor([2.0, 8.0]), torch.zeros(2)),
+    )
+    found = runs.standardised(Dataset("two", train, test, 10))
+    std = 2**0.5
+    assert found.train.x.tolist() == pytest.approx([-1 / std, 1 / std])
+    assert found.test.x.tolist() == pytest.approx([0.0, 6 / std])
 
 
 def test_only_the_grid_is_run_on_held_out_images(

@@ -215,7 +215,7 @@ _SETTINGS = [
         f"{_OPTIM}/presets.py",
         "return {**settings, **dict.fromkeys(set_aside), **given}",
         "return {**given, **dict.fromkeys(set_aside), **settings}",
-        ("exact/test_first_settings.py::test_max_step_clamps_each_weight_in_its_stds",),
+        ("exact/test_first_settings.py::test_settings_are_the_users_then_the_presets_then_the_defaults",),
     ),
     Site(
         "the fan-in of a convolution is its channels alone",
@@ -229,7 +229,7 @@ _SETTINGS = [
         f"{_OPTIM}/presets.py",
         "/ max(mean, 1.0) ** 0.5)",
         "/ max(mean, 1.0))",
-        ("exact/test_first_settings.py::test_max_step_clamps_each_weight_in_its_stds",),
+        ("exact/test_first_settings.py::test_the_first_std_of_bgd_is_that_of_its_own_fan_in",),
     ),
     Site(
         "IVON's default averages its Hessian over too few steps",
@@ -250,7 +250,7 @@ _SETTINGS = [
 # What is counted, and how statistics of several contexts come together.
 _STEP = [
     Site(
-        "contexts of one step are not averaged",
+        "examples count once for each sample of a step",
         f"{_OPTIM}/statistics.py",
         "return None if not self.inputs else _whole(self.inputs * self.weight)",
         "return None if not self.inputs else _whole(self.inputs)",
@@ -408,7 +408,7 @@ _NOISE = [
         "posterity/noise.py",
         "key, starts, sizes = _mixed(self.key, int(self.step))",
         "key, starts, sizes = _mixed(self.key, 0)",
-        ("test_noise.py::test_seedless_draws_differ_from_call_to_call",),
+        ("test_noise.py::test_every_part_of_an_address_changes_all_that_is_drawn",),
     ),
     Site(
         "all samples draw the same",
@@ -422,7 +422,7 @@ _NOISE = [
         "posterity/noise.py",
         "generator.manual_seed(_mixed(key, chunk))",
         "generator.manual_seed(_mixed(key, 0))",
-        ("statistical/test_noise.py::test_moments_are_those_of_a_standard_normal",),
+        ("test_noise.py::test_every_part_of_an_address_changes_all_that_is_drawn",),
     ),
     Site(
         "noise of one sample is not scaled by its weight",
@@ -924,7 +924,7 @@ _DATA = [
         f"{_LAB}/runs.py",
         "total += float(method.step(x, y)) * len(y)\n        seen += len(y)",
         "total += float(method.step(x, y))\n        seen += 1",
-        ("lab/test_runs.py::test_runs_killed_in_an_epoch_resume_to_the_same_bits",),
+        ("lab/test_runs.py::test_an_epochs_loss_is_the_mean_over_its_examples",),
     ),
 ]
 
@@ -935,7 +935,7 @@ _RECORDS = [
         f"{_LAB}/record.py",
         "feed(key)\n                feed(value[key])",
         "feed(key)",
-        ("lab/test_record.py::test_no_committed_record_was_edited",),
+        ("lab/test_record.py::test_values_that_differ_in_anything_have_digests_of_their_own",),
     ),
     Site(
         "a digest ignores the shape of a tensor",

@@ -92,6 +92,7 @@ class Trial:
             path.write_text(text.replace(site.right, site.wrong), encoding="utf-8")
             # Of an edit in the same second that leaves the size as it was, Python would not know.
             Path(cache_from_source(str(path))).unlink(missing_ok=True)
+        (self._place / ".output").touch()
         fork = multiprocessing.get_context("fork")
         self.process = fork.Process(target=_child, args=(self._place, [f"tests/{test}" for test in tests]))
         self.process.start()
@@ -141,16 +142,20 @@ def trials(pristine: Path, sites: Sequence[Site], jobs: int) -> Iterator[tuple[S
     waiting = deque[tuple[Site | None, Iterable[str]]]([(None, tests)] if fresh else [])
     waiting.extend((site, site.tests) for site in fresh)
     running: list[Trial] = []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            running.append(Trial(pristine, *waiting.popleft()))
-        wait([trial.process.sentinel for trial in running], timeout=1.0)
-        for trial in [*running]:
-            overdue = trial.site is not None and trial.seconds > _LIMIT
-            if overdue or not trial.process.is_alive():
-                running.remove(trial)
-                seconds = trial.seconds
-                yield trial.site, trial.end(), seconds
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(Trial(pristine, *waiting.popleft()))
+            wait([trial.process.sentinel for trial in running], timeout=1.0)
+            for trial in [*running]:
+                overdue = trial.site is not None and trial.seconds > _LIMIT
+                if overdue or not trial.process.is_alive():
+                    running.remove(trial)
+                    seconds = trial.seconds
+                    yield trial.site, trial.end(), seconds
+    finally:
+        for trial in running:  # after Ctrl-C
+            trial.end()
 
 
 def run(sites: Sequence[Site], jobs: int) -> bool:
@@ -181,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="texts in names of sites; all if not given")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sites at a time")
     asked = parser.parse_args(arguments)
+    if asked.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {asked.jobs}")
     sites = [site for site in SITES if any(text in site.name for text in asked.only)]
     if not sites:
         parser.error(f"no site has a name with {' or '.join(map(repr, asked.only))} in it")

@@ -143,10 +143,14 @@ def _claimed(folder: Path) -> int:
     """The open lock file of a folder, claimed for this process."""
     path, host = folder / LOCK, socket.gethostname()
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # another process that made the folder has just removed it
+            continue
+        except FileExistsError:  # of a file; or mkdir() has found a folder that was gone when it looked again
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise
             continue
         try:
             try:

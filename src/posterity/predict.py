@@ -12,10 +12,21 @@ from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checka
 import torch
 from torch import Tensor, nn
 
-from posterity.inputs import Inputs, Pick, arguments, batches, called, is_loader, rows_of, shown, undisturbed
-from posterity.mc import How, chunks, run
+from posterity.inputs import (
+    Inputs,
+    Pick,
+    arguments,
+    batches,
+    called,
+    is_loader,
+    random_numbers_kept,
+    rows_of,
+    shown,
+)
+from posterity.mc import How, chunks, run_replica
 from posterity.names import inner
 from posterity.posterior.base import Networks, Posterior
+from posterity.replica import evaluating
 from posterity.variational import Variational
 
 Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
@@ -222,7 +233,8 @@ def predict(
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     check_call(x, samples, batch_size)
     given = [model] if isinstance(model, nn.Module) else list(model)
-    models = [inner(each.module if isinstance(each, Variational) else each) for each in given]
+    models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
+    replicas = set(map(id, models))
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):
         raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
@@ -245,16 +257,18 @@ def predict(
         around: Mapping[str, Tensor] | None = None,
         /,
     ) -> Tensor:
+        if id(model) not in replicas:  # one that the source of networks has
+            model = evaluating(model)
         if not weights:
             return called(model, batch, output)[None]
         around = None if linearise is False else centre or around
         args, kwargs = arguments(batch)
-        return run(model, weights, *args, how=how, output=output, around=around, **kwargs)
+        return run_replica(model, weights, *args, how=how, output=output, around=around, **kwargs)
 
     some: list[range | None] = [None] if mode == "mean" else [*chunks(samples, chunk)]
     outputs: dict[range | None, list[Tensor]] = {rows: [] for rows in some}
     # No inference_mode(): what a model remembers of it could never be trained with.
-    with torch.no_grad(), undisturbed(*models):
+    with torch.no_grad(), random_numbers_kept(*models):
         numbered = enumerate(batches(x, batch_size, inputs))
         # A loader is read once, even if networks must be drawn again; all else goes by networks.
         read_once = ((rows, part) for part in numbered for rows in some)

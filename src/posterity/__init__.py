@@ -31,7 +31,8 @@ from posterity.posterior import (
     kl,
     register_kl,
 )
-from posterity.predict import Prediction, predict
+from posterity.predict import predict
+from posterity.prediction import Prediction
 from posterity.train import compile_step
 from posterity.variational import Variational, variational
 

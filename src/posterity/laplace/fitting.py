@@ -17,7 +17,8 @@ from posterity.inputs import Inputs, Pick, called, moved, pairs, random_numbers_
 from posterity.laplace.choice import last_layer, picked
 from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
 from posterity.names import NameFilter, inner, padding_rows
-from posterity.predict import Prediction, predict
+from posterity.predict import predict
+from posterity.prediction import Prediction
 from posterity.replica import evaluating
 from posterity.variational import Variational
 
@@ -142,7 +143,7 @@ def fit(
         empirical, padding = kind == "empirical", padding_rows(model)
         result = sums.result(params, empirical, noise_variance, temperature, num_data, padding)
         result = replace(result, linearise=linearise)
-        predicted = partial(predict, model, samples=samples, seed=seed, output=output)
+        predicted = partial(predict, model, samples=samples, seed=seed, output=output, keep_samples=True)
         if prior_precision is None:
             return _harmless(result, seen.batches, predicted)
         if validation is None:

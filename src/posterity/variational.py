@@ -17,6 +17,7 @@ Deviations: stds start at a share of ``1 / sqrt(fan_in)``, not at one number for
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
@@ -38,9 +39,11 @@ from posterity.posterior import (
     Posterior,
     kl,
 )
+from posterity.replica import replica
 from posterity.torch_private import graph_task_id
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
+_drawing = threading.Lock()
 PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
 
 
@@ -84,7 +87,9 @@ class Variational(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
         weights = self._draw(1)
-        return functional_call(self.module, {name: w[0] for name, w in weights.items()}, args, kwargs)
+        # In training the module's own, whose forward() may leave things in it, such as terms of the loss.
+        module = self.module if self.training else replica(self.module)
+        return functional_call(module, {name: w[0] for name, w in weights.items()}, args, kwargs)
 
     def outputs(
         self, *args: Any, samples: int, how: How = "stack", chunk: int | None = None, **kwargs: Any
@@ -116,8 +121,9 @@ class Variational(nn.Module):
     def _draw(self, samples: int) -> dict[str, Tensor]:
         if samples < 1:
             raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
-        weights = self.posterior._sample(range(samples), self.seed, self.draws, Domain.TRAIN)
-        self.draws += 1
+        with _drawing:  # two threads must not get the same number
+            number, self.draws = self.draws, self.draws + 1
+        weights = self.posterior._sample(range(samples), self.seed, number, Domain.TRAIN)
         # For kl(): weights drawn without a graph would give it no gradient.
         self._weights = weights if torch.is_grad_enabled() else None
         self._versions = self._now()

@@ -217,11 +217,3 @@ except KeyboardInterrupt:
             os.kill(worker, signal.SIGKILL)
         parent.kill()
         parent.communicate()
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    disk.replace(tmp_path / "file", "old")
-    with pytest.raises(KeyboardInterrupt), disk.replacing(tmp_path / "file") as unfinished:
-        unfinished.write_text("half")
-        raise KeyboardInterrupt
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "old"}

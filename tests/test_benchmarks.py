@@ -292,6 +292,17 @@ def test_columns_take_turns_and_long_rows_end_after_two_rounds() -> None:
     assert measure(columns, "cpu", rounds=9, round_seconds=1.0, row_seconds=0.0)["a"]["rounds"] == 2
 
 
+def test_the_median_of_the_rounds_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, durations = [0.0], iter([1.0] * bench._WARM_UP + [7.0, 2.0, 3.0, 9.0, 4.0])
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+
+    def step() -> None:
+        clock[0] += next(durations)
+
+    found = measure({"a": Column(step, "fp32", steps=1)}, "cpu", rounds=5, round_seconds=1.0, row_seconds=1e9)
+    assert [found["a"][key] for key in ("value", "lowest", "highest", "rounds")] == [4000, 2000, 9000, 5]
+
+
 def test_a_round_has_as_many_steps_as_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity import buffers
-from posterity.buffers import Keeper
+from posterity.buffers import Keeper, StepBuffers
 from posterity.flat import Layout
 
 
@@ -169,3 +169,22 @@ def test_a_script_has_buffers_too() -> None:
         model(torch.randn(5, 3))
         keeper.restore()
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_every_sample_of_a_step_begins_with_the_buffers_before_it_and_the_first_ones_are_kept() -> None:
+    model = nn.BatchNorm1d(1)
+    steps = StepBuffers(model)
+    for step in range(2):
+        before = float(model.running_mean)
+        for number in range(3):
+            steps.enter(number)
+            assert float(model.running_mean) == before
+            model.running_mean.add_(number + 1.0)
+            steps.leave(number, used=True)
+            assert float(model.running_mean) == before + 1.0
+        steps.finish()
+        assert float(model.running_mean) == step + 1.0
+    steps.enter(0)
+    model.running_mean.add_(5.0)
+    steps.leave(0, used=False)  # a forward pass alone
+    assert float(model.running_mean) == 2.0

@@ -47,6 +47,19 @@ def test_against_the_definitions() -> None:
     assert metrics.ece(p, TARGET, bins=10) == pytest.approx(naive_ece(p, TARGET, 10), abs=1e-5)
 
 
+def test_calibration_gaps_of_bins_do_not_cancel_and_count_by_their_predictions() -> None:
+    confidence = torch.tensor([0.6] * 4 + [0.9] * 2)
+    probs, right = torch.stack([confidence, 1 - confidence], 1), torch.tensor([1, 1, 1, 1, 1, 0])
+    # Too modest by 0.4 in four of six, too sure by 0.4 in two.
+    assert metrics.ece(probs, 1 - right) == pytest.approx(0.4)
+    assert metrics.ece(probs, torch.zeros(6, dtype=torch.long)) == pytest.approx((4 * 0.4 + 2 * 0.1) / 6)
+
+
+def test_a_confidence_on_the_border_of_two_bins_is_in_the_upper_one() -> None:
+    probs = torch.tensor([[0.5, 0.5], [0.75, 0.25], [1.0, 0.0]])
+    assert metrics.reliability(probs, torch.zeros(3), bins=4).count.tolist() == [0, 0, 1, 2]
+
+
 def test_the_reliability_table_gives_the_calibration_error() -> None:
     table = metrics.reliability(PROBS[1], TARGET, bins=12)
     filled = table.count > 0

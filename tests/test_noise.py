@@ -131,6 +131,17 @@ def test_a_slice_outside_of_its_block_is_refused(
         normal(range(1), shape, **ADDRESS, whole=whole, offset=offset)
 
 
+def test_every_part_of_an_address_changes_all_that_is_drawn() -> None:
+    both = normal(range(2), (2 * CHUNK,), **ADDRESS)
+    one = both[0, :CHUNK]
+    others = {"sample": both[1, :CHUNK], "chunk": both[0, CHUNK:]}
+    for change in ({"seed": 4}, {"step": 10}, {"block": "y"}, {"domain": Domain.SAMPLE}):
+        others[str(change)] = normal(range(1), (CHUNK,), **{**ADDRESS, **change})[0]
+    for what, other in others.items():
+        # The mean of products of independent standard normals has a standard error of 1/√n.
+        assert abs(float((one * other).mean())) < 5 * CHUNK**-0.5, what
+
+
 def test_a_part_of_a_stack_equals_the_part_alone() -> None:
     for shape in ((), (3,), (5, 7), (40, 50)):
         whole = normal(range(6), shape, **ADDRESS)

@@ -189,7 +189,7 @@ def test_networks_that_are_no_numbers_have_no_vote() -> None:
         posterity.metrics.accuracy(p.probs, torch.tensor([0, 0]))
 
 
-def test_what_a_model_remembers_can_be_trained_with() -> None:
+def test_what_a_model_remembers_of_a_prediction_is_gone() -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -203,7 +203,7 @@ def test_what_a_model_remembers_can_be_trained_with() -> None:
     model, x = Remembers(), torch.randn(5, 4)
     opt = posterity.IVON(model, num_data=5)
     posterity.predict(model, opt.posterior(), x)
-    assert not model.scales.is_inference()
+    assert model.scales is None
     opt.step(lambda: model(x).square().mean())
 
 

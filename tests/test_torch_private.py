@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from posterity.torch_private import read_forward_derivatives
 
 SRC = Path(__file__).parents[1] / "src" / "posterity"
 # What the module takes from torch, by its path there.
@@ -21,6 +24,7 @@ TAKEN = [
             "CVmapInterpreterPtr",
             "TransformType",
             "_add_batch_dim",
+            "_set_vmap_fallback_warning_enabled",
             "get_interpreter_stack",
             "get_unwrapped",
             "is_batchedtensor",
@@ -32,6 +36,8 @@ TAKEN = [
     "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack",
     "torch._utils._flatten_dense_tensors",
     "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.jit._recursive.wrap_cpp_module",
+    "torch.ops.aten._scaled_dot_product_attention_math.default",
     "torch.ops.aten._unsafe_view.default",
     "torch.overrides._get_current_function_mode_stack",
     "torch.utils._pytree.TreeSpec",
@@ -52,6 +58,11 @@ def test_torch_still_has_what_is_taken_from_it(path: str) -> None:
     for name in path.split(".")[1:]:
         found = getattr(found, name, None)
         assert found is not None, f"torch {torch.__version__} has no {path}: see posterity/torch_private.py"
+
+
+def test_forward_derivatives_can_be_read_before_they_are_needed() -> None:
+    read_forward_derivatives()
+    assert "torch._decomp.decompositions_for_jvp" in sys.modules
 
 
 def test_nodes_take_hooks_and_keep_the_statistics_of_a_batch() -> None:

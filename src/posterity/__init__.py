@@ -36,7 +36,8 @@ from posterity.posterior import (
     mnf,
     register_kl,
 )
-from posterity.predict import Prediction, predict
+from posterity.predict import predict
+from posterity.prediction import Prediction
 from posterity.train import compile_step
 from posterity.variational import Variational, variational
 

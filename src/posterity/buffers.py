@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from operator import attrgetter, is_
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from posterity.flat import Layout
 from posterity.noise import addresses, kernels
 from posterity.torch_private import foreach_copy_
 
+Key = TypeVar("Key")
 _shape = attrgetter("shape")
+_changes = count()
 
 
 def writable(module: nn.Module) -> dict[str, Tensor]:
@@ -24,11 +26,17 @@ def writable(module: nn.Module) -> dict[str, Tensor]:
         >>> sorted(writable(nn.BatchNorm1d(3)))
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
-    return {
-        name: buffer
-        for name, buffer in module.named_buffers()
-        if all(stride for stride, size in zip(buffer.stride(), buffer.shape, strict=True) if size > 1)
-    }
+    return {name: buffer for name, buffer in module.named_buffers() if is_writable(buffer)}
+
+
+def is_writable(buffer: Tensor) -> bool:
+    """Whether no two of its numbers share memory, as they do in one made by ``expand``."""
+    return all(stride for stride, size in zip(buffer.stride(), buffer.shape, strict=True) if size > 1)
+
+
+def versions(values: Mapping[str, Tensor]) -> list[int]:
+    """Numbers that change whenever one of the tensors does; those made in inference mode count as changed."""
+    return [next(_changes) if each.is_inference() else each._version for each in values.values()]
 
 
 @final
@@ -238,9 +246,9 @@ def snapshot(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copied(values: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Copies of some tensors, made in few launches."""
-    copies = {name: torch.empty_like(value) for name, value in values.items()}
+    copies = {key: torch.empty_like(value) for key, value in values.items()}
     _copy(copies, values)
     return copies
 
@@ -251,7 +259,7 @@ def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     _copy(writable(module), values)
 
 
-def _copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def _copy(into: Mapping[Key, Tensor], values: Mapping[Key, Tensor]) -> None:
     for dtype in {each.dtype for each in into.values()}:  # one launch serves all of a type
-        names = [name for name, each in into.items() if each.dtype == dtype]
-        foreach_copy_([into[name] for name in names], [values[name] for name in names])
+        keys = [key for key, each in into.items() if each.dtype == dtype]
+        foreach_copy_([into[key] for key in keys], [values[key] for key in keys])

@@ -12,12 +12,14 @@ others at the predictive samples ``[S, B, ...]``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeGuard, final
+from typing import Any, TypeGuard, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from posterity import noise
 from posterity.posterior.base import Networks, Run
@@ -57,8 +59,9 @@ class MCDropout:
     def networks(self, model: nn.Module, samples: range | None, seed: int) -> Networks:
         """A model in evaluation mode under masks of the given numbers; without numbers, nothing dropped.
 
-        Masks are a pure function of (seed, batch, sample) and the batch's shape, on one device; torch's
-        generators are left as they were.
+        Masks are a pure function of (seed, batch, sample) and the batch's shape, on one device. They come
+        from generators of their own: torch's are the process's, where other threads draw. Layers drop while
+        they run here, so the model must be nobody else's, as the replica is that ``predict`` passes.
         """
 
         if samples is None:
@@ -66,15 +69,11 @@ class MCDropout:
 
         def masked(run: Run, step: int) -> Tensor:
             drawn: list[Tensor] = []
-            # torch's dropout draws from these. There are none of CUDA before it is used, and
-            # torch.manual_seed() would also seed devices that are not in use, for good.
-            gpus = torch.cuda.default_generators
-            with _masks_of(model) as ran, torch.random.fork_rng(range(len(gpus))):
+            with _dropping_layers(model) as ran:
                 for sample in samples:
                     key = noise.address(seed, step, sample, "dropout", domain=noise.Domain.DROPOUT)
-                    for generator in (torch.default_generator, *gpus):
-                        generator.manual_seed(key)
-                    drawn.append(run(model, {}))
+                    with _Seeded(key):
+                        drawn.append(run(model, {}))
             if not ran:
                 raise RuntimeError(
                     "no dropout layer of the model ran, so all passes are the same: let its forward() call "
@@ -170,12 +169,11 @@ def _dropping(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _masks_of(model: nn.Module) -> Iterator[set[nn.Module]]:
+def _dropping_layers(model: nn.Module) -> Iterator[set[nn.Module]]:
     """Dropout layers in training mode; gives the set to which each is added when it runs."""
     layers = _dropping(model)
     before = [layer.training for layer in layers]
     ran: set[nn.Module] = set()
-    # A hook also keeps nn.TransformerEncoderLayer off its fused path, which would skip them.
     hooks = [layer.register_forward_hook(lambda layer, *_: ran.add(layer)) for layer in layers]
     try:
         for layer in layers:
@@ -185,3 +183,87 @@ def _masks_of(model: nn.Module) -> Iterator[set[nn.Module]]:
         for layer, hook, training in zip(layers, hooks, before, strict=True):
             layer.training = training
             hook.remove()
+
+
+@final
+class _Seeded(TorchFunctionMode):
+    """Inside, masks of dropout and other random numbers of this thread come from one seed.
+
+    A mode also keeps ``nn.TransformerEncoderLayer`` off its fused path, which would skip dropout.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _MASKED:
+            return self._dropped(func, *args, **kwargs)
+        if func in _FILLED:
+            fresh = torch.empty_like(*args, **kwargs)
+            return _FILLED[func](fresh, generator=self._generator(fresh.device))
+        if func in _RANDOM and kwargs.get("generator") is None:
+            given = next((each.device for each in args if isinstance(each, Tensor)), kwargs.get("device"))
+            kwargs = {**kwargs, "generator": self._generator(given or torch.get_default_device())}
+        return func(*args, **kwargs)
+
+    def _generator(self, device: torch.device | str) -> torch.Generator:
+        device = torch.device(device)
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def _dropped(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        p: float = 0.5,
+        training: bool | None = None,
+        inplace: bool = False,
+    ) -> Tensor:
+        """What torch's function gives, which takes no generator."""
+        feature_dims, alpha, default = _MASKED[func]
+        func(input, p, False, inplace)  # its own checks
+        if p == 0.0 or not (default if training is None else training):
+            return input
+        shape = input.shape
+        if feature_dims is not None:  # a feature drops as a whole, of one example [C, …] or of several
+            lead = 2 if feature_dims in (0, input.dim() - 2) else 1
+            shape = shape[:lead] + (1,) * (input.dim() - lead)
+        mask = torch.empty(shape, dtype=input.dtype, device=input.device)
+        mask.bernoulli_(1.0 - p, generator=self._generator(input.device))
+        if not alpha:
+            mask = mask / (1.0 - p) if p < 1.0 else mask
+            return input.mul_(mask) if inplace else input * mask
+        low = 1.7580993408473766  # minus the limit of SELU; what stays has its mean and variance
+        scale = 0.0 if p == 1.0 else ((low**2 * p + 1.0) * (1.0 - p)) ** -0.5
+        shift = (mask - 1.0) * (low * scale) + low * scale * p
+        return input.mul_(mask * scale).add_(shift) if inplace else input * (mask * scale) + shift
+
+
+# By function of torch: dimensions of a feature that drops as a whole, whether mean and variance are kept, as
+# self-normalising nets need, and whether it drops if not told.
+_MASKED: dict[Any, tuple[int | None, bool, bool]] = {
+    F.dropout: (None, False, True),
+    F.dropout1d: (1, False, True),
+    F.dropout2d: (0, False, True),  # as in torch, [C, H, W] is N features of length W
+    F.dropout3d: (3, False, True),
+    F.alpha_dropout: (None, True, False),
+    F.feature_alpha_dropout: (0, True, False),
+}
+_FILLED: dict[Any, Callable[..., Tensor]] = {
+    torch.rand_like: Tensor.uniform_,
+    torch.randn_like: Tensor.normal_,
+}
+# These take a generator.
+_RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}
+_RANDOM |= {torch.bernoulli, Tensor.bernoulli, torch.multinomial, Tensor.multinomial, Tensor.random_}
+_RANDOM |= {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_}

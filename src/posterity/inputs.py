@@ -11,6 +11,7 @@ If such a batch has targets, too, they are
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -20,8 +21,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-
-from posterity import buffers
 
 T = TypeVar("T")
 Inputs: TypeAlias = Any
@@ -212,24 +211,27 @@ def picked(whole: Any, pick: Pick) -> Any:
 
 
 @contextmanager
-def undisturbed(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards mode, buffers and torch's random numbers are as they were."""
-    model = models[0] if len(models) == 1 else nn.ModuleList(models)
-    training = [module for module in model.modules() if module.training]
-    kept = buffers.snapshot(model)
-    devices: set[int | None] = set()
+def random_numbers_kept(*models: nn.Module) -> Iterator[None]:
+    """Inside, a loader or a model may draw from torch's generators; afterwards these are as they were.
+
+    Loaders draw a seed whenever they start, shuffled or not. Generators are the process's: what is put back
+    from another thread than the main one would repeat numbers that were drawn there meanwhile.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    generators = [torch.default_generator]
     if torch.cuda.default_generators:  # there are none before CUDA is used
-        devices = {each.device.index for each in chain(model.parameters(), model.buffers()) if each.is_cuda}
-    # Loaders draw a seed whenever they start, shuffled or not.
-    with torch.random.fork_rng(devices):
-        if training:
-            model.eval()
-        try:
-            yield
-        finally:
-            buffers.restore(model, kept)
-            for module in training:
-                module.training = True
+        tensors = chain.from_iterable(chain(model.parameters(), model.buffers()) for model in models)
+        devices = {each.device.index for each in tensors if each.is_cuda}
+        generators += [torch.cuda.default_generators[device] for device in devices]
+    before = [each.get_state() for each in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            if not torch.equal(generator.get_state(), state):  # else it is nobody's
+                generator.set_state(state)
 
 
 def _is_array(x: object) -> bool:

@@ -6,25 +6,28 @@ are moved by the first sample alone. Models that cannot be vectorised fall back 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posterity import buffers
 from posterity.inputs import Pick, arguments, batches, is_loader, moved, tensor_of
 from posterity.layers import Intercept
+from posterity.replica import origin, replica
+from posterity.torch_private import no_fallback_warnings, read_forward_derivatives
 
 How: TypeAlias = Literal["stack", "loop"]
 
 # Modules that failed to vectorise once are not tried, or warned of, again.
 _unstackable: WeakSet[nn.Module] = WeakSet()
+# torch counts the levels of forward derivatives for the process, not for a thread: threads take turns.
+_forward_derivatives = threading.RLock()
 
 
 def run(
@@ -39,6 +42,9 @@ def run(
     **kwargs: Any,
 ) -> Tensor:
     """Outputs ``[K, B, ...]`` of a model under K sets of weights.
+
+    The model runs as a replica: its own weights stay as they are, and so does what its ``forward`` sets. Only
+    buffers that the first sample moves are moved in it, too: BatchNorm's statistics in training mode.
 
     Args:
         model: Any module.
@@ -60,10 +66,30 @@ def run(
     """
     if how not in ("stack", "loop"):
         raise ValueError(f"how must be 'stack' or 'loop', not {how!r}")
-    if len(args) == 1 and is_loader(args[0]):
-        options: dict[str, Any] = {"how": how, "chunk": chunk, "output": output, "around": around, **kwargs}
-        calls = (arguments(batch) for batch in batches(args[0], 1))
-        return torch.cat([run(model, weights, *a, **k, **options) for a, k in calls], 1)
+    twin = replica(model)
+    before = buffers.writable(twin)
+    versions = buffers.versions(before)
+    options: dict[str, Any] = {"how": how, "chunk": chunk, "output": output, "around": around}
+    loader = len(args) == 1 and is_loader(args[0])
+    calls = map(arguments, batches(args[0], 1)) if loader else [(args, {})]
+    outputs = [run_replica(twin, weights, *a, **options, **{**k, **kwargs}) for a, k in calls]
+    if buffers.versions(before) != versions:
+        buffers.restore(model, before)
+    return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+
+
+def run_replica(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    /,
+    *args: Any,
+    how: How,
+    chunk: int | None = None,
+    output: Pick | None = None,
+    around: Mapping[str, Tensor] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """What :func:`run` does, in a module that nothing else runs in: weights are swapped in it."""
     args, kwargs = moved((args, kwargs), model)
     samples = _count(weights)
     if around is not None:
@@ -80,7 +106,7 @@ def run(
                 model, part, before, args, kwargs, stacked=how == "stack", output=output
             )
         outputs.append(found)
-        if rows.start == 0:
+        if rows.start == 0 and after is not None:
             buffers.restore(model, after)
     return torch.cat(outputs)
 
@@ -107,8 +133,10 @@ def stacked_pass(
     stacked: bool,
     own: bool = False,
     output: Pick | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs under the given weights, each sample starting from buffers ``before``, and the first's.
+) -> tuple[Tensor, dict[str, Tensor] | None]:
+    """Outputs under the given weights, and the first sample's buffers, if it moved them.
+
+    Each sample starts from those given.
 
     Args:
         model: What to run.
@@ -127,28 +155,29 @@ def stacked_pass(
     rows = range(_count(weights))
     inputs = args if own else ()
     reason = ""
-    if stacked and len(rows) > 1 and model not in _unstackable:
+    if stacked and len(rows) > 1 and origin(model) not in _unstackable:
         after = buffers.copied(
             {name: value.expand(len(rows), *value.shape) for name, value in before.items()}
         )
+        versions = buffers.versions(after)
         try:
-            with warnings.catch_warnings():
-                # Operations without a batching rule still run, one sample after another.
-                warnings.filterwarnings("ignore", message="There is a performance drop")
+            with no_fallback_warnings():
                 outputs = vmap(call, randomness="different")(weights, after, *inputs)
-            return outputs, {name: value[0] for name, value in after.items()}
+            moved = buffers.versions(after) != versions
+            return outputs, {name: value[0] for name, value in after.items()} if moved else None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             reason = str(error).partition("\n")[0]
     states = [buffers.copied(before) for _ in rows]
+    versions = buffers.versions(states[0])
     looped = [
         call({name: value[k] for name, value in weights.items()}, states[k], *(each[k] for each in inputs))
         for k in rows
     ]
     if reason:  # the loop went well, so it was vectorising that failed, not the model
         _warn_of_loop(model, reason)
-    return torch.stack(looped), states[0]
+    return torch.stack(looped), states[0] if buffers.versions(states[0]) != versions else None
 
 
 def _linear_pass(
@@ -177,8 +206,9 @@ def _linear_pass(
         return at_mean + moved
 
     rows, reason = range(_count(shifts)), ""
-    with plain_attention():
-        if how == "stack" and len(rows) > 1 and model not in _unstackable:
+    with _forward_derivatives, Intercept(fused=False), no_fallback_warnings():
+        read_forward_derivatives()
+        if how == "stack" and len(rows) > 1 and origin(model) not in _unstackable:
             try:
                 return vmap(along, chunk_size=chunk, randomness="different")(dict(shifts))
             except torch.OutOfMemoryError:
@@ -191,23 +221,9 @@ def _linear_pass(
     return torch.stack(looped)
 
 
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention by operations that have forward derivatives, which the fused ones have not."""
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-            # torch's own, when it first reads its forward derivatives.
-            warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-
-
 def _warn_of_loop(model: nn.Module, reason: str) -> None:
     """Once for a model: it is not vectorised again."""
+    model = origin(model)
     _unstackable.add(model)
     warnings.warn(
         f"{getattr(model, 'title', type(model).__name__)} cannot be vectorised over weight samples "

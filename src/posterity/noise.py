@@ -12,6 +12,7 @@ stored; on a CPU, where making it is what costs, it is made once, by all threads
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -290,17 +291,21 @@ def _threads(count: int, process: int) -> ThreadPoolExecutor:
 
 
 _fresh = count()
-# Forks that led to this process, by their numbers in each one's parent, and how often it has forked itself.
-_forks = [0]
+# Numbers of the forks that led to this process, each one's in its parent; that of the fork under way is its
+# thread's own, as two threads may fork at once.
+_forks: list[int] = []
+_numbers = count(1)
+_forking = threading.local()
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(
-        before=lambda: _forks.__setitem__(-1, _forks[-1] + 1), after_in_child=lambda: _forks.append(0)
+        before=lambda: setattr(_forking, "number", next(_numbers)),
+        after_in_child=lambda: _forks.append(_forking.number),
     )
 
 
 def fresh() -> tuple[int, int]:
     """A seed and a step that no other call gets, here or in a forked process: for those who gave no seed."""
-    return _mixed(_key(Domain.FRESH, torch.initial_seed()), *_forks[:-1]), next(_fresh)
+    return _mixed(_key(Domain.FRESH, torch.initial_seed()), *_forks), next(_fresh)
 
 
 def new_seed() -> int:

@@ -1,25 +1,42 @@
-"""Posterior, dropout or ensemble → predictive samples → what a person wants to know of each input."""
+"""Posterior, dropout or ensemble → predictive samples, or statistics of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import product
-from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from posterity.inputs import Inputs, Pick, arguments, batches, called, is_loader, rows_of, shown, undisturbed
-from posterity.mc import How, chunks, run
+from posterity.inputs import (
+    Inputs,
+    Pick,
+    arguments,
+    batches,
+    called,
+    is_loader,
+    length,
+    mapped,
+    random_numbers_kept,
+    rows_of,
+    shown,
+)
+from posterity.mc import How, chunks, run_replica
 from posterity.names import inner
 from posterity.posterior.base import Networks, Posterior
+from posterity.prediction import MODES as MODES
+from posterity.prediction import Classes, Prediction, Room, Statistics
+from posterity.prediction import Mode as Mode
+from posterity.replica import evaluating
 from posterity.variational import Variational
 
-Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+# Outputs that take fewer bytes than this are kept unless the call says otherwise.
+_SMALL = 1 << 26
+# Numbers, of drawn weights and of a batch's inputs for each network, that are held at once.
+_AT_ONCE = 1 << 28
 
 
 @runtime_checkable
@@ -31,131 +48,6 @@ class Predictive(Protocol):
 
     def networks(self, model: nn.Module, samples: range | None, seed: int) -> Networks:
         """The networks of the given numbers; without numbers, the one at the mean."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Outputs of S sampled networks for B inputs, and what follows from them.
-
-    Attributes:
-        samples: The networks' outputs ``[S, B, ...]``; for classification, logits ``[S, B, C]``. What follows
-            from those in half precision, as under autocast, is computed in single precision.
-        mode: How ``probs`` combines them.
-        class_dim: Axis of the classes, which probabilities keep, in outputs that are not ``[B, C]``: 1 for
-            ``[B, C, H, W]``.
-        binary: Whether outputs are one logit, ``[B]`` or ``[B, 1]``: that of the second of two classes.
-
-    Example:
-        >>> two_networks = torch.tensor([[[9.0, 0.0]], [[0.0, 9.0]]])  # sure of opposite labels
-        >>> p = Prediction(two_networks)
-        >>> p.vote, p.mutual_information > p.expected_entropy
-        (tensor([[0.5000, 0.5000]]), tensor([True]))
-    """
-
-    samples: Tensor
-    mode: Mode = "average"
-    class_dim: int | None = None
-    binary: bool = False
-
-    @property
-    def sample_probs(self) -> Tensor:
-        """Class probabilities of every sampled network, ``[S, B, C]``."""
-        return self._logits.softmax(self._axis)
-
-    @property
-    def probs(self) -> Tensor:
-        """Class probabilities by the chosen mode.
-
-        ``"average"`` and ``"mean"`` give ``[B, C]``; ``"vote"`` the share of votes ``[B, C]``;
-        ``"single"`` every network's own ``[S, B, C]``.
-        """
-        if self.mode == "single":
-            return self.sample_probs
-        return self.vote if self.mode == "vote" else self.sample_probs.mean(0)
-
-    @property
-    def log_probs(self) -> Tensor:
-        """Logarithms of ``probs``, from the logits: where a probability would underflow these stay finite."""
-        if self.mode == "vote":
-            return self.vote.log()
-        logs = self._logits.log_softmax(self._axis)
-        return logs if self.mode == "single" else logs.logsumexp(0) - math.log(len(logs))
-
-    @property
-    def label(self) -> Tensor:
-        """The class with the highest probability."""
-        return self.probs.argmax(self._axis)
-
-    @property
-    def vote(self) -> Tensor:
-        """Share of the sampled networks that choose each class, ``[B, C]``; ``label`` is the majority's."""
-        logits, axis = self._logits, self._axis
-        votes = nn.functional.one_hot(logits.argmax(axis), logits.shape[axis]).movedim(-1, axis)
-        # A network with NaN among its logits has no vote to give.
-        return torch.where(logits.isnan().any(axis, keepdim=True), torch.nan, votes.to(logits)).mean(0)
-
-    @property
-    def entropy(self) -> Tensor:
-        """Entropy of the averaged probabilities, in nats: all uncertainty about the label."""
-        return self._entropy(self.sample_probs.mean(0))
-
-    @property
-    def expected_entropy(self) -> Tensor:
-        """Mean entropy of the single networks: what more data would not remove."""
-        return self._entropy(self.sample_probs).mean(0)
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """Entropy less expected entropy: disagreement between networks, what more data would remove."""
-        return (self.entropy - self.expected_entropy).clamp_min(0.0)
-
-    @property
-    def mean(self) -> Tensor:
-        """Regression: the average output."""
-        return self._wide.mean(0)
-
-    @property
-    def variance(self) -> Tensor:
-        """Regression: epistemic variance, that of the output over weight samples; 0 of a single one."""
-        return self._wide.var(0, correction=min(1, len(self.samples) - 1))
-
-    @property
-    def _axis(self) -> int:
-        """That of the classes, counted from the end: whether S is in front or not."""
-        outputs = list(self.samples.shape[1:])
-        if self.binary and len(outputs) == 1:
-            return -1
-        if self.class_dim is None and len(outputs) != 2:
-            raise ValueError(
-                f"outputs {outputs} may have classes on several axes: give class_dim=, such as 1 for "
-                "[B, C, H, W]; for regression see .mean and .variance"
-            )
-        axis = -1 if self.class_dim is None else self.class_dim
-        axis -= len(outputs) if axis > 0 else 0
-        if not -len(outputs) < axis < 0:
-            raise ValueError(f"class_dim={self.class_dim} is no axis of classes in outputs {outputs}")
-        if (outputs[axis] == 1) != self.binary:
-            raise ValueError(
-                f"outputs {outputs} have {outputs[axis]} on the axis of classes: probabilities need two or "
-                "more logits, or one with binary=True; for regression see .mean and .variance"
-            )
-        return axis
-
-    @property
-    def _logits(self) -> Tensor:
-        logits = self._wide
-        if self.binary:  # softmax(0, logit) is (1 − sigmoid(logit), sigmoid(logit))
-            axis = self._axis
-            logits = logits[..., None] if logits.dim() == 2 else logits
-            logits = torch.cat([torch.zeros_like(logits), logits], axis)
-        return logits
-
-    @property
-    def _wide(self) -> Tensor:
-        return self.samples.to(torch.promote_types(self.samples.dtype, torch.float32))
-
-    def _entropy(self, probs: Tensor) -> Tensor:
-        return (-torch.xlogy(probs, probs)).sum(self._axis)
 
 
 def predict(
@@ -174,11 +66,13 @@ def predict(
     class_dim: int | None = None,
     binary: bool = False,
     linearise: bool | None = None,
+    keep_samples: bool | None = None,
     progress: bool = False,
 ) -> Prediction:
     """Predict with sampled networks: weights of a posterior, masks of dropout, or models of an ensemble.
 
-    All run in evaluation mode; afterwards the model is as it was.
+    All run in evaluation mode, in replicas of the model: the model itself is never changed, so that many
+    threads may predict with it at once.
 
     Args:
         model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
@@ -199,7 +93,8 @@ def predict(
         seed: Chooses the networks; the same seed gives the same prediction.
         how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another. Dropout and
             ensembles are always run one after another.
-        chunk: At most this many networks drawn and run at once, to cap memory.
+        chunk: At most this many networks drawn and run at once, to cap memory. If not given, as many as have
+            2²⁸ numbers together, weights and inputs.
         inputs: What of a loader's batch goes into the model: a key, an index or a function. Without it, all
             but the targets: the last element of a tuple or list of two or more, or a mapping's ``"labels"``.
         output: Which of the model's outputs: a key, an index or a function. Without it the model must return
@@ -209,6 +104,9 @@ def predict(
         linearise: Whether to use the model that is linear in its weights around the posterior's means,
             f(x, μ) + J(x) (θ − μ). If not given, as ``posterior.linearised`` says: yes for those of
             :func:`laplace.fit() <posterity.laplace.fit>`, which are made for that model.
+        keep_samples: Whether to keep the outputs of every network, ``[S, B, ...]``, for ``.samples`` and
+            ``.sample_probs``. If not, statistics are taken batch by batch and all else is there. If not
+            given, they are kept where all of them take at most 64 MiB, or with ``mode="single"``.
         progress: Show a progress bar (needs the extra ``lab``).
 
     Example:
@@ -221,8 +119,11 @@ def predict(
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     check_call(x, samples, batch_size)
+    if mode == "single" and keep_samples is False:
+        raise ValueError("mode='single' is about the outputs of every network: leave keep_samples=False out")
     given = [model] if isinstance(model, nn.Module) else list(model)
-    models = [inner(each.module if isinstance(each, Variational) else each) for each in given]
+    models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
+    replicas = set(map(id, models))
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):
         raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
@@ -245,25 +146,93 @@ def predict(
         around: Mapping[str, Tensor] | None = None,
         /,
     ) -> Tensor:
+        if id(model) not in replicas:  # one that the source of networks has
+            model = evaluating(model)
         if not weights:
             return called(model, batch, output)[None]
         around = None if linearise is False else centre or around
         args, kwargs = arguments(batch)
-        return run(model, weights, *args, how=how, output=output, around=around, **kwargs)
+        return run_replica(model, weights, *args, how=how, output=output, around=around, **kwargs)
 
-    some: list[range | None] = [None] if mode == "mean" else [*chunks(samples, chunk)]
-    outputs: dict[range | None, list[Tensor]] = {rows: [] for rows in some}
+    some: list[range | None] = [None]
+    if mode != "mean":
+        some = [*chunks(samples, _at_once(models[0], x, batch_size) if chunk is None else chunk)]
+    outputs = _Outputs(Classes(class_dim, binary), True if mode == "single" else keep_samples)
     # No inference_mode(): what a model remembers of it could never be trained with.
-    with torch.no_grad(), undisturbed(*models):
+    with torch.no_grad(), random_numbers_kept(*models):
         numbered = enumerate(batches(x, batch_size, inputs))
         # A loader is read once, even if networks must be drawn again; all else goes by networks.
         read_once = ((rows, part) for part in numbered for rows in some)
-        order = read_once if is_loader(x) else list(product(some, numbered))
+        order = read_once if is_loader(x) else product(some, numbered)
         for rows, (step, batch) in shown(order, "predicting") if progress else order:
             found = networks(rows)(partial(run_batch, batch), step)
-            outputs[rows].append(rows_of(found, batch))
-    whole = torch.cat([torch.cat(each, dim=1) for each in outputs.values()])
-    return Prediction(whole, mode, class_dim, binary)
+            outputs.add(step, rows_of(found, batch))
+    return Prediction(outputs.whole(), mode, class_dim, binary)
+
+
+def _at_once(model: nn.Module, x: Inputs, batch_size: int) -> int:
+    """How many networks to draw and run at once."""
+    size = sum(p.numel() for p in model.parameters())
+    if not is_loader(x):
+        sizes: list[int] = []
+        mapped(x, lambda each: sizes.append(math.prod(each.shape)))
+        size += min(batch_size, rows := length(x)) * sum(sizes) // rows
+    return max(1, _AT_ONCE // max(1, size))
+
+
+@final
+class _Outputs:
+    """Networks' outputs by batch, or statistics of them.
+
+    Args:
+        classes: Where outputs have their classes.
+        keep: Whether the outputs are kept; None for as long as they are few.
+    """
+
+    def __init__(self, classes: Classes, keep: bool | None) -> None:
+        self._classes, self._keep = classes, keep
+        self._bytes = 0
+        self._kept: dict[int, list[Tensor]] = {}
+        self._statistics: dict[int, Statistics] = {}
+        self._room = Room()
+
+    def add(self, step: int, found: Tensor) -> None:
+        """Outputs ``[s, B, ...]`` of some more networks for the batch of a number."""
+        self._bytes += found.numel() * found.itemsize
+        self._kept.setdefault(step, []).append(found)
+        if self._keep is False or (self._keep is None and self._bytes > _SMALL):
+            self._keep = False
+            while self._kept:
+                number, parts = self._kept.popitem()
+                for each in parts:
+                    self._take(number, Statistics(each, self._classes))
+
+    def _take(self, step: int, more: Statistics) -> None:
+        if step in self._statistics:
+            self._statistics[step].add(more)
+        else:
+            self._statistics[step] = more.settle(self._room)
+
+    def whole(self) -> Tensor | Statistics:
+        """Those of all networks for all inputs."""
+        if self._statistics:
+            return Statistics.joined([self._statistics[step] for step in sorted(self._statistics)])
+        parts = [*self._kept.values()]
+        if len(parts) == len(parts[0]) == 1:
+            return parts[0][0]
+        dtype = reduce(torch.promote_types, {each.dtype for part in parts for each in part})
+        rows, networks = sum(part[0].shape[1] for part in parts), sum(map(len, parts[0]))
+        whole = parts[0][0].new_empty((networks, rows, *parts[0][0].shape[2:]), dtype=dtype)
+        self._kept.clear()
+        at = 0
+        while parts:  # memory is taken as it is written to, and what was copied goes
+            part, first = parts.pop(0), 0
+            size = part[0].shape[1]
+            for each in part:
+                whole[first : first + len(each), at : at + size] = each
+                first += len(each)
+            at += size
+        return whole
 
 
 def check_call(x: Inputs, samples: int, batch_size: int) -> None:

@@ -6,9 +6,13 @@ that nothing private is used anywhere else.
 
 from __future__ import annotations
 
+import importlib
+import threading
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -32,6 +36,12 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
 # Operations inside that no mode needs to see.
 DisableTorchFunction = torch._C.DisableTorchFunction
+# A script around what TorchScript has made: a copy of one is to have copies of its parts.
+wrap_script: Callable[[Any], nn.Module] = torch.jit._recursive.wrap_cpp_module
+# Attention of operations that have forward derivatives and double backward passes, which fused ones have not.
+attention_in_parts: Callable[..., tuple[Tensor, Tensor]] = (
+    torch.ops.aten._scaled_dot_product_attention_math.default
+)
 # The number of the backward pass that is running, -1 outside of one.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # Whether autocast is on for any device: one call where torch.is_autocast_enabled() needs one for each.
@@ -53,6 +63,40 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
+
+
+_quiet = threading.Lock()
+_stacking = [0]
+
+
+@contextmanager
+def no_fallback_warnings() -> Iterator[None]:
+    """Inside, vmap does not warn of operations without a batching rule, which run one sample after another.
+
+    torch's switch is the process's, and Python's filters are, too: what is put back by one thread must not be
+    what another is using. Here the last thread to leave puts it back.
+    """
+    with _quiet:
+        _stacking[0] += 1
+        functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with _quiet:
+            _stacking[0] -= 1
+            if not _stacking[0]:
+                functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+
+
+@cache
+def read_forward_derivatives() -> None:
+    """Import torch's own, which it does when it first needs one, without a warning of their scripts.
+
+    Once, because filters of warnings are the process's.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
 def is_compiled(module: nn.Module) -> bool:

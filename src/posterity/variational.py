@@ -17,13 +17,16 @@ Deviations: stds start at a share of ``1 / sqrt(fan_in)``, not at one number for
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
+from posterity.distributed import World, several
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
@@ -38,9 +41,13 @@ from posterity.posterior import (
     Posterior,
     kl,
 )
+from posterity.replica import replica
 from posterity.torch_private import graph_task_id
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
+_drawing = threading.Lock()
+# Numbers of draws that one process may take alone: far from those of any step.
+_PEEKS = 1 << 30
 PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
 
 
@@ -53,6 +60,9 @@ class Variational(nn.Module):
     its means to the module. One that can be trained shares them from then on; for one that cannot, as rules
     and ``frozen()`` give, ``posterior`` is a trainable copy. Pruned weights stay zero, and padding rows of
     embeddings what they are.
+
+    Several processes train ``DistributedDataParallel(variational(net))``, and all of them draw the same
+    weights: without a seed by the first one's. What they draw under ``torch.no_grad`` is their own.
 
     Args:
         module: The user's own module.
@@ -69,11 +79,17 @@ class Variational(nn.Module):
 
     def __init__(self, module: nn.Module, posterior: Factorised, seed: int | None = None) -> None:
         super().__init__()
+        if isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                "the module is in DistributedDataParallel, which would not see its posterior: wrap what this "
+                "returns, DistributedDataParallel(variational(net))"
+            )
         self.module = module
         self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
         _hold_padding(self.posterior, module)
         self.seed = new_seed() if seed is None else seed
         self.draws = 0
+        self._seeded, self._met, self._peeks = seed is not None, False, 0
         self._weights: dict[str, Tensor] | None = None
         self._versions: list[int] = []
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
@@ -84,7 +100,9 @@ class Variational(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
         weights = self._draw(1)
-        return functional_call(self.module, {name: w[0] for name, w in weights.items()}, args, kwargs)
+        # In training the module's own, whose forward() may leave things in it, such as terms of the loss.
+        module = self.module if self.training else replica(self.module)
+        return functional_call(module, {name: w[0] for name, w in weights.items()}, args, kwargs)
 
     def outputs(
         self, *args: Any, samples: int, how: How = "stack", chunk: int | None = None, **kwargs: Any
@@ -109,15 +127,32 @@ class Variational(nn.Module):
     def set_extra_state(self, state: dict[str, int]) -> None:
         """Go on from a saved count of draws."""
         self.seed, self.draws = state["seed"], state["draws"]
+        self._met = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_weights": None}  # part of an autograd graph, which cannot be copied
 
+    def _meet(self) -> None:
+        """Before the first draw: let all processes draw by one seed, and refuse those that would not."""
+        if self._met:
+            return
+        self._met, world = True, World(None)
+        if not (self._seeded or self.draws):
+            self.seed = world.gathered(self.seed)[0]
+        world.refuse_others(self.get_extra_state(), "the Variational's")
+
     def _draw(self, samples: int) -> dict[str, Tensor]:
         if samples < 1:
             raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
-        weights = self.posterior._sample(range(samples), self.seed, self.draws, Domain.TRAIN)
-        self.draws += 1
+        together = several()
+        if together and torch.is_grad_enabled():
+            self._meet()
+        with _drawing:  # two threads must not get the same number
+            if together and not torch.is_grad_enabled():  # one process alone may look
+                number, self._peeks = _PEEKS + self._peeks, self._peeks + 1
+            else:
+                number, self.draws = self.draws, self.draws + 1
+        weights = self.posterior._sample(range(samples), self.seed, number, Domain.TRAIN)
         # For kl(): weights drawn without a graph would give it no gradient.
         self._weights = weights if torch.is_grad_enabled() else None
         self._versions = self._now()

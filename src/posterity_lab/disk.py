@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from posterity.disk import replacing
 
 LOCK = "lock"
 _LEFTOVER = re.compile(r"\.[0-9a-f]{16}\.partial")
@@ -30,30 +31,6 @@ def replace(path: Path, content: bytes | str) -> None:
     """
     with replacing(path) as unfinished:
         unfinished.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path of its own to write a file to, which gets its name when the block ends.
-
-    The path is unique: two processes never write to one file, and a reader sees the file before or after.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replacing(Path(folder) / "note") as unfinished:
-        ...         _ = unfinished.write_text("kept")
-        ...     (Path(folder) / "note").read_text()
-        'kept'
-    """
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        yield unfinished
-        _sync(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    _sync(path.parent)  # else a machine that stops may forget the name
 
 
 def md5_of(path: Path) -> str:
@@ -143,10 +120,14 @@ def _claimed(folder: Path) -> int:
     """The open lock file of a folder, claimed for this process."""
     path, host = folder / LOCK, socket.gethostname()
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # another process that made the folder has just removed it
+            continue
+        except FileExistsError:  # of a file; or mkdir() has found a folder that was gone when it looked again
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise
             continue
         try:
             try:
@@ -181,11 +162,3 @@ def _owner(handle: int) -> dict[str, Any]:
 def _named(handle: int) -> str:
     owner = _owner(handle)
     return f" by process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else ""
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

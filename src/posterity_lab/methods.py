@@ -109,9 +109,18 @@ def predictions(
     """
     if posterior is None:
         certain = {name: DiagonalGaussian(p, 0.0) for name, p in model.named_parameters()}
-        return predict(model, Factorised(certain), x, mode="mean", progress=progress)
+        return predict(model, Factorised(certain), x, mode="mean", keep_samples=True, progress=progress)
     samples, seed = config.eval_samples, config.seed
-    return predict(model, posterior, x, samples=samples, mode=mode, seed=seed, progress=progress)
+    return predict(
+        model,
+        posterior,
+        x,
+        samples=samples,
+        mode=mode,
+        seed=seed,
+        keep_samples=True,
+        progress=progress,
+    )
 
 
 @final

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from posterity import Factorised
+from posterity.disk import replacing
 from posterity_lab import record
 from posterity_lab.config import Config
-from posterity_lab.disk import replacing
 from posterity_lab.methods import Method
 
 CONFIG = "config.json"

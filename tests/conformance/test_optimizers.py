@@ -199,6 +199,36 @@ def test_clipping_is_seen(rule: Rule) -> None:
     assert torch.equal(results[0]["std last.weight"], results[1]["std last.weight"])
 
 
+@drawing_rules
+def test_of_all_stacks_of_a_step_the_first_samples_buffers_are_kept(rule: Rule) -> None:
+    results = []
+    for chunk in (None, 2):  # two stacks of two samples each
+        model = net()
+        by_stack(model, rule.make(model, mc_samples=4), chunk=chunk)
+        results.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value)
+
+
+@rules
+def test_gradients_may_be_replaced_or_changed_in_place(rule: Rule) -> None:
+    results = []
+    for replaced in (False, True):
+        model = net()
+        opt = rule.make(model)
+        for _ in range(opt.param_groups[0]["mc_samples"]):
+            with opt.sampled_params():
+                loss_fn(model).backward()
+        for p in model.parameters():
+            if p.grad is not None and replaced:
+                p.grad = 0.5 * p.grad
+            elif p.grad is not None:
+                p.grad.mul_(0.5)
+        opt.step(batch_size=16)
+        results.append(everything(model, opt))
+    assert same(*results)
+
+
 @rules
 def test_grad_holds_the_mean_over_samples(rule: Rule) -> None:
     model = net()

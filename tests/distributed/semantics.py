@@ -345,6 +345,45 @@ def unwrapped(rule: str, rank: int, world: int) -> Any:
     return {"forgotten": forgotten, "apart": said(apart)}
 
 
+# Gradient methods.
+
+
+def by_gradient(
+    net: nn.Module, plain: posterity.Variational, pairs: Iterable[Any], look: bool = False
+) -> Any:
+    """Bayes by Backprop, with a KL that is estimated at the drawn weights."""
+    opt = torch.optim.Adam(net.parameters(), lr=0.05)
+    prior = posterity.ScaleMixture()
+    for x, y in pairs:
+        if look:
+            with torch.no_grad():
+                plain(x)
+        opt.zero_grad()
+        nll = loss_of(net, x, y)
+        posterity.elbo(nll, plain.kl(prior), num_data=96).backward()
+        opt.step()
+    means, stds = plain.posterior.mean(), plain.posterior.std()
+    found = {f"mean {name}": value.detach().clone() for name, value in means.items()}
+    return found | {f"std {name}": value.detach().clone() for name, value in stds.items()}
+
+
+def variational(seed: int | None, rank: int, world: int) -> Any:
+    torch.manual_seed(rank)
+    plain = posterity.variational(model(), std_init=0.1, seed=seed)
+    if seed is None:
+        plain.seed += rank
+    first = plain.seed
+    found = by_gradient(DistributedDataParallel(plain), plain, shares(rank, world), look=rank == 0)
+    return {"learned": found, "first": first, "seed": plain.seed}
+
+
+def unlike_draws(rank: int, world: int) -> Any:
+    plain = posterity.variational(model(), std_init=0.1, seed=rank)
+    net = DistributedDataParallel(plain)
+    inside = said(lambda: posterity.variational(DistributedDataParallel(model())))
+    return {"seeds": said(lambda: by_gradient(net, plain, shares(rank, world))), "inside": inside}
+
+
 CASES: dict[str, Callable[..., Any]] = {}
 for _rule in ("ivon", "vogn", "noisy-kfac"):
     _graphs = _rule == "ivon"  # no layer reports
@@ -371,6 +410,11 @@ for _way in WAYS:
         CASES[f"deterministic {_way} {_rule}"] = partial(with_settings, _way, _rule, deterministic="0.*")
     CASES[f"statistics {_way}"] = partial(statistics, _way)
     CASES[f"unseeded {_way}"] = partial(unseeded, _way)
+CASES |= {
+    "variational seeded": partial(variational, 7),
+    "variational unseeded": partial(variational, None),
+    "unlike-draws": unlike_draws,
+}
 CASES["wrappers"] = refused_wrappers
 CASES |= {
     f"unlike {what}": partial(unlike, what) for what in ("lr", "seed", "rule", "weights", "model", "state")

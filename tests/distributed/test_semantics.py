@@ -22,7 +22,7 @@ from distributed.runs import (
     model,
     share,
 )
-from distributed.semantics import CASES, CLIP, FOUR, branches, moments, normed, weights
+from distributed.semantics import CASES, CLIP, FOUR, branches, by_gradient, moments, normed, weights
 from distributed.test_together import compare
 from posterity import VariationalOptimizer
 
@@ -245,6 +245,25 @@ def test_wrappers_that_do_not_fit_are_refused(two: Found) -> None:
         for option in ("find_unused_parameters", "static_graph"):
             assert f"({option}=True)" in each["wrappers"][option]
             assert "VOGN" in each["wrappers"][option]
+
+
+@pytest.mark.parametrize("kind", ["seeded", "unseeded"])
+def test_gradient_methods_learn_what_one_learns(two: Found, kind: str) -> None:
+    case = f"variational {kind}"
+    found = learned_in(two, case, "learned")
+    first, last = (each[case] for each in two)
+    assert first["first"] == first["seed"] == last["seed"]
+    assert (first["first"] == last["first"]) == (kind == "seeded")
+    net = posterity.variational(model(), std_init=0.1, seed=first["seed"])
+    compare(found, case, by_gradient(net, net, batches()))
+
+
+def test_unlike_seeds_of_gradient_methods_are_refused(two: Found) -> None:
+    for each in two:
+        assert (
+            "processes differ in the Variational's seed: 0 in process 0, 1" in each["unlike-draws"]["seeds"]
+        )
+        assert "DistributedDataParallel(variational(net))" in each["unlike-draws"]["inside"]
 
 
 @pytest.mark.parametrize("case", FOUR)

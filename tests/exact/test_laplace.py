@@ -197,14 +197,15 @@ def test_kronecker_precisions_are_products_and_the_prior_added() -> None:
         assert torch.equal(leaf.mean(), mean)
 
 
-def test_the_evidence_is_the_gaussian_integral() -> None:
-    """log p(D | θ*) + log p(θ*) − log q(θ*): Laplace's approximation, by densities alone."""
-    model = net()
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_the_evidence_is_the_gaussian_integral(temperature: float) -> None:
+    """log p(D | θ*) / τ + log p(θ*) − log q(θ*): Laplace's approximation, by densities alone."""
+    model, options = net(), {"names": ALL, "prior_precision": PRIOR, "temperature": temperature}
     for structure in ("diagonal", "kronecker"):
-        found = laplace.fit(model, (X, LABELS), names=ALL, structure=structure, prior_precision=PRIOR)
+        found = laplace.fit(model, (X, LABELS), structure=structure, **options)
         q = found.posterior()
         prior = sum(IsotropicGaussian(PRIOR**-0.5).log_density(each).sum() for each in q.mean().values())
-        expected = found.log_likelihood + float(prior - q.log_prob(q.mean()))
+        expected = found.log_likelihood / temperature + float(prior - q.log_prob(q.mean()))
         assert found.log_evidence == pytest.approx(expected, rel=1e-10)
 
 

@@ -105,6 +105,18 @@ def test_monte_carlo_kl_is_unbiased_fresh_and_differentiable() -> None:
     assert all(p.grad is not None and bool(p.grad.any()) for p in q.parameters())
 
 
+def test_monte_carlo_kl_to_a_mixture_equals_quadrature() -> None:
+    mean, std, prior, n = 0.4, 0.3, ScaleMixture(0.5, 1.0, 0.05), 20_000
+    w = torch.linspace(mean - 9 * std, mean + 9 * std, 20_001, dtype=torch.float64)
+    q = Normal(torch.tensor(mean, dtype=torch.float64), std)
+    gap = q.log_prob(w) - prior.log_density(w)
+    expected, square = (float(torch.trapezoid(q.log_prob(w).exp() * gap**power, w)) for power in (1, 2))
+    leaf = DiagonalGaussian(torch.tensor([mean], dtype=torch.float64), std)
+    error = ((square - expected**2) / n) ** 0.5
+    assert abs(float(kl(leaf, prior, samples=n, seed=0)) - expected) < 5 * error
+    assert expected > 100 * error  # its sign is not left to chance
+
+
 def test_bad_priors_and_pairs_are_refused() -> None:
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="std must be finite and greater than 0"):

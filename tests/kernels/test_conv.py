@@ -7,7 +7,6 @@ import importlib.util
 import os
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from torch.nn import functional as F
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a CUDA GPU, or Triton with TRITON_INTERPRET=1", allow_module_level=True)
-if INTERPRETED and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("Triton's interpreter needs NumPy < 2.4 for loops of unknown length", allow_module_level=True)
 
 from posterity.kernels import conv  # noqa: E402
 

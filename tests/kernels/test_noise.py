@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# The interpreter takes its time: fewer draws, and of fewer rows.
+SLICES, ROWS, NORMALS = (3, 9, 50_000) if INTERPRETED else (8, 40, 200_000)
 # Less than a quarter of a tile, less than two tiles, whole tiles and a quarter, a scalar, nothing at all.
 SHAPES = [(7, 3), (600,), (64, 4, 3, 3), (), (5,), (0, 4), (17, 1)]
 LAYOUT = Layout([f"block.{i}" for i in range(len(SHAPES))], SHAPES)
@@ -44,11 +46,11 @@ def test_normals_are_a_function_of_their_address() -> None:
     assert abs(float((LAYOUT.stacked(other, 3)[2] * values[2]).mean())) < 5 / values[2].numel() ** 0.5
 
 
-@pytest.mark.parametrize("whole", [(40, 50), (1300,), (5, 7, 9), (3, 1100), (2 * TILE,), (TILE + 1,), ()])
+@pytest.mark.parametrize("whole", [(ROWS, 50), (1300,), (5, 7, 9), (3, 1100), (2 * TILE,), (TILE + 1,), ()])
 def test_a_slice_equals_that_slice_of_the_whole(whole: tuple[int, ...]) -> None:
     (values,) = drawn(Layout(["a"], [whole]))
     rng = np.random.default_rng(0)
-    for _ in range(8):
+    for _ in range(SLICES):
         offset = [int(rng.integers(full + 1)) for full in whole]
         shape = [int(rng.integers(full - first + 1)) for full, first in zip(whole, offset, strict=True)]
         layout = Layout(["a"], [shape], [whole], [offset])
@@ -68,7 +70,7 @@ def test_a_slice_equals_that_slice_of_the_whole(whole: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_shards_together_are_the_whole(axis: int) -> None:
-    shapes = [(40, 50), (7, 300)]
+    shapes = [(ROWS, 50), (7, 300)]
     found: list[list[Tensor]] = [[], []]
     for rank in range(4):
         rows = [range(rank * shape[axis] // 4, (rank + 1) * shape[axis] // 4) for shape in shapes]
@@ -105,7 +107,7 @@ def test_domains_and_seeds_have_normals_of_their_own() -> None:
 
 
 def test_normals_are_standard_and_independent() -> None:
-    n = 200_000
+    n = NORMALS
     layout = Layout(["a"], [(n,)])
     a, b = layout.stacked(kernels.normal(Noise(range(2), layout, seed=0, step=0, device=DEVICE)), 2)[
         0

@@ -108,6 +108,14 @@ def test_the_fisher_leaves_the_modes_of_the_model_and_takes_some_examples() -> N
     assert not torch.allclose(single["0.weight"], fisher(net, examples(9, seed=0), labels="data")["0.weight"])
 
 
+def test_the_fisher_of_some_examples_is_the_mean_over_these() -> None:
+    net, one = small(), examples(1, seed=0)
+    alike = Split(one.x.expand(90, -1), one.y.expand(90))  # whichever are chosen, their squares are the same
+    found = fisher(net, alike, labels="data", examples=40)
+    for mine, by_hand in zip(found.values(), naive_fisher(net, one), strict=True):
+        assert torch.allclose(mine, by_hand, rtol=1e-10, atol=1e-14)
+
+
 def test_online_ewc_lets_earlier_tasks_decay() -> None:
     net, first, second = small(), examples(8, seed=1), examples(8, seed=2)
     method = ewc(net, lr=0.01, strength=1.0, decay=0.7, labels="data")

@@ -13,9 +13,33 @@ import pytest
 from lab.test_report import fill, prove
 from posterity_lab.reproduce.page import write
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
+
+def _chromium() -> str | None:
+    """A browser that starts: a distribution may have a script of its name that only tells how to get one."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            asked = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=60)
+            if asked.returncode == 0:
+                return path
+    return None
+
+
+CHROMIUM = _chromium()
+# Headless, as root, in little shared memory, and without a word to the network.
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--allow-file-access-from-files",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=5000",
+]
 
 # Asks the page about itself when all of it is there, and leaves the answer in it.
 PROBE = """
@@ -49,15 +73,8 @@ def ask(page: Path, width: int, folder: Path) -> dict[str, Any]:
         "setTimeout(() => document.body.setAttribute('data-answer', "
         "this.contentDocument.body.getAttribute('data-answer')), 200)\"></iframe>"
     )
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    command += [
-        f"--user-data-dir={folder / 'profile'}",
-        "--enable-logging=stderr",
-        "--virtual-time-budget=5000",
-    ]
-    done = subprocess.run(
-        [*command, "--dump-dom", frame.as_uri()], capture_output=True, text=True, timeout=60, check=True
-    )
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", frame.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r'<body data-answer="([^"]*)"', done.stdout)
     assert found, done.stdout[-500:] + done.stderr[-500:]
     return {**json.loads(html.unescape(found[1])), "console": re.findall(r"CONSOLE.*", done.stderr)}

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from posterity import DivergenceWarning
+from posterity import DivergenceWarning, Prediction
 from posterity.optim.presets import TABLE
 from posterity_lab import bench, cli, data, demo, files, record, reproduce, runs
 from posterity_lab.config import Config
@@ -208,6 +208,21 @@ def test_evaluate_tells_other_data_apart(run, point):
         "data",
         "entropy",
     }
+
+
+def test_evaluate_scores_uncertain_inputs_as_odd():
+    sure = torch.tensor([[9.0, 0.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 9.0]])
+    unsure = torch.zeros(3, 3)
+    at_odds = 9.0 * torch.eye(3)[[0, 1, 2]]  # two networks that are sure of different classes
+    inside = Prediction(torch.stack([sure, sure]))
+    outside = Prediction(torch.stack([at_odds, at_odds.roll(1, 0)]))
+    found = cli._detection(inside, outside)
+    assert found == {name: {"auroc": 1.0, "fpr95": 0.0} for name in ("entropy", "mutual_information")}
+    assert cli._detection(outside, inside)["entropy"]["auroc"] == 0.0
+    # Networks that agree on not knowing: only the whole entropy tells them from sure ones.
+    found = cli._detection(inside, Prediction(torch.stack([unsure, unsure])))
+    assert found["entropy"] == {"auroc": 1.0, "fpr95": 0.0}
+    assert found["mutual_information"]["auroc"] < 1.0
 
 
 def test_evaluate_refuses_other_data_of_another_shape(run, monkeypatch):

@@ -14,8 +14,10 @@ import torch
 
 from posterity import Factorised, predict
 from posterity_lab import demo, nets
+from posterity_lab.data import Dataset, Split
 from posterity_lab.demo import runs
 from posterity_lab.demo.runs import FRACTIONS, GRIDS, QUICK, Sizes
+from posterity_lab.streams import Tasks, permuted
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,54 @@ def test_tuning_never_sees_test_images() -> None:
     assert not images(tuned.test.x) & images(whole.test.x)
     assert not images(tuned.test.x) & images(tuned.train.x)
     assert sizes.tuning_seed not in sizes.seeds
+
+
+def test_tuning_is_scored_on_held_out_images_and_final_runs_on_test_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, made = replace(QUICK, train_images=128), []
+
+    def kept(dataset: Dataset, count: int, seed: int) -> Tasks:
+        made.append(dataset)
+        return permuted(dataset, count, seed)
+
+    monkeypatch.setattr(runs, "permuted", kept)
+    for validation, dataset in ((True, runs.held_out(sizes)), (False, runs.digits(sizes))):
+        runs.stream_run(sizes, "sgd", 0.1, seed=0, validation=validation)
+        expected = runs.standardised(dataset)
+        for mine, wanted in ((made[-1].train, expected.train), (made[-1].test, expected.test)):
+            assert torch.equal(mine.x, wanted.x)
+            assert torch.equal(mine.y, wanted.y)
+
+
+def test_pixels_are_standardised_by_the_training_images() -> None:
+    train, test = (
+        Split(torch.tensor([1.0, 3.0]), torch.zeros(2)),
+        Split(torch.tensor([2.0, 8.0]), torch.zeros(2)),
+    )
+    found = runs.standardised(Dataset("two", train, test, 10))
+    std = 2**0.5
+    assert found.train.x.tolist() == pytest.approx([-1 / std, 1 / std])
+    assert found.test.x.tolist() == pytest.approx([0.0, 6 / std])
+
+
+def test_only_the_grid_is_run_on_held_out_images(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick: tuple[Path, dict[str, Any]]
+) -> None:
+    asked: list[tuple[str, float, int, bool]] = []
+
+    def note(sizes: Sizes, method: str, value: float, seed: int, validation: bool = False) -> dict[str, Any]:
+        asked.append((method, value, seed, validation))
+        return {"accuracy": [[0.5, 0.5]] * 2, "diverged": False, "ms_per_step": 1.0}
+
+    monkeypatch.setattr(demo, "stream_run", note)
+    monkeypatch.setattr(demo, "plain_run", lambda *_: {})
+    monkeypatch.setattr(demo, "_plain", lambda _: {})
+    demo._compute(QUICK, tmp_path, demo.Console(quiet=True))
+    grid = {(method, value) for method, (_, values) in GRIDS.items() for value in values}
+    assert {each[:2] for each in asked if each[3]} == grid
+    assert {each[2] for each in asked if each[3]} == {QUICK.tuning_seed}
+    assert sorted(each[2] for each in asked if not each[3]) == sorted([*QUICK.seeds] * len(GRIDS))
 
 
 def test_a_run_that_diverges_says_so_and_is_not_chosen() -> None:

@@ -137,6 +137,30 @@ print(held)
     assert sum(held for _, held in counts) > 10
 
 
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, removed = tmp_path / "run", []
+    is_dir = Path.is_dir
+
+    def gone_at_first(path: Path) -> bool:
+        """As if another process, which held the folder, had removed it after mkdir() found it."""
+        if path == folder and not removed:
+            removed.append(path)
+            folder.rmdir()
+        return is_dir(path)
+
+    folder.mkdir()
+    monkeypatch.setattr(Path, "is_dir", gone_at_first)
+    with disk.locked(folder):
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    assert removed
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(FileExistsError), disk.locked(file):
+        pass
+
+
 def test_workers_end_with_a_killed_parent() -> None:
     code = """
 import os, time
@@ -193,11 +217,3 @@ except KeyboardInterrupt:
             os.kill(worker, signal.SIGKILL)
         parent.kill()
         parent.communicate()
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    disk.replace(tmp_path / "file", "old")
-    with pytest.raises(KeyboardInterrupt), disk.replacing(tmp_path / "file") as unfinished:
-        unfinished.write_text("half")
-        raise KeyboardInterrupt
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "old"}

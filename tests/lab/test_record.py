@@ -90,6 +90,16 @@ def test_a_tensor_counts_with_every_bit() -> None:
     assert digest(one) != digest(other)
 
 
+def test_values_that_differ_in_anything_have_digests_of_their_own() -> None:
+    values = [
+        *(0, 0.0, False, None, "", "0", b"", [], {}, [0], [[0]], [[], 0], {"a": 0}, {"a": 1}, {"b": 0}),
+        *({"a": 0, "b": 1}, {"a": 1, "b": 0}, {"a": {"b": 0}}, ["a", 0], "a0"),
+        *(torch.zeros(2), torch.zeros(2, 1), torch.zeros(1, 2), torch.ones(2), torch.zeros(3)),
+        *(torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.float64), torch.tensor([-0.0, 0.0])),
+    ]
+    assert len({digest(value) for value in values}) == len(values)
+
+
 def study(**metrics: float) -> Study:
     return Study("mnist", lambda quick: [], lambda unit, *rest: Outcome(metrics, 7))
 

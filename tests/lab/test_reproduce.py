@@ -218,6 +218,8 @@ def test_the_choice_is_the_best_trial_that_came_to_its_end() -> None:
     fading = Cell("400 fading", "sgd", {"lr": 1.0}, cell.grid, tuned_as="400")
     assert records.choice(fading, done)[0] == {"lr": 0.1}
     assert records.choice(cell, done[2:])[0] == {}
+    final = {**trial(1.0, 0.99), "trial": None}  # on the test set, which chooses nothing
+    assert records.choice(cell, [final, *done])[0] == {"lr": 0.1}
     values, how = records.choice(cell, [trial(0.01, 0.9), *done])
     assert values == {"lr": 0.01}
     assert how == "lr 0.01: the first of 2 that are best by accuracy of 4 trials on held-out data"

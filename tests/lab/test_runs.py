@@ -3,6 +3,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def assert_same(one: Path, two: Path) -> None:
         assert same, key
     assert posterior(one).keys() == posterior(two).keys()
     assert all(torch.equal(value, posterior(two)[key]) for key, value in posterior(one).items())
+
+
+def test_an_epochs_loss_is_the_mean_over_its_examples():
+    training = runs.data.load("digits").train.subset(range(150))  # in batches of 64, 64 and 22
+    method = SimpleNamespace(step=lambda x, y: x.mean())
+    shown = []
+    loss = runs._epoch(method, training, tiny(), 0, lambda **fields: shown.append(fields["loss"]))
+    assert loss == pytest.approx(float(training.x.mean()), rel=1e-5)
+    assert shown[-1] == f"{loss:.4f}"
 
 
 def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):

@@ -48,6 +48,26 @@ def test_graphs_are_for_parameters_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -
         assert compiled.can_capture(opt) == can
 
 
+def test_a_graph_is_for_one_mode_of_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, model = install(monkeypatch), net()
+    step = captured(model, posterity.BGD(model, seed=0))
+
+    def replays() -> list[int]:
+        return [len(graph.replays) for graph in made]
+
+    for _ in range(3):
+        step(X, Y)
+    assert replays() == [2]
+    model.norm.eval()  # of one part alone
+    step(X, Y)
+    assert replays() == [2]  # what was captured would normalise by the batch's own statistics
+    step(X, Y)
+    assert replays() == [2, 1]
+    model.norm.train()
+    step(X, Y)
+    assert replays() == [3, 1]
+
+
 @captured_rules
 def test_replays_equal_the_loop_through_changes_of_lr_and_ragged_batches(rule: Rule) -> None:
     results = []

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from posterity.inputs import undisturbed
+from posterity.replica import evaluating
 
 
 @final
@@ -52,7 +52,8 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
     """
     args = example if isinstance(example, tuple) else (example,)
     tensors = [*chain(model.parameters(), model.buffers())]
-    with torch.no_grad(), undisturbed(model):
+    model = evaluating(model)
+    with torch.no_grad():
         with FlopCounterMode(display=False) as counter:
             model(*_of(args, 1))
         times = {

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from posterity.compress.trace import at_means, exported
 from posterity.inputs import tensor_of
 from posterity.posterior import Factorised
-from posterity.predict import Prediction
+from posterity.prediction import Prediction
 
 Format: TypeAlias = Literal["safetensors", "torch.export", "onnx"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -105,11 +105,11 @@ class _Ensemble(nn.Module):
         super().__init__()
         self._model, self._names = model, list(weights)
         for number, value in enumerate(weights.values()):
-            self.register_buffer(f"weights{number}", value.detach())
+            self.register_parameter(f"weights{number}", nn.Parameter(value.detach()))
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         """Averaged probabilities, and mutual information."""
-        drawn = [self.get_buffer(f"weights{number}") for number in range(len(self._names))]
+        drawn = [self.get_parameter(f"weights{number}") for number in range(len(self._names))]
         networks = (dict(zip(self._names, each, strict=True)) for each in zip(*drawn, strict=True))
         outputs = [tensor_of(functional_call(self._model, network, args)) for network in networks]
         found = Prediction(torch.stack(outputs))

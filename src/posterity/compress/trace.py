@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
-from posterity.mc import plain_attention
 from posterity.names import inner
 from posterity.posterior import Factorised
 
@@ -22,14 +21,15 @@ def at_means(model: nn.Module, posterior: Factorised | None = None) -> nn.Module
     Example:
         >>> from posterity import DiagonalGaussian
         >>> q = Factorised({"bias": DiagonalGaussian(torch.ones(2), 0.1)})
-        >>> at_means(nn.Linear(3, 2), q).bias
-        Parameter containing:
-        tensor([1., 1.])
+        >>> at_means(nn.Linear(3, 2), q).bias.tolist()
+        [1.0, 1.0]
     """
     found = inner(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, of copies of exported graphs
-        plain = copy.deepcopy(found).eval().requires_grad_(False)
+        plain = copy.deepcopy(found).eval()
+    for p in plain.parameters():  # layers whose weights want no gradient are fused, which no graph shows
+        p.requires_grad_(p.is_floating_point())
     if posterior is not None:
         plain.load_state_dict(posterior.check(found).mean(), strict=False)
     return plain
@@ -56,11 +56,14 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if isinstance(each, Tensor) and each.dim():
             free[each] = {0: Dim.AUTO}
     try:
-        with plain_attention(), warnings.catch_warnings():
+        with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of what it traces
-            return export(model, args, kwargs, dynamic_shapes=free, strict=False)
+            program = export(model, args, kwargs, dynamic_shapes=free, strict=False)
     except Exception as error:
         raise ValueError(f"torch.export cannot follow the model: {_first_line(error)}") from error
+    for p in program.parameters():
+        p.requires_grad_(False)
+    return program
 
 
 def _several(x: Any) -> Any:

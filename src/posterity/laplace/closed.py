@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.func import jacrev, vjp, vmap
 
 from posterity import buffers
-from posterity.inputs import Inputs, Pick, arguments, batches, mapped, moved, undisturbed
-from posterity.mc import one_pass, plain_attention
+from posterity.inputs import Inputs, Pick, arguments, batches, mapped, moved, random_numbers_kept
+from posterity.layers import Intercept
+from posterity.mc import one_pass
 from posterity.names import inner
 from posterity.posterior import Factorised, Leaf
 from posterity.predict import check_call
+from posterity.replica import evaluating
+from posterity.torch_private import no_fallback_warnings
 from posterity.variational import Variational
 
 
@@ -69,7 +72,7 @@ def moments(
     last layer, or for small nets. ``predict`` samples the same outputs, and takes any model.
 
     Args:
-        model: The module, or the :class:`~posterity.Variational` around it, in evaluation mode.
+        model: The module, or the :class:`~posterity.Variational` around it, which is left as it is.
         posterior: A Gaussian over its weights.
         x: Inputs, of any kind that ``predict`` takes.
         batch_size: Inputs at once, unless a loader decides.
@@ -87,7 +90,7 @@ def moments(
     check_call(x, 1, batch_size)
     if not isinstance(posterior, Factorised):
         raise TypeError(f"moments() needs a posterior of blocks, not a {type(posterior).__name__}")
-    model = inner(model.module if isinstance(model, Variational) else model)
+    model = evaluating(inner(model.module if isinstance(model, Variational) else model))
     posterior.check(model)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     mean = {name: each.detach().to(dtypes[name]) for name, each in posterior.mean().items()}
@@ -116,7 +119,8 @@ def moments(
         shares = [_variance(leaf, parts[name], out.shape) for name, leaf in posterior.blocks.items()]
         return out, torch.stack([share.to(shares[0].device) for share in shares]).sum(0)
 
-    with torch.no_grad(), undisturbed(model), plain_attention():
+    quiet = no_fallback_warnings()
+    with torch.no_grad(), random_numbers_kept(model), quiet, Intercept(fused=False):
         found = [batch_moments(each) for each in batches(x, batch_size, inputs)]
     means, variances = zip(*found, strict=True)
     return Moments(torch.cat(means), torch.cat(variances))

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
-from posterity.inputs import Inputs, Pick, called, moved, pairs, shown, undisturbed
+from posterity.inputs import Inputs, Pick, called, moved, pairs, random_numbers_kept, shown
 from posterity.laplace.choice import last_layer, picked
 from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
 from posterity.names import NameFilter, inner, padding_rows
-from posterity.predict import Prediction, predict
+from posterity.predict import predict
+from posterity.prediction import Prediction
+from posterity.replica import evaluating
 from posterity.variational import Variational
 
 # An exact Fisher matrix is one backward pass for each output: up to here it is the default.
@@ -107,12 +109,12 @@ def fit(
         raise ValueError("grid is empty: give the prior precisions to choose from")
     for each in priors:
         check_prior(each)
-    model = inner(model.module if isinstance(model, Variational) else model)
+    model = evaluating(inner(model.module if isinstance(model, Variational) else model))
     params = chosen(model, "*") if names is None else picked(model, names)
     options: dict[str, Any] = {"structure": structure, "likelihood": likelihood}
     options |= {"seed": seed, "fallback": fallback, "output": output}
     sums, seen = Sums(likelihood), _Sample()
-    with torch.no_grad(), undisturbed(model):
+    with torch.no_grad(), random_numbers_kept(model):
         held_out = (
             [] if validation is None else [moved(pair, model) for pair in pairs(validation, batch_size)]
         )
@@ -141,7 +143,7 @@ def fit(
         empirical, padding = kind == "empirical", padding_rows(model)
         result = sums.result(params, empirical, noise_variance, temperature, num_data, padding)
         result = replace(result, linearise=linearise)
-        predicted = partial(predict, model, samples=samples, seed=seed, output=output)
+        predicted = partial(predict, model, samples=samples, seed=seed, output=output, keep_samples=True)
         if prior_precision is None:
             return _harmless(result, seen.batches, predicted)
         if validation is None:

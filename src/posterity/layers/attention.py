@@ -8,12 +8,13 @@ from inspect import currentframe
 from types import FunctionType
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from posterity.layers.calls import Call, Sink
 from posterity.layers.stacks import batched, front, level_of, stack
-from posterity.torch_private import temporarily_pop_interpreter_stack
+from posterity.torch_private import attention_in_parts, temporarily_pop_interpreter_stack
 
 
 def examples_axis() -> int | None:
@@ -65,6 +66,14 @@ class Attention(Call):
             options: dict[str, Any] = {"scale": self.scale, "enable_gqa": self.enable_gqa}
             out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, self.is_causal, **options)
         return stack(out.view(samples, -1, *out.shape[1:]), level)
+
+    def in_parts(self) -> Tensor:
+        """By operations that have all derivatives."""
+        texts, mask = (self.query, self.key, self.value), self.attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, -torch.inf).to(self.query.dtype)
+        options: dict[str, Any] = {"scale": self.scale, "enable_gqa": self.enable_gqa}
+        return attention_in_parts(*texts, mask, self.dropout_p, self.is_causal, None, **options)[0]
 
 
 def _folded(x: Tensor, samples: int, query: Tensor) -> Tensor:

@@ -75,14 +75,19 @@ class Intercept(TorchFunctionMode):
     Args:
         sinks: By stacked weight; what they take, autograd does not return.
         losses: Called with the name and the number of terms of every loss that is a mean and wants gradients.
+        fused: Whether attention may run by fused operations, which have no forward derivatives. Attention
+            modules take no fused path of theirs where a mode is entered.
     """
 
     def __init__(
         self,
         sinks: Mapping[Tensor, Sink] | None = None,
         losses: Callable[[str, float], None] | None = None,
+        *,
+        fused: bool = True,
     ) -> None:
         super().__init__()
+        self._fused = fused
         self._sinks, self._losses = sinks or {}, losses
         self._listeners: list[Listener] = []
         self._watched: dict[int, Watched] = {}
@@ -297,6 +302,8 @@ class Intercept(TorchFunctionMode):
             out = OPERATIONS[func](*args, **kwargs).stacked(self._sinks)
             if out is not NotImplemented:
                 return out
+        if func is F.scaled_dot_product_attention and not self._fused:
+            return Attention(*args, **kwargs).in_parts()
         return func(*args, **kwargs)
 
     def _loss(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias, cast, final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from posterity import noise
+from posterity.disk import replacing, write_tensors
 from posterity.posterior.base import Leaf, Posterior
 
 Key: TypeAlias = str | tuple[str, ...]
@@ -145,7 +145,7 @@ class Factorised(Posterior):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
         tensors = {
-            f"{name}|{key}": value.clone().contiguous()  # tensors of one file may not share memory
+            f"{name}|{key}": value
             for name, leaf in self.blocks.items()
             for key, value in leaf.state_dict().items()
         }
@@ -158,15 +158,8 @@ class Factorised(Posterior):
         if self.linearised:
             header["linearised"] = True
         header["digest"] = _digest(header, tensors)
-        metadata = {_FORMAT: json.dumps(header)}
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        try:
-            # Written by Python, so that the file has the permissions of any other.
-            partial.write_bytes(save(tensors, metadata))
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(Path(path)) as unfinished:
+            write_tensors(unfinished, tensors, {_FORMAT: json.dumps(header)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Factorised:

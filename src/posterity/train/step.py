@@ -159,7 +159,7 @@ class TrainStep:
                     loss, moved = stacked_pass(
                         self.target, named, before, seen, {}, stacked=True, own=parts > 1
                     )
-                    if rows.start == 0:
+                    if rows.start == 0 and moved is not None:
                         buffers.restore(self.target, moved)
                     if opt.collects is None:
                         modes.close()  # the backward pass has nobody to tell

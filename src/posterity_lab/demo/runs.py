@@ -194,7 +194,7 @@ def _accuracy(learner: Method, test: Split) -> float:
 
 
 def _ask(sizes: Sizes, learner: Method, mode: Mode, posterior: Factorised, x: Tensor) -> Prediction:
-    return predict(learner.model, posterior, x, samples=sizes.eval_samples, mode=mode)
+    return predict(learner.model, posterior, x, samples=sizes.eval_samples, mode=mode, keep_samples=True)
 
 
 def _counts(values: Tensor, edges: Tensor) -> list[int]:

@@ -67,11 +67,11 @@ def predictions(training: Training, x: Tensor) -> Prediction:
     model, method, samples = training.model, training.unit.method, training.unit.config["networks"]
     posterior = training.method.posterior()
     if method == "mc-dropout":
-        found = predict(model, MCDropout(), x, samples=samples)
+        found = predict(model, MCDropout(), x, samples=samples, keep_samples=True)
     elif posterior is None or method == "kfac":  # K-FAC's weights are one network
-        found = predict(model, point_mass(model), x, mode="mean")
+        found = predict(model, point_mass(model), x, mode="mean", keep_samples=True)
     else:
-        found = predict(model, posterior, x, samples=samples)
+        found = predict(model, posterior, x, samples=samples, keep_samples=True)
     if not bool(torch.isfinite(found.samples).all()):
         raise FloatingPointError("the predictions are not finite: lower lr")
     return found

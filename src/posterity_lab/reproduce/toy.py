@@ -57,7 +57,7 @@ def draw(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         *(torch.linspace(float(a), float(b), _SIDE) for a, b in zip(low, high, strict=True))
     )
     at_mean = predict(model, posterior, plane.to(device), mode="mean").probs[:, 1]
-    drawn = predict(model, posterior, plane.to(device), samples=networks).sample_probs[..., 1]
+    drawn = predict(model, posterior, plane.to(device), samples=networks, mode="single").sample_probs[..., 1]
     found = predict(model, posterior, points.x, samples=networks).probs
     show(1, 1, "toy")
     grids = {

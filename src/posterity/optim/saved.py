@@ -64,7 +64,14 @@ def refuse_mismatch(
             if here != there:
                 raise ValueError(f"the state has {there!r} where this optimiser has {here!r}")
     names = [name for group in groups for name in group["param_names"]]
+    blocks = {block[0] for group in saved for block in group.get("blocks", ())}
     for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
+        if name in blocks and state.keys().isdisjoint(matrices):
+            raise ValueError(
+                f"the state lacks the matrices of the block of {name!r}: torch.distributed.checkpoint reads "
+                "only what an optimiser has, which gets them in its first step; save state_dict() by "
+                "torch.save, load it by torch.load"
+            )
         for key, value in state.items():
             if key not in (*COUNTS, *matrices) and value.shape != p.shape:
                 raise ValueError(

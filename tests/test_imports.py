@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "variational": {"distributed", "torch_private", "names", "noise", "optim", "posterior", "mc", "replica"},
     "dropout": {"noise", "posterior"},
     "prediction": set(),
-    "predict": {"names", "inputs", "mc", "posterior", "prediction", "replica", "variational"},
+    "predict": {"distributed", "names", "inputs", "mc", "posterior", "prediction", "replica", "variational"},
     "laplace": {
         "torch_private",
         "buffers",

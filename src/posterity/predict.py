@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial, reduce
 from itertools import product
-from typing import Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from posterity.distributed import World
 from posterity.inputs import (
     Inputs,
     Pick,
@@ -32,6 +33,9 @@ from posterity.prediction import Classes, Prediction, Room, Statistics
 from posterity.prediction import Mode as Mode
 from posterity.replica import evaluating
 from posterity.variational import Variational
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Outputs that take fewer bytes than this are kept unless the call says otherwise.
 _SMALL = 1 << 26
@@ -68,6 +72,7 @@ def predict(
     linearise: bool | None = None,
     keep_samples: bool | None = None,
     progress: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Prediction:
     """Predict with sampled networks: weights of a posterior, masks of dropout, or models of an ensemble.
 
@@ -108,6 +113,8 @@ def predict(
             ``.sample_probs``. If not, statistics are taken batch by batch and all else is there. If not
             given, they are kept where all of them take at most 64 MiB, or with ``mode="single"``.
         progress: Show a progress bar (needs the extra ``lab``).
+        mesh: Processes that share the batches, one each in turn; all of them make this call, with the same
+            inputs, and all get the whole prediction.
 
     Example:
         >>> from posterity import BGD
@@ -133,6 +140,9 @@ def predict(
     if linearise and not isinstance(source, Posterior):
         kind = "an ensemble" if posterior is None else f"a {type(source).__name__}"
         raise TypeError(f"linearise=True needs a posterior over weights, which {kind} is not")
+    world = None if mesh is None else World(mesh)
+    if world is not None:
+        world.refuse_others({"samples": samples, "seed": seed, "batch_size": batch_size}, "predict's")
     centre = source.mean() if linearise and isinstance(source, Posterior) and mode != "mean" else None
     samples = len(models) if posterior is None else samples
 
@@ -160,13 +170,19 @@ def predict(
     outputs = _Outputs(Classes(class_dim, binary), True if mode == "single" else keep_samples)
     # No inference_mode(): what a model remembers of it could never be trained with.
     with torch.no_grad(), random_numbers_kept(*models):
-        numbered = enumerate(batches(x, batch_size, inputs))
+        numbered = (
+            (step, batch)
+            for step, batch in enumerate(batches(x, batch_size, inputs))
+            if world is None or step % world.size == world.rank
+        )
         # A loader is read once, even if networks must be drawn again; all else goes by networks.
         read_once = ((rows, part) for part in numbered for rows in some)
         order = read_once if is_loader(x) else product(some, numbered)
         for rows, (step, batch) in shown(order, "predicting") if progress else order:
             found = networks(rows)(partial(run_batch, batch), step)
             outputs.add(step, rows_of(found, batch))
+    if world is not None:
+        outputs.share(world, next(models[0].parameters()).device)
     return Prediction(outputs.whole(), mode, class_dim, binary)
 
 
@@ -200,7 +216,25 @@ class _Outputs:
         """Outputs ``[s, B, ...]`` of some more networks for the batch of a number."""
         self._bytes += found.numel() * found.itemsize
         self._kept.setdefault(step, []).append(found)
-        if self._keep is False or (self._keep is None and self._bytes > _SMALL):
+        self._reduce()
+
+    def share(self, world: World, device: torch.device) -> None:
+        """Take in those that other processes have."""
+        away, back = partial(Tensor.to, device="cpu", copy=True), partial(Tensor.to, device=device)
+        kept = {step: [away(each) for each in parts] for step, parts in self._kept.items()}
+        mine = kept, {step: each.settle(away) for step, each in self._statistics.items()}, self._bytes
+        everything = world.gathered(mine)
+        found = {step: part for kept, _, _ in everything for step, part in kept.items()}
+        self._kept = {step: [back(each) for each in found[step]] for step in sorted(found)}
+        several = {step: part for _, statistics, _ in everything for step, part in statistics.items()}
+        self._statistics = {step: each.settle(back) for step, each in several.items()}
+        self._bytes = sum(size for _, _, size in everything)
+        self._reduce()
+
+    def _reduce(self) -> None:
+        """Leave statistics alone of what is not to be kept."""
+        large = bool(self._statistics) or self._bytes > _SMALL
+        if self._keep is False or (self._keep is None and large):
             self._keep = False
             while self._kept:
                 number, parts = self._kept.popitem()

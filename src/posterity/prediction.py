@@ -220,8 +220,8 @@ class Statistics:
         dtype = self.dtype if samples.device.type == "mps" else torch.float64
         self._values = {name: _statistic(name, samples, classes).to(dtype) for name in names}
 
-    def settle(self, room: Room) -> Statistics:
-        """The same in memory of a room; these."""
+    def settle(self, room: Callable[[Tensor], Tensor]) -> Statistics:
+        """The same in other memory, as that of a room; these."""
         self._values = {name: room(value) for name, value in self._values.items()}
         return self
 

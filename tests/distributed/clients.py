@@ -128,7 +128,9 @@ def main() -> None:
     opt = {"lightning": lightning, "accelerate": accelerate, "transformers": transformers}[name](folder)
     q = opt.posterior()
     found = {f"mean {key}": value for key, value in q.mean().items()}
-    torch.save(found | {f"std {key}": value for key, value in q.std().items()}, folder / f"{os.environ['RANK']}.pt")
+    torch.save(
+        found | {f"std {key}": value for key, value in q.std().items()}, folder / f"{os.environ['RANK']}.pt"
+    )
     torch.distributed.barrier()
     os._exit(0)  # threads of gloo may wait for processes that have ended
 

@@ -384,6 +384,21 @@ def unlike_draws(rank: int, world: int) -> Any:
     return {"seeds": said(lambda: by_gradient(net, plain, shares(rank, world))), "inside": inside}
 
 
+def predicted(keep: bool | None, rank: int, world: int) -> Any:
+    """Seven batches, which processes take in turn, and one, which leaves others without any."""
+    mesh, q, x = init_device_mesh("cpu", (world,)), posterior(), next(batches())[0]
+    unlike = said(lambda: posterity.predict(model(), q, x, seed=rank, mesh=mesh))
+    found = [
+        posterity.predict(model(), q, x, samples=5, batch_size=size, chunk=2, keep_samples=keep, mesh=mesh)
+        for size in (2, 100)
+    ]
+    return {"unlike": unlike, "learned": [(p.probs, p.mutual_information) for p in found]}
+
+
+def posterior() -> posterity.Factorised:
+    return posterity.IVON(model(), num_data=96, std_init=0.1).posterior()
+
+
 CASES: dict[str, Callable[..., Any]] = {}
 for _rule in ("ivon", "vogn", "noisy-kfac"):
     _graphs = _rule == "ivon"  # no layer reports
@@ -415,6 +430,7 @@ CASES |= {
     "variational unseeded": partial(variational, None),
     "unlike-draws": unlike_draws,
 }
+CASES |= {f"predicted {keep}": partial(predicted, keep) for keep in (True, False, None)}
 CASES["wrappers"] = refused_wrappers
 CASES |= {
     f"unlike {what}": partial(unlike, what) for what in ("lr", "seed", "rule", "weights", "model", "state")

@@ -22,7 +22,17 @@ from distributed.runs import (
     model,
     share,
 )
-from distributed.semantics import CASES, CLIP, FOUR, branches, by_gradient, moments, normed, weights
+from distributed.semantics import (
+    CASES,
+    CLIP,
+    FOUR,
+    branches,
+    by_gradient,
+    moments,
+    normed,
+    posterior,
+    weights,
+)
 from distributed.test_together import compare
 from posterity import VariationalOptimizer
 
@@ -264,6 +274,20 @@ def test_unlike_seeds_of_gradient_methods_are_refused(two: Found) -> None:
             "processes differ in the Variational's seed: 0 in process 0, 1" in each["unlike-draws"]["seeds"]
         )
         assert "DistributedDataParallel(variational(net))" in each["unlike-draws"]["inside"]
+
+
+@pytest.mark.parametrize("keep", [True, False, None])
+def test_prediction_of_several_processes(two: Found, keep: bool | None) -> None:
+    for each in two:
+        found = each[f"predicted {keep}"]
+        assert "processes differ in predict's seed: 0 in process 0, 1 in process 1" in found["unlike"]
+        for size, values in zip((2, 100), found["learned"], strict=True):
+            x = next(batches())[0]
+            p = posterity.predict(
+                model(), posterior(), x, samples=5, batch_size=size, chunk=2, keep_samples=keep
+            )
+            assert torch.equal(values[0], p.probs)
+            assert torch.equal(values[1], p.mutual_information)
 
 
 @pytest.mark.parametrize("case", FOUR)

@@ -158,6 +158,20 @@ def check_common(group: Group, first: Group) -> None:
             raise ValueError(f"{key} must be one number for the whole optimiser: set it outside the groups")
 
 
+def plain(value: Any) -> Any:
+    """A number of NumPy as one of Python, also in a tuple or list: what is saved can be loaded safely then.
+
+    Example:
+        >>> import numpy as np
+        >>> plain((np.float64(0.5), 2))
+        (0.5, 2)
+    """
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    foreign = not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if foreign else value
+
+
 def above_zero(group: Group, *keys: str) -> None:
     """Refuse what is no finite number greater than 0."""
     for key in keys:

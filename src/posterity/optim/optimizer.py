@@ -114,7 +114,8 @@ class VariationalOptimizer(Optimizer, ABC):
         chosen = select([name for group in given for name, _ in group["params"]], deterministic)
         if seed is None:  # one for all groups, and saved with them
             seed = new_seed() if self.draws else 0
-        shared: Group = {"seed": seed, "steps": 0, "deterministic": False}
+        defaults = {key: groups.plain(value) for key, value in defaults.items()}
+        shared: Group = {"seed": groups.plain(seed), "steps": 0, "deterministic": False}
         if self.matrices:
             shared["blocks"] = ()  # which tensors are one, once their layers have reported
         entries = self.without_noise if deterministic_lr is None else None
@@ -418,7 +419,8 @@ class VariationalOptimizer(Optimizer, ABC):
         elif param_group.get("deterministic"):
             defaults = {**defaults, **(self.without_noise or {})}
         groups.refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
-        group = groups.checked_group(overridden(defaults, param_group, self.widths), self.param_groups)
+        given = {key: value if key == "params" else groups.plain(value) for key, value in param_group.items()}
+        group = groups.checked_group(overridden(defaults, given, self.widths), self.param_groups)
         by_rule = not self.by_adam(group)
         left_open = {key: 1.0 for key in self.derived if by_rule and group[key] is None}
         self._check([*self.param_groups, {**group, **left_open}])
@@ -432,17 +434,22 @@ class VariationalOptimizer(Optimizer, ABC):
         """All there is to resume from."""
         self.refuse_inside("state_dict()")
         self.settle()
-        return super().state_dict()
+        found = super().state_dict()
+        for group in found["param_groups"]:  # users and schedulers may have put others there
+            group.update({key: groups.plain(value) for key, value in group.items()})
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
         self.refuse_inside("load_state_dict()")
+        saved.refuse_foreign(state_dict)
         self.settle()
         used: list[dict[str, Any]] = []
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
             saved.refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
             self._check(given["param_groups"])
+            saved.refuse_unfit(self, given)
             used.append(given)
 
         # After the hooks of others, so that what they made of the state is what counts.

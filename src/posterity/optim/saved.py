@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from posterity.optim.adam import adam_init
+from posterity.optim.checks import unfit
 from posterity.optim.state import COUNTS, Group, State, state_dtype, zero
 from posterity.posterior import Factorised
 
@@ -43,6 +46,7 @@ def refuse_mismatch(
         defaults: Names of hyper-parameters.
         matrices: Keys of tensors that have no value for each weight.
     """
+    refuse_foreign(state_dict)
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError(f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}")
@@ -56,7 +60,7 @@ def refuse_mismatch(
         if mine["deterministic"] != theirs.get("deterministic"):
             raise ValueError(f"{mine['param_names'][0]!r} is deterministic on one side only")
         names = theirs.get("param_names", [])
-        if len(names) != len(mine["param_names"]):
+        if not len(names) == len(theirs["params"]) == len(mine["param_names"]):
             raise ValueError(
                 f"a group has {len(names)} parameters in the state, {len(mine['param_names'])} here"
             )
@@ -66,10 +70,66 @@ def refuse_mismatch(
     names = [name for group in groups for name in group["param_names"]]
     for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
         for key, value in state.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{key!r} of {name!r} must be a tensor in the state, not {value!r}")
             if key not in (*COUNTS, *matrices) and value.shape != p.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(value.shape)} in the state, {tuple(p.shape)} here"
                 )
+
+
+def refuse_foreign(state_dict: object) -> None:
+    """Raise for what no ``state_dict()`` has returned."""
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"a state is what state_dict() returns, a dict, not a {type(state_dict).__name__}")
+    for key, kind in (("param_groups", list), ("state", dict)):
+        if not isinstance(state_dict.get(key), kind):
+            raise ValueError(f"the state has no {key!r}: pass what state_dict() has returned")
+    if not all(isinstance(group, dict) and "params" in group for group in state_dict["param_groups"]):
+        raise ValueError("the state has a group without 'params': pass what state_dict() has returned")
+
+
+def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None:
+    """Raise, naming the parameter, for a state with which no step can be taken.
+
+    Args:
+        rule: The optimiser, which says what its state is.
+        state_dict: Of its parameters and settings.
+    """
+    saved, groups = state_dict["param_groups"], rule.param_groups
+    if any(group["steps"] for group in saved) and not any(state_dict["state"].values()):
+        raise ValueError(f"the state is empty, after {saved[0]['steps']} steps: save it by state_dict()")
+    given = iter(list(saved_states(groups, state_dict)))
+    for group, theirs in zip(groups, saved, strict=True):
+        wanted = (
+            adam_init(torch.zeros(1)) if rule.by_adam(theirs) else rule.init(torch.zeros(1), None, theirs)
+        )
+        for name, (p, state) in zip(group["param_names"], given, strict=False):
+            if not state:  # one that was added since the last step
+                continue
+            if missing := {"step", *wanted} - state.keys():
+                raise ValueError(
+                    f"the state of {name!r} has no {min(missing)!r}: it is another rule's, or cut"
+                )
+            for key in state.keys() & {*COUNTS}:
+                if state[key].numel() != 1 or not 0 <= float(state[key]) < math.inf:
+                    raise ValueError(f"{key!r} of {name!r} is no count of updates in the state")
+            values = {key: value for key, value in state.items() if key not in (*COUNTS, "keep")}
+            if bad := _unfit(rule, values, theirs, state.get("keep"), state_dtype(p)):
+                raise ValueError(f"the state of {name!r} has {bad}: load one from before it went wrong")
+
+
+def _unfit(
+    rule: VariationalOptimizer, values: State, group: Group, keep: Tensor | None, dtype: torch.dtype
+) -> str | None:
+    """What is wrong with a parameter's state, if something is; weights that are pruned do not count."""
+    single = {key: value for key, value in values.items() if key not in rule.matrices}
+    if keep is not None:
+        single = {key: value[keep.bool()] for key, value in single.items()}
+    for key in values.keys() & {*rule.matrices}:
+        if values[key].dim() != 2 or not bool(torch.isfinite(values[key]).all()):
+            return f"{key!r} that is no matrix of finite numbers"
+    return unfit(rule, single, group, dtype)
 
 
 def states_from(
@@ -100,6 +160,10 @@ def states_from(
                 )
         if len({id(params[name][1]) for name in names}) > 1:
             raise ValueError(f"{block!r} is one block, whose tensors are in different groups here")
+        if not bool(torch.isfinite(leaf.mean()).all()):
+            raise ValueError(
+                f"the posterior's means of {block!r} are not finite: nothing could go on from them"
+            )
     states = {}
     for block, leaf in posterior.blocks.items():
         names = posterior.tensors[block]

@@ -80,9 +80,14 @@ class DiagonalGaussian(Leaf):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density summed over the weights that vary; leading dimensions stay."""
         std = self.filled_std()
-        return self.total(
-            -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
-        )
+        logs = -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
+        if self._trainable:
+            return self.total(logs)
+        # Of a weight that is known exactly: infinite at its mean, and nothing elsewhere.
+        hit, missed = value == self.loc, self.varying & (std == 0) & (value != self.loc)
+        logs = torch.where(std > 0, logs, torch.where(hit, math.inf, 0.0))
+        nowhere = self.total(missed.to(logs.dtype)) > 0
+        return torch.where(nowhere, -math.inf, self.total(logs))
 
     def trainable(self) -> Self:
         """This leaf if gradients reach it, else a copy that they reach."""

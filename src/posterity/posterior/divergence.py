@@ -6,6 +6,7 @@ ask for a draw of its own. A pair without a formula falls back to Monte Carlo, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast, final
@@ -183,7 +184,11 @@ def _gaussian_kl(q: DiagonalGaussian, mean: Tensor | float, std: Tensor | float)
     """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the weights that vary."""
     growth = (q.filled_std() - std) / std
     shift = (q.mean() - mean) / std
-    return 0.5 * q.total(shift * shift + _spread_gap(growth))
+    gap = shift * shift + _spread_gap(growth)
+    if isinstance(std, Tensor):  # all but a point itself is infinitely far from it
+        same = (q.filled_std() == 0) & (q.mean() == mean)
+        gap = torch.where(std > 0, gap, torch.where(same, 0.0, math.inf))
+    return 0.5 * q.total(gap)
 
 
 def _spread_gap(growth: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, TypeAlias, final, get_args, runtime_checka
 import torch
 from torch import Tensor, nn
 
+from posterity.arguments import FLAG, PICK, WHOLE, described, instance, is_dense, takes
 from posterity.inputs import Inputs, Pick, arguments, batches, called, is_loader, rows_of, shown, undisturbed
 from posterity.mc import How, chunks, run
 from posterity.names import inner
@@ -56,6 +57,12 @@ class Prediction:
     mode: Mode = "average"
     class_dim: int | None = None
     binary: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_dense(self.samples):
+            raise TypeError(f"samples must be a dense tensor of outputs, not {described(self.samples)}")
+        if not isinstance(self.mode, str) or self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {described(self.mode)}")
 
     @property
     def sample_probs(self) -> Tensor:
@@ -158,6 +165,18 @@ class Prediction:
         return (-torch.xlogy(probs, probs)).sum(self._axis)
 
 
+@takes(
+    model=instance("a module, or a list of them", nn.Module, Sequence),
+    samples=WHOLE,
+    batch_size=WHOLE,
+    seed=WHOLE,
+    chunk=WHOLE,
+    output=PICK,
+    inputs=PICK,
+    class_dim=WHOLE,
+    binary=FLAG,
+    linearise=FLAG,
+)
 def predict(
     model: nn.Module | Sequence[nn.Module],
     posterior: Predictive | None = None,
@@ -218,10 +237,12 @@ def predict(
         >>> p.probs.shape, p.mutual_information.shape
         (torch.Size([5, 2]), torch.Size([5]))
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {described(mode)}")
     check_call(x, samples, batch_size)
     given = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(each, nn.Module) for each in given):
+        raise TypeError("an ensemble is a list of modules alone")
     models = [inner(each.module if isinstance(each, Variational) else each) for each in given]
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):

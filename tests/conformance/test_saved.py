@@ -43,7 +43,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "count": (lambda state: state["state"][1]["step"].neg_(), "'step' of 'first.weight' is no count"),
     "group": (lambda state: state["param_groups"].append(3), "a group without 'params'"),
-    "params": (lambda state: state["param_groups"][0]["params"].pop(), r"has \d parameters in the state"),
+    "params": (
+        lambda state: state["param_groups"][0]["params"].pop(),
+        r"has a dict for \d, no state of a param",
+    ),
     "shape": (
         lambda state: state["state"].update({1: {k: v.reshape(-1) for k, v in state["state"][1].items()}}),
         r"'first.weight' has shape \(35,\) in the state, \(7, 5\) here",

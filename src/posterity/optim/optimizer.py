@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from posterity.arguments import described, instance, is_dense, takes
 from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.names import NameFilter, padding_rows, select
@@ -242,6 +243,8 @@ class VariationalOptimizer(Optimizer, ABC):
                 the posterior, raises, and drops what was gathered for a step of its own.
         """
         self.refuse_inside("step()")
+        if closure is not None and not callable(closure):
+            raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
         self.check_changed()
         checks.refuse_scaler(self)
         count = counting.as_count(count)
@@ -269,9 +272,14 @@ class VariationalOptimizer(Optimizer, ABC):
                 loss = closure()
                 if not isinstance(loss, Tensor | float | int):
                     raise TypeError(f"the closure must return the loss, not {type(loss).__name__}")
+                if isinstance(loss, Tensor) and not (is_dense(loss) and loss.numel() == 1):
+                    raise ValueError(
+                        f"the closure must return the mean loss, one number, not {described(loss)} of shape "
+                        f"{list(loss.shape)}"
+                    )
                 if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in params):
                     loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
+                losses.append(_number(loss))
         self.sums.publish()
         self.sums.losses += losses
         return torch.stack(losses).mean(0)
@@ -315,7 +323,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """Whether the rule must know the number of examples behind a step."""
         return self.needs_batch_size and not all(group["deterministic"] for group in self.param_groups)
 
-    # The posterior, shown and taken up.
+    # The posterior, described and taken up.
 
     def posterior(self, model: nn.Module | None = None) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes.
@@ -381,6 +389,7 @@ class VariationalOptimizer(Optimizer, ABC):
         return watch.noise_of(self._leaves({name: name for name, _ in self._named()}).values())
 
     @torch.no_grad()
+    @takes(posterior=instance("a Factorised posterior", Factorised))
     def load_posterior(self, posterior: Factorised) -> None:
         """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
         self.refuse_inside("load_posterior()")
@@ -407,6 +416,12 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
+        if not isinstance(param_group, dict):
+            raise TypeError(
+                f"a group is a dict with its parameters under 'params', not {described(param_group)}"
+            )
+        if not isinstance(param_group.get("deterministic", False), bool):
+            raise TypeError(f"deterministic is True or False, not {described(param_group['deterministic'])}")
         built = hasattr(self, "cache")  # else there are neither samples nor a cache
         if built:
             self.refuse_inside("add_param_group()")
@@ -497,7 +512,14 @@ class VariationalOptimizer(Optimizer, ABC):
     def check_changed(self) -> None:
         """Refuse entries for which a rule is undefined, if one has changed since they were last checked."""
         entries = self._entries_now()
-        if entries != self._checked:
+        try:
+            changed = bool(entries != self._checked)
+        except (RuntimeError, ValueError):  # several numbers, which are not to be compared, nor what is meant
+            changed = True
+        if changed:
+            for group in self.param_groups:
+                group.update({key: groups.plain(group[key]) for key in self._keys if key in group})
+            entries = self._entries_now()
             self._check(self.param_groups)
             self._checked = entries
 
@@ -585,6 +607,12 @@ class VariationalOptimizer(Optimizer, ABC):
         self.settle_step()
         for graph in list(self.graphs):
             graph.wait()
+
+
+def _number(loss: Tensor | float) -> Tensor:
+    """A loss as a real number, without its graph."""
+    found = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+    return found if found.is_floating_point() else found.float()
 
 
 def runs_ahead_of(devices: Collection[torch.device]) -> bool:

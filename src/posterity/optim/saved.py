@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from posterity.arguments import described, is_dense, is_whole
 from posterity.optim.adam import adam_init
 from posterity.optim.checks import unfit
 from posterity.optim.state import COUNTS, Group, State, state_dtype, zero
@@ -70,8 +71,8 @@ def refuse_mismatch(
     names = [name for group in groups for name in group["param_names"]]
     for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
         for key, value in state.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{key!r} of {name!r} must be a tensor in the state, not {value!r}")
+            if not (isinstance(value, Tensor) and is_dense(value)):
+                raise TypeError(f"{key!r} of {name!r} must be a tensor in the state, not {described(value)}")
             if key not in (*COUNTS, *matrices) and value.shape != p.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(value.shape)} in the state, {tuple(p.shape)} here"
@@ -85,8 +86,20 @@ def refuse_foreign(state_dict: object) -> None:
     for key, kind in (("param_groups", list), ("state", dict)):
         if not isinstance(state_dict.get(key), kind):
             raise ValueError(f"the state has no {key!r}: pass what state_dict() has returned")
-    if not all(isinstance(group, dict) and "params" in group for group in state_dict["param_groups"]):
-        raise ValueError("the state has a group without 'params': pass what state_dict() has returned")
+    for group in state_dict["param_groups"]:
+        if not (isinstance(group, dict) and isinstance(group.get("params"), list)):
+            raise ValueError("the state has a group without 'params': pass what state_dict() has returned")
+        if not isinstance(group.get("param_names", []), list):
+            raise ValueError("the state has a group whose 'param_names' are no list")
+        steps = group.get("steps", 0)
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"the state has a group whose 'steps' are {described(steps)}, no count")
+    known = {index for group in state_dict["param_groups"] for index in group["params"] if is_whole(index)}
+    for index, each in state_dict["state"].items():
+        if not isinstance(each, dict) or index not in known:
+            raise ValueError(
+                f"the state has {described(each)} for {described(index)}, no state of a parameter"
+            )
 
 
 def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None:

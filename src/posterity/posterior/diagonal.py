@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from posterity.arguments import TENSOR, Kind, is_dense, is_number, takes
 from posterity.posterior.base import Leaf
+
+_STD = Kind("a number, or a dense tensor of real numbers", lambda std: is_number(std) or is_dense(std))
 
 
 def inverse_softplus(std: Tensor) -> Tensor:
@@ -40,6 +43,7 @@ class DiagonalGaussian(Leaf):
 
     raw: Tensor
 
+    @takes(mean=TENSOR, std=_STD, keep=TENSOR)
     def __init__(
         self, mean: Tensor, std: Tensor | float, *, trainable: bool = False, keep: Tensor | None = None
     ) -> None:

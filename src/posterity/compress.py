@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from posterity.arguments import FILTER, FUNCTION, MODULE, NUMBER, described, instance, is_dense, takes
+from posterity.arguments import FILTER, FUNCTION, MODULE, NUMBER, TEXT, described, instance, is_dense, takes
 from posterity.names import NameFilter, select
 from posterity.posterior import DiagonalGaussian, Factorised
 
@@ -81,6 +81,7 @@ def sparsity(posterior: Factorised) -> dict[str, float]:
     posterior=_POSTERIOR,
     fraction=NUMBER,
     threshold=NUMBER,
+    scope=TEXT,
     score=FUNCTION,
     spare=FILTER,
 )
@@ -135,7 +136,7 @@ def prune(
     scores = _scores(posterior, score)
     keep = {name: torch.ones_like(scores[name], dtype=torch.bool) for name in spared}
     if threshold is not None:
-        keep |= {name: scores[name] >= threshold for name in names}
+        keep |= {name: scores[name] >= float(threshold) for name in names}
     if fraction is not None:
         for members in _together(names, scope):
             keep |= _strongest([(name, scores[name], sizes[name]) for name in members], fraction)

@@ -84,6 +84,7 @@ def _square(accuracy: Tensor) -> Tensor:
 
 
 def _checked(accuracy: Tensor) -> Tensor:
+    accuracy = accuracy if accuracy.is_floating_point() else accuracy.float()
     if accuracy.dim() != 2 or accuracy.numel() == 0:
         raise ValueError(f"accuracy must be a matrix [tasks, tasks], not {list(accuracy.shape)}")
     if not bool(((accuracy >= 0) & (accuracy <= 1)).all()):

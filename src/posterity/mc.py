@@ -18,7 +18,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posterity import buffers
-from posterity.arguments import MODULE, TENSORS, WHOLE, described, is_dense, takes
+from posterity.arguments import MODULE, TENSORS, TEXT, WHOLE, described, is_dense, takes
 from posterity.inputs import Pick, arguments, batches, is_loader, moved, tensor_of
 from posterity.layers import Intercept
 
@@ -28,7 +28,7 @@ How: TypeAlias = Literal["stack", "loop"]
 _unstackable: WeakSet[nn.Module] = WeakSet()
 
 
-@takes(model=MODULE, chunk=WHOLE, around=TENSORS)
+@takes(model=MODULE, how=TEXT, chunk=WHOLE, around=TENSORS)
 def run(
     model: nn.Module,
     weights: Mapping[str, Tensor],

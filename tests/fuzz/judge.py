@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 import posterity
-from fuzz.values import finite
 
 LIBRARY = str(Path(posterity.__file__).parent) + os.sep
 FAULTS = ("silent", "destroyed", "obscure")

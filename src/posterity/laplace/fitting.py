@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, takes
+from posterity.arguments import FILTER, MODULE, NUMBER, TEXT, WHOLE, takes
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
 from posterity.inputs import Inputs, Pick, called, moved, pairs, shown, undisturbed
@@ -33,6 +33,10 @@ _COST, _MEASURED = 0.0005, 512
 
 @takes(
     model=MODULE,
+    likelihood=TEXT,
+    structure=TEXT,
+    kind=TEXT,
+    fallback=TEXT,
     names=FILTER,
     noise_variance=NUMBER,
     temperature=NUMBER,

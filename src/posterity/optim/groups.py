@@ -29,6 +29,7 @@ _OURS = {
 }
 # A bound on steps, in stds, that is as good as none, and with which single precision still reckons.
 _FAR = 1e12
+_SINGLE = torch.finfo(torch.float32).max
 _FOREIGN = (
     *("amsgrad", "centered", "dampening", "nesterov", "maximize"),
     *("foreach", "fused", "capturable", "differentiable"),
@@ -188,6 +189,8 @@ def check_common(group: Group, first: Group) -> None:
             raise ValueError(f"{key} must be greater than 0, not {described(group[key])}")
     above_zero(group, *(key for key in ("std_scale", "std_init") if group.get(key) is not None))
     for key in _SHARED:
+        if group.get(key) is not None:
+            whole(group, key)
         if group.get(key) != first.get(key):
             raise ValueError(f"{key} must be one number for the whole optimiser: set it outside the groups")
 
@@ -218,6 +221,12 @@ def above_zero(group: Group, *keys: str) -> None:
             raise ValueError(f"{key} must be finite and greater than 0, not {described(group[key])}")
 
 
+def moderate(what: str, value: Any) -> None:
+    """Refuse a factor with which single precision does not reckon."""
+    if not 1e-30 < float(value) < 1e30:
+        raise ValueError(f"{what} must lie between 1e-30 and 1e30, and is {float(value):g}")
+
+
 def at_least_zero(group: Group, *keys: str) -> None:
     """Refuse what is no finite number of at least 0."""
     for key in keys:
@@ -242,6 +251,8 @@ def representable(precision: Tensor, rule: str) -> None:
 def number(group: Group, key: str) -> Any:
     """A value that is a number, or a tensor of one; else an error says so."""
     value = group[key]
+    if is_number(value) and _SINGLE < abs(value) < math.inf:
+        raise ValueError(f"{key} must be a number that single precision holds, not {value:g}")
     if is_number(value) or (is_dense(value) and value.numel() == 1):
         return value
     raise ValueError(f"{key} must be a number, not {described(value)}")

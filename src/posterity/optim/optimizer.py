@@ -267,7 +267,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """Run the closure under ``mc_samples`` weight samples; its mean loss."""
         params = self.parameters()
         losses: list[Tensor] = []
-        for _ in range(self.param_groups[0]["mc_samples"]):
+        for _ in range(int(self.param_groups[0]["mc_samples"])):
             with self._next_sample(), torch.enable_grad():
                 loss = closure()
                 if not isinstance(loss, Tensor | float | int):

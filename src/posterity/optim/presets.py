@@ -85,7 +85,7 @@ def start_std(group: Group, params: Collection[Tensor]) -> float:
 
 def above_prior(std: float, ess: float, decay: float) -> float:
     """What to add to the prior's part of a curvature so that ``1 / sqrt(ess · (it + decay))`` is a std."""
-    if not ess * std * std > 0:
+    if not ess * std * std > 1e-30:
         raise ValueError(
             f"a std of {std:g} at the start is too small for a precision: raise std_init or std_scale"
         )

@@ -58,7 +58,7 @@ def refuse_mismatch(
                     f"the state has no {key!r}: it was saved by another kind of optimiser, or by an older "
                     "version, in which case add it to the state's param_groups"
                 )
-        if mine["deterministic"] != theirs.get("deterministic"):
+        if mine["deterministic"] is not theirs.get("deterministic"):
             raise ValueError(f"{mine['param_names'][0]!r} is deterministic on one side only")
         names = theirs.get("param_names", [])
         if not len(names) == len(theirs["params"]) == len(mine["param_names"]):
@@ -66,17 +66,42 @@ def refuse_mismatch(
                 f"a group has {len(names)} parameters in the state, {len(mine['param_names'])} here"
             )
         for here, there in zip(mine["param_names"], names, strict=True):
-            if here != there:
-                raise ValueError(f"the state has {there!r} where this optimiser has {here!r}")
+            if not isinstance(there, str) or here != there:
+                raise ValueError(f"the state has {described(there)} where this optimiser has {here!r}")
+        _refuse_blocks(theirs, matrices, state_dict["state"])
     names = [name for group in groups for name in group["param_names"]]
     for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
         for key, value in state.items():
             if not (isinstance(value, Tensor) and is_dense(value)):
                 raise TypeError(f"{key!r} of {name!r} must be a tensor in the state, not {described(value)}")
+            if not (
+                key in COUNTS or (value.dtype == torch.bool if key == "keep" else value.is_floating_point())
+            ):
+                raise TypeError(f"{key!r} of {name!r} is {described(value)} in the state")
             if key not in (*COUNTS, *matrices) and value.shape != p.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(value.shape)} in the state, {tuple(p.shape)} here"
                 )
+
+
+def _refuse_blocks(group: Group, matrices: Collection[str], states: Mapping[Any, State]) -> None:
+    """Raise for blocks that are none of a group's, or whose matrices are missing."""
+    blocks, index = group.get("blocks", ()), dict(zip(group["param_names"], group["params"], strict=True))
+    if not isinstance(blocks, tuple | list):
+        raise ValueError(f"the state has a group whose 'blocks' are {described(blocks)}")
+    for names in blocks:
+        if not (
+            isinstance(names, tuple | list)
+            and names
+            and all(isinstance(name, str) and name in index for name in names)
+        ):
+            raise ValueError(
+                f"the state has a block {described(names)}, which names no parameters of its group"
+            )
+        if missing := {*matrices} - states.get(index[names[0]], {}).keys():
+            raise ValueError(
+                f"the state of {names[0]!r} has no {min(missing)!r}: it is another rule's, or cut"
+            )
 
 
 def refuse_foreign(state_dict: object) -> None:
@@ -100,6 +125,9 @@ def refuse_foreign(state_dict: object) -> None:
             raise ValueError(
                 f"the state has {described(each)} for {described(index)}, no state of a parameter"
             )
+    taken = max((group.get("steps", 0) for group in state_dict["param_groups"]), default=0)
+    if taken and not any(state_dict["state"].values()):
+        raise ValueError(f"the state is empty, after {taken} steps: save it by state_dict()")
 
 
 def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None:
@@ -110,8 +138,6 @@ def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None
         state_dict: Of its parameters and settings.
     """
     saved, groups = state_dict["param_groups"], rule.param_groups
-    if any(group["steps"] for group in saved) and not any(state_dict["state"].values()):
-        raise ValueError(f"the state is empty, after {saved[0]['steps']} steps: save it by state_dict()")
     given = iter(list(saved_states(groups, state_dict)))
     for group, theirs in zip(groups, saved, strict=True):
         wanted = (
@@ -130,6 +156,28 @@ def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None
             values = {key: value for key, value in state.items() if key not in (*COUNTS, "keep")}
             if bad := _unfit(rule, values, theirs, state.get("keep"), state_dtype(p)):
                 raise ValueError(f"the state of {name!r} has {bad}: load one from before it went wrong")
+        for names in theirs.get("blocks", ()):
+            _refuse_block(
+                rule, names, dict(zip(group["param_names"], group["params"], strict=True)), state_dict
+            )
+
+
+def _refuse_block(
+    rule: VariationalOptimizer, names: Sequence[str], params: Mapping[str, Tensor], state_dict: dict[str, Any]
+) -> None:
+    """Raise, naming the block, unless its matrices make a posterior of it."""
+    states = {id(p): state for p, state in saved_states(rule.param_groups, state_dict)}
+    state, means = (
+        states[id(params[names[0]])],
+        [torch.zeros_like(params[name], device="cpu") for name in names],
+    )
+    values = {key: value.detach().cpu() for key, value in state.items()}
+    try:
+        rule.leaf([mean.to(values["rows"].dtype) for mean in means], values, None, rule.param_groups[0])
+        if len({values[key].shape for key in rule.matrices}) > 2:
+            raise ValueError("its matrices are not those of rows and of columns")
+    except ValueError as error:
+        raise ValueError(f"the state of the block {'+'.join(names)!r}: {error}") from error
 
 
 def _unfit(

@@ -179,6 +179,8 @@ class TrainStep:
         if losses.dim() != 1:
             shape = list(losses.shape[1:])
             raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
+        if not losses.requires_grad:
+            raise ValueError("the loss does not depend on a weight that wants a gradient: see loss_fn")
         grads = torch.autograd.grad(losses, leaves, self._ones_like(losses), allow_unused=True)
         return losses, grads
 

@@ -4,7 +4,7 @@ A few hundred cases run with the other tests. More, and a table of verdicts:
 
     POSTERITY_FUZZ=5000 pytest -q -s tests/fuzz
 
-Of 4,000 cases (seed 0) the first table had 670 obscure and 2 silent ones; 5,000 have none of the three faults.
+The first table, of 4,000 cases of seed 0, had 670 obscure and 2 silent ones; 5,000 cases have no fault.
 ``POSTERITY_FUZZ_SEED`` chooses others; a case is a function of the seed and its number alone.
 """
 

@@ -16,9 +16,13 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from posterity.arguments import NUMBER, TENSOR, WHOLE, Kind, described, is_number, takes
+
 Factor: TypeAlias = float | Callable[[int], float]
+_FACTOR = Kind("a number, or a function of the step", lambda factor: is_number(factor) or callable(factor))
 
 
+@takes(nll=TENSOR, divergence=TENSOR, num_data=NUMBER, factor=_FACTOR, step=WHOLE)
 def elbo(
     nll: Tensor, divergence: Tensor, *, num_data: int, factor: Factor = 1.0, step: int | None = None
 ) -> Tensor:
@@ -38,13 +42,18 @@ def elbo(
     """
     if num_data < 1:
         raise ValueError(f"num_data must be at least 1, not {num_data}")
+    if divergence.dim() and divergence.shape != nll.shape:
+        raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
     if callable(factor):
         if step is None:
             raise ValueError("factor is a function of the step: pass step=, the number of the batch")
         factor = factor(step)
+        if not is_number(factor):
+            raise TypeError(f"factor must give a number at every step, not {described(factor)}")
     return nll + (factor / num_data) * divergence
 
 
+@takes(num_batches=WHOLE)
 def blundell(num_batches: int) -> Callable[[int], float]:
     """Blundell et al. 2015, eq. (9): batch i of M weighs the KL by 2^(M−i) / (2^M − 1), early ones most.
 
@@ -55,9 +64,15 @@ def blundell(num_batches: int) -> Callable[[int], float]:
     """
     if num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, not {num_batches}")
-    return lambda step: num_batches * 0.5 ** (step % num_batches + 1) / (1.0 - 0.5**num_batches)
+
+    @takes(step=WHOLE)
+    def factor(step: int) -> float:
+        return num_batches * 0.5 ** (step % num_batches + 1) / (1.0 - 0.5**num_batches)
+
+    return factor
 
 
+@takes(steps=WHOLE, delay=WHOLE, start=NUMBER, end=NUMBER)
 def warmup(steps: int, *, delay: int = 0, start: float = 0.0, end: float = 1.0) -> Callable[[int], float]:
     """``start`` for ``delay`` steps, then a straight line to ``end`` over ``steps`` more.
 
@@ -71,4 +86,9 @@ def warmup(steps: int, *, delay: int = 0, start: float = 0.0, end: float = 1.0) 
         raise ValueError(f"steps must be at least 1, not {steps}")
     if not (0 <= start < math.inf and 0 <= end < math.inf):
         raise ValueError(f"start and end must be 0 or more, and finite, not {start} and {end}")
-    return lambda step: start + (end - start) * min(max((step - delay) / steps, 0.0), 1.0)
+
+    @takes(step=WHOLE)
+    def factor(step: int) -> float:
+        return start + (end - start) * min(max((step - delay) / steps, 0.0), 1.0)
+
+    return factor

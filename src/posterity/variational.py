@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, described, instance, takes
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
@@ -70,6 +71,7 @@ class Variational(nn.Module):
         (torch.Size([4, 2]), torch.Size([5, 4, 2]))
     """
 
+    @takes(module=MODULE, posterior=instance("a Factorised posterior", Factorised), seed=WHOLE)
     def __init__(self, module: nn.Module, posterior: Factorised, seed: int | None = None) -> None:
         super().__init__()
         self.module = module
@@ -91,6 +93,7 @@ class Variational(nn.Module):
         module = self.module if self.training else replica(self.module)
         return functional_call(module, {name: w[0] for name, w in weights.items()}, args, kwargs)
 
+    @takes(samples=WHOLE, chunk=WHOLE)
     def outputs(
         self, *args: Any, samples: int, how: How = "stack", chunk: int | None = None, **kwargs: Any
     ) -> Tensor:
@@ -134,6 +137,7 @@ class Variational(nn.Module):
         return [p._version for p in self.posterior.parameters()]
 
 
+@takes(module=MODULE, std_scale=NUMBER, std_init=NUMBER, deterministic=FILTER, seed=WHOLE)
 def variational(
     module: nn.Module,
     *,
@@ -179,7 +183,14 @@ def variational(
         raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
     families = family if isinstance(family, Mapping) else {"*": family}
     std = start_std(found, drawn.values())
-    leaves = {name: first_match(families, name)(p, std) for name, p in drawn.items()}
+    leaves = {}
+    for name, p in drawn.items():
+        made = first_match(families, name)
+        if not callable(made):
+            raise TypeError(
+                f"family= makes a leaf of a parameter and its std, which {described(made)} does not"
+            )
+        leaves[name] = made(p, std)
     return Variational(module, Factorised(leaves), seed)
 
 

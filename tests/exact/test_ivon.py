@@ -124,8 +124,7 @@ def test_many_settings_of_one_rule_leave_another_compiled(monkeypatch: pytest.Mo
     def graphs(opt: IVON | VOGN) -> int:
         mean, momentum, hess, grad, second = torch.rand(5, 300, device=device)
         state, number = {"momentum": momentum, "hess": hess}, torch.tensor(3, device=device)
-        ok = torch.tensor(True, device=device)
-        given = (mean, state, grad, second, 0, None, number, opt.param_groups[0], None, ok)
+        given = (mean, state, grad, second, 0, None, number, opt.param_groups[0], None, True)
         fused.fused(move, type(opt))(*given)
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 

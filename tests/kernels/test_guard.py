@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
+from posterity.flat import Layout
 from posterity.optim.checks import finite
-from posterity.train.cuda_graph import verdict
+from posterity.train.cuda_graph import report, verdict
 
 pytest.importorskip("triton", reason="needs Triton")
 kernels = pytest.importorskip("posterity.kernels", reason="needs Triton")
@@ -23,7 +24,8 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 @pytest.mark.parametrize("samples", [1, 3, 10])
 @pytest.mark.parametrize("loss", [2.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("poison", [0.0, float("nan")])
-def test_the_verdict(samples: int, loss: float, poison: float) -> None:
+@pytest.mark.parametrize("unfit", [False, True])
+def test_the_verdict(samples: int, loss: float, poison: float, unfit: bool) -> None:
     results = []
     for fused in (True, False):
         device = DEVICE if fused else torch.device("cpu")
@@ -35,14 +37,20 @@ def test_the_verdict(samples: int, loss: float, poison: float) -> None:
             losses[-1] = value
             bad = torch.tensor(poison if value is loss else 0.0, device=device)
             say = kernels.verdict if fused else lambda losses, bad, *more: verdict(losses, [bad], *more)
-            mean, ok = say(losses, bad, stuck, host, clock)
+            mean, ok = say(losses, bad, stuck, clock)
             assert ok.dtype == torch.bool
+            if value is loss and unfit:
+                ok.fill_(False)
+            (kernels.report if fused else report)(mean, ok, stuck, host)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             told.append(torch.tensor([float(x) for x in (mean, ok, stuck, host, clock)]))
         results.append(torch.stack(told))
     torch.testing.assert_close(*results, equal_nan=True)
-    assert results[0][0, 1] == float(loss == 2.0 and poison == 0.0)
+    seen = loss == 2.0 and poison == 0.0
+    assert results[0][0, 1] == float(seen and not unfit)
+    told = 0.0 if seen and not unfit else -torch.inf if seen else torch.nan
+    assert torch.equal(results[0][1, 2].nan_to_num(7.0), torch.tensor(told).nan_to_num(7.0))  # stays so
     assert results[0][1, 4] == 6.0
 
 
@@ -67,3 +75,19 @@ def test_a_flag_lets_values_through(size: int, count: int, ok: bool) -> None:
     for (old, new), (was, given) in zip(pairs, before, strict=True):
         assert torch.equal(old, given if ok else was)
         assert torch.equal(new, given)
+
+
+@pytest.mark.parametrize("value", [3.0, -70000.0, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("most", [65504.0, torch.finfo(torch.float32).max])
+def test_a_flag_falls_for_what_is_too_large_in_a_block_and_not_between_blocks(
+    value: float, most: float
+) -> None:
+    layout = Layout(["a", "b"], [(3, 50), (7,)])
+    flat = torch.full((layout.size,), torch.nan, device=DEVICE)
+    for view in layout.views(flat):
+        view.fill_(1.0)
+    for place in (149, layout.span(1).stop - 1):
+        held, ok = flat.clone(), torch.tensor(True, device=DEVICE)
+        held[place] = value
+        kernels.judge(layout, held, most, ok)
+        assert bool(ok) == (abs(value) <= most)

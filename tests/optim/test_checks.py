@@ -19,7 +19,7 @@ import posterity
 from conformance.rules import RULES, X, Y, by_closure, by_context, by_stack, everything, loss_fn, net, same
 from posterity.optim import optimizer
 from posterity.optim.optimizer import runs_ahead_of
-from posterity.train.cuda_graph import verdict
+from posterity.train.cuda_graph import report, verdict
 
 WAYS = (by_closure, by_context, by_stack)
 rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures], ids=repr)
@@ -199,19 +199,23 @@ def test_rules_with_matrices_are_waited_for() -> None:
         opt.step(lambda: loss_fn(model, bad_input(), Y), batch_size=16)
 
 
-@pytest.mark.parametrize("bad", [None, "loss", "poison"])
+@pytest.mark.parametrize("bad", [None, "loss", "poison", "result"])
 def test_the_verdict_of_a_captured_step(bad: str | None) -> None:
     losses = torch.tensor([1.0, 2.0, torch.inf if bad == "loss" else 6.0])
     poisons = [torch.zeros(()), torch.tensor(torch.nan if bad == "poison" else 0.0)]
     stuck, host, clock = torch.zeros(()), torch.full((), 7.0), torch.tensor(4, dtype=torch.int32)
-    loss, ok = verdict(losses, poisons, stuck, host, clock)
-    assert bool(ok) == (bad is None)
+    loss, ok = verdict(losses, poisons, stuck, clock)
+    assert bool(ok) == (bad in (None, "result"))
     assert int(clock) == 5
     assert float(loss) == (torch.inf if bad == "loss" else 3.0)
-    assert float(host) == 3.0 if bad is None else torch.isnan(host)
-    loss, ok = verdict(torch.ones(3), [torch.zeros(())], stuck, host, clock)
+    report(loss, ok.logical_and_(torch.tensor(bad != "result")), stuck, host)
+    told = {None: 3.0, "result": -torch.inf}.get(bad, torch.nan)
+    torch.testing.assert_close(host, torch.tensor(told), equal_nan=True)
+    loss, ok = verdict(torch.ones(3), [torch.zeros(())], stuck, clock)
+    report(loss, ok, stuck, host)
     assert bool(ok)
-    assert float(host) == 1.0 if bad is None else torch.isnan(host)  # until somebody has looked
+    told = {None: 1.0, "result": -torch.inf}.get(bad, torch.nan)  # until somebody has looked
+    torch.testing.assert_close(host, torch.tensor(told), equal_nan=True)
 
 
 class Caching(nn.Module):

@@ -1,7 +1,7 @@
 """Triton kernels for the GPU; not importable where Triton is not installed."""
 
 from posterity.kernels.conv import conv2d, conv2d_input_grad, conv2d_weight_grad
-from posterity.kernels.guard import accept, finite, verdict
+from posterity.kernels.guard import accept, finite, judge, report, verdict
 from posterity.kernels.loss import cross_entropy
 from posterity.kernels.matmul import linear, multiplies
 from posterity.kernels.noise import add, moments, normal, perturb, transfer
@@ -22,6 +22,7 @@ __all__ = [
     "conv2d_weight_grad",
     "cross_entropy",
     "finite",
+    "judge",
     "linear",
     "max_pool2d",
     "max_pool2d_grad",
@@ -30,6 +31,7 @@ __all__ = [
     "normal",
     "perturb",
     "pools",
+    "report",
     "transfer",
     "verdict",
 ]

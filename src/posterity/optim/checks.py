@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from statistics import fmean
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, distributed
 
 from posterity.curvature import Collector
+from posterity.flat import largest
 from posterity.noise import kernels
 from posterity.optim.state import Group, members
 from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED, LossWatch
 from posterity.torch_private import foreach_norm
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
+    from posterity.optim.step import Moved
 
 _GRADIENT = "a gradient"
 
@@ -160,7 +164,7 @@ class Verdict:
         sums: Of the step.
 
     Attributes:
-        ok: A flag on the device.
+        ok: A flag on the device, which falls later if a result is not fit.
     """
 
     def __init__(self, sums: Accumulator) -> None:
@@ -175,34 +179,114 @@ class Verdict:
         parts = [*pairs, *(loss.reshape(1) for loss in sums.losses)]
         if len({each.device for each in parts}) > 1:
             parts = [each.cpu() for each in parts]
-        numbers = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(1)
-        self.ok, self._read, self._losses = finite(numbers), sent(numbers), len(sums.losses)
+        self._numbers = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(1)
+        self.ok, self._losses = finite(self._numbers), len(sums.losses)
+        self._read: Callable[[], list[float]] = self._numbers.tolist
+
+    def send(self) -> None:
+        """Start to bring all there is to know to the host, which does not wait: the flag's last word, too."""
+        self._read = sent(torch.cat([self._numbers, self.ok.to(self._numbers.dtype).reshape(1)]))
 
     @property
-    def finite(self) -> bool:
-        """The same for the host, which waits for it."""
-        return all(map(math.isfinite, self._values))
+    def passed(self) -> bool:
+        """Whether the step was let through, for the host, which waits for it."""
+        *numbers, ok = [*self._values, 1.0] if len(self._values) == len(self._numbers) else self._values
+        return bool(ok) and all(map(math.isfinite, numbers))
 
-    def report(self, watch: LossWatch, bad: str | None, when: str = "") -> None:
+    def report(self, watch: LossWatch, bad: str | None, unfit: str = "", when: str = "") -> None:
         """Raise for what is not finite, and warn of a loss that runs away.
 
         Args:
             watch: Looks at the losses.
             bad: The gradient that is at fault, if it can be named.
+            unfit: What to say of a result that is at fault.
             when: Which step.
         """
         losses = self._values[len(self._names) :][: self._losses]
         named = list(zip(self._names, self._values, strict=False))
         gradients = (value for name, value in named if name == _GRADIENT)
-        watch(fmean(losses) if losses else None, max(gradients, default=0.0))
+        watch(sum(losses) / len(losses) if losses else None, max(gradients, default=0.0))
         if wrong := {name for name, value in named if not math.isfinite(value)}:
             what = next(name for name in self._order if name in wrong)
             what = bad or what if what == _GRADIENT else what
             raise FloatingPointError(f"{what}{when} is not finite; {UNTOUCHED}")
+        if not self.passed:
+            raise FloatingPointError(unfit)
 
     @cached_property
     def _values(self) -> list[float]:
         return self._read()
+
+
+# What a rule returns.
+
+
+def refuse_unfit(
+    opt: VariationalOptimizer, everything: Iterable[Moved], blocks: Mapping[str, Sequence[Tensor]]
+) -> None:
+    """Raise for a result that is not finite, or a std that is not above 0.
+
+    Args:
+        opt: The optimiser.
+        everything: What the rule made of single weights, which is in the cache.
+        blocks: What it made of blocks that are matrices, by name.
+    """
+    for name, parts in blocks.items():
+        if not bool(torch.stack([largest(each) for each in parts]).max() < math.inf):
+            raise FloatingPointError(opt.overshot(f"a value of {name!r} that is not finite"))
+    for flat, numbers, spans, _ in everything:
+        group = opt.param_groups[flat.number]
+        values = {key: value for key, value in flat.state.items() if key != "keep"} | {"mean": flat.mean}
+        for span in spans:
+            ends = {key: _ends(value if span is None else value[span]) for key, value in values.items()}
+            if unfit(opt, ends, group, flat.dtype) is None:
+                continue
+            for i in numbers:  # ends of two tensors may be of different weights, and no weight is unfit
+                own = {key: value[flat.layout.span(i)] for key, value in values.items()}
+                if what := unfit(opt, own, group, flat.dtype):
+                    raise FloatingPointError(opt.overshot(f"{flat.layout.names[i]!r} {what}"))
+
+
+def _ends(values: Tensor) -> Tensor:
+    """The least and the largest; what a std is between those of a state's is monotone in each."""
+    return torch.stack(torch.aminmax(values))
+
+
+def unfit(
+    opt: VariationalOptimizer, values: Mapping[str, Tensor], group: Group, dtype: torch.dtype
+) -> str | None:
+    """What is wrong with a mean, of a parameter of a type, and its state."""
+    for key, value in values.items():
+        most = torch.finfo(dtype if key == "mean" else value.dtype).max
+        if not bool(largest(value) <= most):
+            return f"a {_CALLED.get(key, key)} that is not finite"
+    if not (opt.by_adam(group) or group["deterministic"]):
+        std = opt.std(dict(values), group)
+        if not bool(((std > 0) & (std < math.inf)).all()):
+            return "a std that is not a positive number"
+    return None
+
+
+_CALLED = {"hess": "curvature"}
+
+
+def hold_back(ok: Tensor, everything: Iterable[Moved], blocks: Mapping[str, Sequence[Tensor]]) -> None:
+    """Let a flag on the device fall if a result is not fit, as its mean says; the host does not wait.
+
+    Args:
+        ok: The flag.
+        everything: What the rule made of single weights, marked.
+        blocks: What it made of blocks that are matrices, by name.
+    """
+    for flat, _, spans, results in everything:
+        most = torch.finfo(flat.dtype).max
+        for span, (mean, _) in zip(spans, results, strict=True):
+            if span is None and kernels is not None and mean.is_cuda and mean.dtype == torch.float32:
+                kernels.judge(flat.layout, mean, most, ok)  # what lies between the blocks may be anything
+            else:
+                ok.logical_and_(largest(mean) <= most)
+    if values := [each for some in blocks.values() for each in some]:
+        ok.logical_and_(torch.stack(foreach_norm(values, math.inf)).max() < math.inf)
 
 
 def finite(numbers: Tensor) -> Tensor:

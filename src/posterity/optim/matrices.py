@@ -155,6 +155,34 @@ class Block:
             self.state.pop(key, None)
 
 
+class Made(NamedTuple):
+    """What a rule has made of blocks, which is not theirs yet.
+
+    Attributes:
+        old: Blocks that are none any more.
+        blocks: Those that there are from here on.
+        moving: Those of them that have a gradient.
+        results: New mean and state of each of these.
+    """
+
+    old: list[Block]
+    blocks: list[Block]
+    moving: list[Block]
+    results: list[tuple[Tensor, State]]
+
+    @property
+    def params(self) -> set[Tensor]:
+        """The parameters of all blocks."""
+        return {p for block in self.blocks for p in block.params}
+
+    def values(self) -> dict[str, list[Tensor]]:
+        """What is new of each block, by its name."""
+        return {
+            "+".join(block.names): [mean, *(v for key, v in new.items() if v is not block.state.get(key))]
+            for block, (mean, new) in zip(self.moving, self.results, strict=True)
+        }
+
+
 @final
 class Matrices:
     """The blocks of an optimiser that are matrices, as its groups remember them.
@@ -204,15 +232,14 @@ class Matrices:
         parts = [part for block, value in zip(blocks, values, strict=True) for part in block.split(value)]
         _copy(list(zip(targets, parts, strict=True)))
 
-    def move(self, opt: VariationalOptimizer, behind: Behind, ok: Tensor | None) -> set[Tensor]:
-        """Move the blocks that have a gradient, all or none of them; the parameters of all blocks.
+    def made(self, opt: VariationalOptimizer, behind: Behind) -> Made:
+        """What the rule makes of the blocks that have a gradient; nothing is written.
 
         What layers have reported is a block from here on, whatever its parameters were before.
 
         Args:
             opt: The optimiser.
             behind: The examples behind the step, and what makes of the loss a mean over these.
-            ok: A flag on the device that lets values through, if there is one.
         """
         numbers, (size, scale) = opt.numbers, behind
         factors, old, blocks = self._reported(opt.sums)
@@ -231,20 +258,25 @@ class Matrices:
                 moving.append(block)
                 given.append((mean, state, stats, numbers.groups[block.number]))
         try:
-            made = opt.updates(given)
+            results = opt.updates(given)
         except Refused as error:
             names = "+".join(moving[error.number].names)
             raise ValueError(f"{names!r}: {error}; nothing has moved") from error
-        for block in old:
+        return Made(old, blocks, moving, results)
+
+    def write(self, made: Made, ok: Tensor | None) -> None:
+        """Let blocks be what a rule has made of them, unless a flag on the device is not set."""
+        for block in made.old:
             block.forget()
-        pairs = [pair for block, new in zip(moving, made, strict=True) for pair in block.put(*new)]
+        pairs = [
+            pair for block, new in zip(made.moving, made.results, strict=True) for pair in block.put(*new)
+        ]
         _copy(pairs if ok is None else [(to, torch.where(ok, value, to)) for to, value in pairs])
-        parts = [part for each in moving for part in each.parts]
+        parts = [part for each in made.moving for part in each.parts]
         if counts := [part.state["step"] for part in parts if part.p.grad is not None]:
             foreach_add_(counts, 1)
-        if blocks != self._blocks:
-            self._remember(blocks)
-        return {p for block in blocks for p in block.params}
+        if made.blocks != self._blocks:
+            self._remember(made.blocks)
 
     def _reported(self, sums: Accumulator) -> tuple[dict[Names, Kronecker], list[Block], list[Block]]:
         """Factors by block, blocks that are none any more, and those that there are from here on."""

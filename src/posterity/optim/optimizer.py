@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from posterity.arguments import described, instance, is_dense, takes
 from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.names import NameFilter, padding_rows, select
@@ -114,7 +115,8 @@ class VariationalOptimizer(Optimizer, ABC):
         chosen = select([name for group in given for name, _ in group["params"]], deterministic)
         if seed is None:  # one for all groups, and saved with them
             seed = new_seed() if self.draws else 0
-        shared: Group = {"seed": seed, "steps": 0, "deterministic": False}
+        defaults = {key: groups.plain(value) for key, value in defaults.items()}
+        shared: Group = {"seed": groups.plain(seed), "steps": 0, "deterministic": False}
         if self.matrices:
             shared["blocks"] = ()  # which tensors are one, once their layers have reported
         entries = self.without_noise if deterministic_lr is None else None
@@ -234,12 +236,15 @@ class VariationalOptimizer(Optimizer, ABC):
             The closure's loss, averaged over the samples.
 
         Raises:
-            FloatingPointError: A loss, a gradient or another statistic is not finite. Nothing has moved then.
+            FloatingPointError: A loss, a gradient or another statistic is not finite, or the rule's result is
+                not, or a std would not be above 0. Nothing has moved then.
                 Where all parameters are on one GPU, the host does not wait for what the device finds: the
                 step that was bad moves nothing, and the next call of this method, or of what shows or saves
                 the posterior, raises, and drops what was gathered for a step of its own.
         """
         self.refuse_inside("step()")
+        if closure is not None and not callable(closure):
+            raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
         self.check_changed()
         checks.refuse_scaler(self)
         count = counting.as_count(count)
@@ -262,14 +267,19 @@ class VariationalOptimizer(Optimizer, ABC):
         """Run the closure under ``mc_samples`` weight samples; its mean loss."""
         params = self.parameters()
         losses: list[Tensor] = []
-        for _ in range(self.param_groups[0]["mc_samples"]):
+        for _ in range(int(self.param_groups[0]["mc_samples"])):
             with self._next_sample(), torch.enable_grad():
                 loss = closure()
                 if not isinstance(loss, Tensor | float | int):
                     raise TypeError(f"the closure must return the loss, not {type(loss).__name__}")
+                if isinstance(loss, Tensor) and not (is_dense(loss) and loss.numel() == 1):
+                    raise ValueError(
+                        f"the closure must return the mean loss, one number, not {described(loss)} of shape "
+                        f"{list(loss.shape)}"
+                    )
                 if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in params):
                     loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
+                losses.append(_number(loss))
         self.sums.publish()
         self.sums.losses += losses
         return torch.stack(losses).mean(0)
@@ -287,12 +297,13 @@ class VariationalOptimizer(Optimizer, ABC):
         # What may fail in the middle of a step is not for a device alone to judge.
         waits = bool(self.matrices) or not runs_ahead_of({flat.device for flat in self.cache.latest})
         if waits:
-            verdict.report(self.watch, None if verdict.finite else checks.bad_gradient(self._named()))
+            verdict.report(self.watch, None if verdict.passed else checks.bad_gradient(self._named()))
         self.ok = None if waits else verdict.ok
         self.cache.reread()
-        self.buffers.undo_unless(self.ok)
         moved = apply(self, behind, self.ok)
+        self.buffers.undo_unless(self.ok)
         if not waits:
+            verdict.send()
             self._pending = verdict, moved
         self.advance()
 
@@ -312,7 +323,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """Whether the rule must know the number of examples behind a step."""
         return self.needs_batch_size and not all(group["deterministic"] for group in self.param_groups)
 
-    # The posterior, shown and taken up.
+    # The posterior, described and taken up.
 
     def posterior(self, model: nn.Module | None = None) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes.
@@ -378,6 +389,7 @@ class VariationalOptimizer(Optimizer, ABC):
         return watch.noise_of(self._leaves({name: name for name, _ in self._named()}).values())
 
     @torch.no_grad()
+    @takes(posterior=instance("a Factorised posterior", Factorised))
     def load_posterior(self, posterior: Factorised) -> None:
         """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
         self.refuse_inside("load_posterior()")
@@ -404,6 +416,12 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
+        if not isinstance(param_group, dict):
+            raise TypeError(
+                f"a group is a dict with its parameters under 'params', not {described(param_group)}"
+            )
+        if not isinstance(param_group.get("deterministic", False), bool):
+            raise TypeError(f"deterministic is True or False, not {described(param_group['deterministic'])}")
         built = hasattr(self, "cache")  # else there are neither samples nor a cache
         if built:
             self.refuse_inside("add_param_group()")
@@ -416,7 +434,8 @@ class VariationalOptimizer(Optimizer, ABC):
         elif param_group.get("deterministic"):
             defaults = {**defaults, **(self.without_noise or {})}
         groups.refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
-        group = groups.checked_group(overridden(defaults, param_group, self.widths), self.param_groups)
+        given = {key: value if key == "params" else groups.plain(value) for key, value in param_group.items()}
+        group = groups.checked_group(overridden(defaults, given, self.widths), self.param_groups)
         by_rule = not self.by_adam(group)
         left_open = {key: 1.0 for key in self.derived if by_rule and group[key] is None}
         self._check([*self.param_groups, {**group, **left_open}])
@@ -430,17 +449,22 @@ class VariationalOptimizer(Optimizer, ABC):
         """All there is to resume from."""
         self.refuse_inside("state_dict()")
         self.settle()
-        return super().state_dict()
+        found = super().state_dict()
+        for group in found["param_groups"]:  # users and schedulers may have put others there
+            group.update({key: groups.plain(value) for key, value in group.items()})
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
         self.refuse_inside("load_state_dict()")
+        saved.refuse_foreign(state_dict)
         self.settle()
         used: list[dict[str, Any]] = []
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
             saved.refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
             self._check(given["param_groups"])
+            saved.refuse_unfit(self, given)
             used.append(given)
 
         # After the hooks of others, so that what they made of the state is what counts.
@@ -488,7 +512,14 @@ class VariationalOptimizer(Optimizer, ABC):
     def check_changed(self) -> None:
         """Refuse entries for which a rule is undefined, if one has changed since they were last checked."""
         entries = self._entries_now()
-        if entries != self._checked:
+        try:
+            changed = bool(entries != self._checked)
+        except (RuntimeError, ValueError):  # several numbers, which are not to be compared, nor what is meant
+            changed = True
+        if changed:
+            for group in self.param_groups:
+                group.update({key: groups.plain(group[key]) for key in self._keys if key in group})
+            entries = self._entries_now()
             self._check(self.param_groups)
             self._checked = entries
 
@@ -553,18 +584,35 @@ class VariationalOptimizer(Optimizer, ABC):
             return
         verdict, moved = pending
         bad = None
-        if not verdict.finite:  # it was held back on the device: uncount it
+        if not verdict.passed:  # it was held back on the device: uncount it
             for flat, numbers in moved:
                 flat.count(numbers, -1)
             self.advance(-1)
             bad = self._ledger.not_finite(self._named())
-        verdict.report(self.watch, bad, " of the last step")
+        verdict.report(self.watch, bad, self.overshot(), " of the last step")
+
+    def overshot(self, what: str = "a mean, a state or a std that is not finite") -> str:
+        """The sentence for a step whose result is not fit: what it is, and which settings make it smaller."""
+        group = self.param_groups[0]
+        wide, lr = self.narrower, float(group["lr"])
+        if group.get("std_init") is not None:
+            wide = wide.replace("std_scale", f"std_init={group['std_init']:g}")
+        return (
+            f"{type(self).__name__}'s step would give {what}; the posterior was not touched: lower "
+            f"lr={lr:g}, or {wide}, or look for huge values in the batch"
+        )
 
     def settle(self) -> None:
         """Wait for the verdicts on all steps, and raise them, once."""
         self.settle_step()
         for graph in list(self.graphs):
             graph.wait()
+
+
+def _number(loss: Tensor | float) -> Tensor:
+    """A loss as a real number, without its graph."""
+    found = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+    return found if found.is_floating_point() else found.float()
 
 
 def runs_ahead_of(devices: Collection[torch.device]) -> bool:

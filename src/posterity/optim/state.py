@@ -7,7 +7,6 @@ on that, and writes what has changed back. It can be dropped and made again at a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, count
@@ -18,7 +17,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from posterity.flat import Layout
+from posterity.flat import Layout, largest
 from posterity.noise import Room, addresses, alike, kernels
 from posterity.optim.adam import adam_init
 from posterity.torch_private import foreach_add_, foreach_copy_
@@ -76,8 +75,8 @@ class FlatGroup:
         self.steps = [states[p]["step"] for p in params]
         keys = [key for key in states[params[0]] if key not in (*COUNTS, *apart)]
         self._own = {key: [states[p][key] for p in params] for key in keys}
-        self.state: State = {
-            key: torch.zeros(self.layout.size, dtype=own[0].dtype, device=self.device)
+        self.state: State = {  # 1 between the blocks, where a std of 0 would be taken for a bad one
+            key: torch.ones(self.layout.size, dtype=own[0].dtype, device=self.device)
             for key, own in self._own.items()
         }
         self._views = {key: self.layout.views(flat) for key, flat in self.state.items()}
@@ -191,7 +190,7 @@ class FlatGroup:
         there = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
         foreach_copy_(there, found)
         if number is not None:
-            torch.linalg.vector_norm(flat, math.inf, out=number)
+            number.copy_(largest(flat))
         return flat
 
     @cached_property
@@ -221,7 +220,7 @@ class FlatGroup:
         views = self.layout.views(flat)
         own = [value.to(flat.dtype) for value in values.values()]
         foreach_add_([views[i] for i in values], own, alpha=weight)
-        poison += torch.linalg.vector_norm(flat, math.inf) * 0.0
+        poison += largest(flat) * 0.0
 
     def spans(self, moved: Sequence[int] | None) -> Iterator[tuple[int, slice | None]]:
         """Where some parameters lie, or, in parts that a CPU's cache holds, all; each with one of them.

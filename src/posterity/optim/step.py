@@ -20,10 +20,10 @@ from torch import Tensor
 from posterity.curvature import NothingCollected
 from posterity.noise import Noise, kernels
 from posterity.optim.adam import adam_update
-from posterity.optim.checks import refuse_unreported
+from posterity.optim.checks import hold_back, refuse_unfit, refuse_unreported
 from posterity.optim.counting import Behind, ModuleCalls
 from posterity.optim.state import FlatGroup, Group, State, members
-from posterity.optim.statistics import Statistics
+from posterity.optim.statistics import Statistics, Sums
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -255,50 +255,100 @@ def absorb(
 # Apply.
 
 
+class Moved(NamedTuple):
+    """What a rule has made of parameters of a group, which is not theirs yet.
+
+    Attributes:
+        flat: The group.
+        numbers: Of the parameters.
+        spans: Where they lie.
+        results: New means and states of each span; none where these are in the cache already.
+    """
+
+    flat: FlatGroup
+    numbers: list[int]
+    spans: list[slice | None]
+    results: list[tuple[Tensor, State]]
+
+
 @torch.no_grad()
 def apply(opt: VariationalOptimizer, behind: Behind, ok: Tensor | None) -> list[tuple[FlatGroup, list[int]]]:
-    """Move every parameter that has a gradient; which of each group were moved.
+    """Move every parameter that has a gradient, or none; which of each group were moved.
+
+    What the rule returns is judged as a whole before any of it is written.
 
     Args:
         opt: The optimiser.
         behind: The examples behind the step, and what makes of the loss a mean over these.
-        ok: A flag on the device that lets values through, if the host does not wait for it.
+        ok: A flag on the device that lets values through, if the host does not wait for it; it falls if a
+            result is not fit.
+
+    Raises:
+        FloatingPointError: A result is not fit, and the host waits.
     """
-    numbers, done = opt.numbers, set[Tensor]()
-    if opt.matrices:
-        done = opt.blocks.move(opt, behind, ok)
+    made = opt.blocks.made(opt, behind) if opt.matrices else None
+    done = made.params if made is not None else set[Tensor]()
+    everything = []
+    try:
+        for sums in opt.sums:
+            moved = [i for i, p in enumerate(sums.group.params) if p.grad is not None and p not in done]
+            if moved:
+                everything.append(_run_rule(opt, sums, moved, behind, ok))
+        values = {} if made is None else made.values()
+        if ok is None:
+            refuse_unfit(opt, everything, values)
+        else:
+            hold_back(ok, everything, values)
+    except BaseException:
+        for flat in opt.cache.latest:
+            flat.load()
+        raise
+    if made is not None:
+        opt.blocks.write(made, ok)
         for sums in opt.sums:  # which has written to state that is cached, and of no more use there
             sums.group.keep_in_mind()
-    collected = opt.collector is None or bool(opt.sums.examples)
-    run_move = numbers.run(opt, move)
-    everything = []
-    for sums in opt.sums:
-        flat = sums.group
-        moved = [i for i, p in enumerate(flat.params) if p.grad is not None and not (done and p in done)]
-        if not moved:
-            continue
+    for flat, moved, spans, results in everything:
+        for span, (mean, state) in zip(spans, results, strict=False):
+            old = [(_part(flat.state[key], span), value) for key, value in state.items()]
+            accept([(_part(flat.mean, span), mean), *old], ok)
         flat.count(moved)
-        everything.append((flat, moved))
-        group = numbers.groups[flat.number]
-        grad, counts = sums.mean_grad, list(map(int, flat.steps))
-        similar = len(moved) == len(flat.params) and len(set(counts)) == 1
-        for i, span in flat.spans(None if similar else moved):
-            own = {key: _part(value, span) for key, value in flat.state.items() if key != "mean"}
-            run_move(
-                _part(flat.mean, span),
-                own,
-                _part(grad, span),
-                None if opt.by_adam(group) else _part(sums.second, span if collected else slice(0)),
-                *behind,
-                numbers.updates(flat.params[i], counts[i]),
-                group,
-                own.pop("keep", None),
-                ok,
-            )
         flat.write(moved)
         flat.save([key for key in flat.state if key not in _FIXED], moved)
     torch.clear_autocast_cache()  # of weights that were
-    return everything
+    return [(flat, moved) for flat, moved, *_ in everything]
+
+
+def _run_rule(
+    opt: VariationalOptimizer, sums: Sums, moved: list[int], behind: Behind, ok: Tensor | None
+) -> Moved:
+    """What the rule makes of some parameters of a group."""
+    flat, numbers, run_move = sums.group, opt.numbers, opt.numbers.run(opt, move)
+    collected = opt.collector is None or bool(opt.sums.examples)
+    group = numbers.groups[flat.number]
+    grad, counts = sums.mean_grad, [int(step) + 1 for step in flat.steps]
+    similar = len(moved) == len(flat.params) and len(set(counts)) == 1
+    places, results = list(flat.spans(None if similar else moved)), []
+    for i, span in places:
+        mean = _part(flat.mean, span)
+        own = {key: _part(value, span) for key, value in flat.state.items() if key != "mean"}
+        new_mean, new_state = run_move(
+            mean,
+            own,
+            _part(grad, span),
+            None if opt.by_adam(group) else _part(sums.second, span if collected else slice(0)),
+            *behind,
+            numbers.updates(flat.params[i], counts[i]),
+            group,
+            own.pop("keep", None),
+            ok is not None,
+        )
+        if ok is None:  # while it is in a CPU's cache; the optimiser's own tensors are as they were
+            accept([(mean, new_mean), *((own[key], value) for key, value in new_state.items())], None)
+        else:
+            results.append((new_mean, new_state))
+    # A host judges a group as a whole, not by parts that fit into a cache.
+    whole = bool(places) and similar and ok is None
+    return Moved(flat, moved, [None] if whole else [span for _, span in places], results)
 
 
 # What no step changes.
@@ -316,9 +366,12 @@ def move(
     step: int | Tensor,
     group: Group,
     keep: Tensor | None,
-    ok: Tensor | None,
-) -> None:
-    """The rule, and its result written over mean and state: all in place, so that it fuses."""
+    marks: bool,
+) -> tuple[Tensor, State]:
+    """The rule: new means and state. It is a function of numbers, so that it fuses.
+
+    With ``marks`` a mean is NaN where the state or the std is not fit, so that means alone tell of all.
+    """
     if second is None:
         new_mean, new_state = adam_update(mean, state, grad, step, group)
     else:
@@ -331,10 +384,17 @@ def move(
         if group["max_step"] < math.inf:
             reach = furthest(group, step) * rule.scale(state, group)
             new_mean = mean + (new_mean - mean).clamp(-reach, reach)
+    if marks:
+        unfit = [~torch.isfinite(each) for each in new_state.values()]
+        if second is not None and not group["deterministic"]:
+            std = rule.std({**state, **new_state}, group)
+            unfit.append(~((std > 0) & (std < math.inf)))
+        for each in unfit:
+            new_mean = torch.where(each, math.nan, new_mean)
     if keep is not None:  # others do not move: their std, which no gradient knows, might overflow
         new_mean = torch.where(keep, new_mean, mean)
         new_state = {key: torch.where(keep, value, state[key]) for key, value in new_state.items()}
-    accept([(mean, new_mean), *((state[key], value) for key, value in new_state.items())], ok)
+    return new_mean, new_state
 
 
 def furthest(group: Group, step: int | Tensor) -> Any:
@@ -347,7 +407,7 @@ def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor | None) -> None:
     if ok is None:
         for old, new in pairs:
             old.copy_(new)
-    elif not torch.compiler.is_compiling() and kernels is not None and ok.is_cuda and _plain(pairs):
+    elif kernels is not None and ok.is_cuda and _plain(pairs):
         kernels.accept(pairs, ok)
     else:
         for old, new in pairs:

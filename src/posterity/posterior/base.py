@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity import noise
+from posterity.arguments import MODULE, WHOLE, described, is_dense, takes
 
 
 class Run(Protocol):
@@ -48,6 +49,7 @@ class Posterior(nn.Module, ABC):
 
     linearised: bool = False
 
+    @takes(n=WHOLE, seed=WHOLE, step=WHOLE)
     def sample(self, n: int = 1, *, seed: int | None = None, step: int = 0) -> dict[str, Tensor]:
         """Draw ``n`` sets of weights; every tensor gets a leading dimension ``n``.
 
@@ -59,6 +61,7 @@ class Posterior(nn.Module, ABC):
             seed, step = noise.fresh()
         return self._sample(range(n), seed, step)
 
+    @takes(model=MODULE)
     def check(self, model: nn.Module) -> Self:
         """Raise, naming the first tensor that differs, unless every tensor fits a parameter of the model."""
         params = dict(model.named_parameters())
@@ -143,6 +146,8 @@ class Leaf(nn.Module, ABC):
         super().__init__()
         self.shape = shape
         self.shapes = (shape,) if shapes is None else tuple(shapes)
+        if keep is not None and not is_dense(keep):
+            raise TypeError(f"a mask must be a dense tensor, not {described(keep)}")
         if keep is not None and keep.shape != shape:
             raise ValueError(
                 f"a mask of shape {tuple(keep.shape)} does not fit a block of shape {tuple(shape)}"

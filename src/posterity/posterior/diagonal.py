@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from posterity.arguments import TENSOR, Kind, is_dense, is_number, takes
 from posterity.posterior.base import Leaf
+
+_STD = Kind("a number, or a dense tensor of real numbers", lambda std: is_number(std) or is_dense(std))
 
 
 def inverse_softplus(std: Tensor) -> Tensor:
@@ -40,6 +43,7 @@ class DiagonalGaussian(Leaf):
 
     raw: Tensor
 
+    @takes(mean=TENSOR, std=_STD, keep=TENSOR)
     def __init__(
         self, mean: Tensor, std: Tensor | float, *, trainable: bool = False, keep: Tensor | None = None
     ) -> None:
@@ -80,9 +84,14 @@ class DiagonalGaussian(Leaf):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density summed over the weights that vary; leading dimensions stay."""
         std = self.filled_std()
-        return self.total(
-            -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
-        )
+        logs = -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
+        if self._trainable:
+            return self.total(logs)
+        # Of a weight that is known exactly: infinite at its mean, and nothing elsewhere.
+        hit, missed = value == self.loc, self.varying & (std == 0) & (value != self.loc)
+        logs = torch.where(std > 0, logs, torch.where(hit, math.inf, 0.0))
+        nowhere = self.total(missed.to(logs.dtype)) > 0
+        return torch.where(nowhere, -math.inf, self.total(logs))
 
     def trainable(self) -> Self:
         """This leaf if gradients reach it, else a copy that they reach."""
@@ -111,8 +120,8 @@ class DiagonalGaussian(Leaf):
         """Build the leaf again; bit for bit, because ρ itself is stored."""
         leaf = cls(tensors["loc"], 1.0, trainable=bool(config["trainable"]), keep=tensors.get("keep"))
         leaf.load_state_dict(dict(tensors))
-        std = leaf.filled_std()
-        unfit = std[~(std >= 0)]  # NaN is not, either
+        std = leaf.std()
+        unfit = std[~((std >= 0) & torch.isfinite(std))]  # 0 is that of a point mass
         if len(unfit):
             raise ValueError(f"a saved std is {float(unfit.min()):g}: the file is damaged")
         return leaf

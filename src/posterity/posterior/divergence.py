@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from posterity import noise
+from posterity.arguments import TENSORS, WHOLE, instance, takes
 from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.factorised import Factorised
 from posterity.posterior.matching import matched
@@ -52,6 +53,13 @@ def register_kl(q_type: type, p_type: type, *, needs_draw: bool = False) -> Call
     return add
 
 
+@takes(
+    q=instance("a posterior or a leaf", Posterior, Leaf),
+    weights=TENSORS,
+    samples=WHOLE,
+    seed=WHOLE,
+    step=WHOLE,
+)
 def kl(
     q: Posterior | Leaf,
     p: Posterior | Leaf | Density | ByName,

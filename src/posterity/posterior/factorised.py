@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,13 +16,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from posterity import noise
+from posterity.arguments import MODULE, PATH, TENSORS, Kind, described, takes
 from posterity.disk import replacing, write_tensors
 from posterity.posterior.base import Leaf, Posterior
 
 Key: TypeAlias = str | tuple[str, ...]
 
+_KEY = Kind(
+    "a name or a tuple of names",
+    lambda key: (
+        isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(each, str) for each in key))
+    ),
+)
 _FORMAT = "posterity.Factorised"
-_VERSION = 1
+# 2: the header has a digest, without which no file of this version is read.
+_VERSION = 2
 
 
 @final
@@ -54,12 +64,16 @@ class Factorised(Posterior):
     ) -> None:
         super().__init__()
         self.linearised = linearised
+        if not (isinstance(blocks, Mapping) and all(isinstance(leaf, Leaf) for leaf in blocks.values())):
+            raise TypeError(f"a posterior is made of leaves by name, not of {described(blocks)}")
         if not blocks:
             raise ValueError("a posterior needs at least one block")
         self.tensors: dict[str, tuple[str, ...]] = {}
         seen: set[str] = set()
         for key, leaf in blocks.items():
-            names = (key,) if isinstance(key, str) else tuple(key)
+            if not _KEY.fits(key):
+                raise TypeError(f"a block is called by {_KEY.words}, not {described(key)}")
+            names = (key,) if isinstance(key, str) else key
             if len(names) != len(leaf.shapes):
                 raise ValueError(f"{key!r} names {len(names)} tensors, and its leaf holds {len(leaf.shapes)}")
             if len({*names} - seen) < len(names):
@@ -74,6 +88,7 @@ class Factorised(Posterior):
         """The leaves by their blocks' names: that of the tensor, or those of several joined by ``+``."""
         return dict(zip(self.tensors, cast("list[Leaf]", list(self._leaves)), strict=True))
 
+    @takes(name=_KEY)
     def block(self, name: Key) -> Leaf:
         """The leaf of one block, by its name or a tuple of its tensors' names."""
         called = name if isinstance(name, str) else "+".join(name)
@@ -94,6 +109,7 @@ class Factorised(Posterior):
             for name, part in zip(self.tensors[block], leaf.split(values[block]), strict=True)
         }
 
+    @takes(values=TENSORS)
     def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One value per weight, given by tensor, by block: the inverse of :meth:`split`."""
         for name, shape in self.shapes().items():
@@ -139,6 +155,7 @@ class Factorised(Posterior):
         blocks = {self.tensors[name]: leaf for name, leaf in leaves.items()}
         return Factorised(blocks, linearised=self.linearised)
 
+    @takes(path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
         tensors = {
@@ -154,12 +171,20 @@ class Factorised(Posterior):
         header: dict[str, Any] = {"version": _VERSION, "blocks": config}
         if self.linearised:
             header["linearised"] = True
-        with replacing(Path(path)) as unfinished:
+        header["digest"] = _digest(header, tensors)
+        target = Path(path)
+        if not target.name:
+            raise ValueError(f"{str(path)!r} names no file to write")
+        with replacing(target) as unfinished:
             write_tensors(unfinished, tensors, {_FORMAT: json.dumps(header)})
 
     @classmethod
+    @takes(path=PATH, model=MODULE)
     def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Factorised:
         """Read a saved posterior; with a model, refuse one that does not fit it.
+
+        A file that was changed since it was written, by so much as a bit, is refused by its digest, and so is
+        one whose means or stds no posterior has. Files of before there were digests are read without.
 
         Example:
             >>> import tempfile, pathlib
@@ -170,6 +195,10 @@ class Factorised(Posterior):
             ...     Factorised.load(pathlib.Path(folder) / "q.safetensors").std()["w"]
             tensor([0.1000, 0.1000])
         """
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"there is no file {str(path)!r}: a posterior is written by .save()")
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is not a safetensors file, but a folder: name a file in it")
         tensors: dict[str, dict[str, Tensor]] = {}
         try:
             with safe_open(path, framework="pt") as file:
@@ -177,17 +206,21 @@ class Factorised(Posterior):
                 for key in file.keys():  # noqa: SIM118 (the handle is no mapping)
                     name, _, part = key.rpartition("|")
                     tensors.setdefault(name, {})[part] = file.get_tensor(key)
-        except (SafetensorError, IsADirectoryError) as error:
+        except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file, or is cut short: {error}") from error
         if _FORMAT not in metadata:
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")
         try:
             header = json.loads(metadata[_FORMAT])
-            posterior = cls(
-                _restored(header, tensors, path), linearised=bool(header.get("linearised", False))
-            )
-        except (json.JSONDecodeError, AttributeError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+            version = header["version"]
+            if isinstance(version, int) and version > _VERSION:
+                raise ValueError("it was written by a newer Posterity: update to read it")
+            _refuse_changed(header, tensors)
+            blocks = _restored(header["blocks"], tensors)
+            posterior = cls(blocks, linearised=bool(header.get("linearised", False)))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            missing = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+            raise ValueError(f"{path} is damaged: {missing}") from error
         return posterior if model is None else posterior.check(model)
 
     def _sample(
@@ -200,18 +233,48 @@ class Factorised(Posterior):
         return self.split(draws)
 
 
-def _restored(header: dict[str, Any], tensors: Mapping[str, Any], path: object) -> dict[Key, Leaf]:
-    """The leaves of a file, from its header and the tensors of each block."""
-    if header["version"] > _VERSION:
-        raise ValueError(f"{path} was written by a newer Posterity: update to read it")
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of a file's header and of its tensors: names, types, shapes and bytes."""
+    found = hashlib.sha256(json.dumps(dict(header)).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        if tensor.nbytes:  # as they lie in memory, not as a copy
+            found.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return found.hexdigest()
+
+
+def _refuse_changed(header: dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise unless a file is as it was written; the digest is taken out of the header."""
+    version, digest = header["version"], header.pop("digest", None)
+    if type(version) is not int or version < 1:
+        raise ValueError(f"its version is {version!r}, which no Posterity has written")
+    if digest is None and version < 2:
+        return
+    flat = {f"{name}|{key}": value for name, own in tensors.items() for key, value in own.items()}
+    if digest != _digest(header, flat):
+        raise ValueError("its content does not fit its digest: restore it from a copy, or save it again")
+
+
+def _restored(header: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Leaf]:
+    """The leaves of a file, from what its header says of blocks and the tensors of each."""
     families = {family.__name__: family for family in _families(Leaf)}
     blocks: dict[Key, Leaf] = {}
-    for name, config in header["blocks"].items():
+    for name, config in header.items():
         if config["family"] not in families:
-            raise ValueError(f"{path}: {name!r} is of the family {config['family']}, unknown here")
+            raise ValueError(f"{name!r} is of the family {config['family']}, unknown here")
         # Files of before there were blocks of several tensors do not name them.
         names = tuple(config.get("tensors", [name]))
-        blocks[names] = families[config["family"]].restored(tensors[name], config)
+        if "+".join(names) != name:
+            raise ValueError(f"the block {name!r} says that it holds {', '.join(names)}")
+        try:
+            blocks[names] = leaf = families[config["family"]].restored(tensors[name], config)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{name!r}: {error}") from error
+        if not bool(torch.isfinite(leaf.mean()).all()):
+            raise ValueError(f"{name!r} has means that are not finite")
+    if unknown := tensors.keys() - header.keys():
+        raise ValueError(f"it holds tensors of {min(unknown)!r}, which is none of its blocks")
     return blocks
 
 

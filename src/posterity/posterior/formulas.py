@@ -30,7 +30,11 @@ def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: Gaussian) -> Tensor:
     """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the weights that vary; leading dimensions stay."""
     p_mean, p_std = (p.mean, p.std) if isinstance(p, IsotropicGaussian) else (p.mean(), p.filled_std())
     growth, shift = (std - p_std) / p_std, (mean - p_mean) / p_std
-    return 0.5 * q.total(shift * shift + _spread_gap(growth))
+    gap = shift * shift + _spread_gap(growth)
+    if isinstance(p_std, Tensor):  # all but a point itself is infinitely far from it
+        same = (std == 0) & (mean == p_mean)
+        gap = torch.where(p_std > 0, gap, torch.where(same, 0.0, math.inf))
+    return 0.5 * q.total(gap)
 
 
 def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tensor:

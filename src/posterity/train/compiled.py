@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity import noise
+from posterity.arguments import FUNCTION, MODULE, NUMBER, WHOLE, takes
 from posterity.optim import VariationalOptimizer
 from posterity.optim.counting import as_count
 from posterity.optim.optimizer import runs_ahead_of
@@ -27,6 +28,7 @@ _KEYS = 256
 _UNREAD = ("params", "param_names", "initial_lr", "steps")
 
 
+@takes(model=MODULE, loss_fn=FUNCTION, max_norm=NUMBER, chunk=WHOLE, parts=WHOLE)
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn,

@@ -209,6 +209,8 @@ class Graph:
             torch.cuda.synchronize()  # else a step under way would raise it again
             self.poison.zero_()
         self.host_loss.zero_()
+        if loss == -math.inf:  # all that the step has seen was finite
+            raise FloatingPointError(self.step.optimizer.overshot())
         if loss:  # else it has not come yet
             self.step.optimizer.watch(loss)
 
@@ -227,8 +229,9 @@ class Graph:
         losses = self.step.gather(self.keeper.copies, batch)
         opt.sums.finish()
         poisons = [sums.poison for sums in opt.sums]
-        loss, ok = verdict(losses, poisons, self.poison, self.host_loss, self.numbers.clock)
+        loss, ok = verdict(losses, poisons, self.poison, self.numbers.clock)
         apply(opt, self.behind, ok)
+        report(loss, ok, self.poison, self.host_loss)
         self.keeper.restore_unless(ok)
         opt.reset()
         return loss
@@ -254,24 +257,36 @@ def flat_batch(batch: tuple[Any, ...]) -> tuple[Sequence[Any], TreeSpec | None]:
     return (batch, None) if all(isinstance(x, Tensor) for x in batch) else tree_flatten(batch)
 
 
-def verdict(
-    losses: Tensor, poisons: Sequence[Tensor], stuck: Tensor, host: Tensor, clock: Tensor
-) -> tuple[Tensor, Tensor]:
+def verdict(losses: Tensor, poisons: Sequence[Tensor], stuck: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
     """The mean loss of a captured step, and the flag that lets it through: whether all it has seen is finite.
 
     Args:
         losses: Of the samples.
         poisons: Of the sums of all groups: 0, or NaN.
         stuck: Becomes NaN with the first step that is held back, and stays so.
-        host: Memory of the host that gets the mean loss, or NaN once there was such a step.
         clock: Counts the step.
     """
     poison = poisons[0] if len(poisons) == 1 else torch.stack(list(poisons)).sum()
     if kernels is not None and losses.is_cuda and losses.dtype == poison.dtype == torch.float32:
-        return kernels.verdict(losses, poison, stuck, host, clock)
+        return kernels.verdict(losses, poison, stuck, clock)
     loss = losses.mean()
     ok = loss.abs() + poison < math.inf  # NaN is less than nothing
     stuck += torch.where(ok, 0.0, math.nan)
-    host.copy_(loss + stuck, non_blocking=True)
     clock += 1
     return loss, ok
+
+
+def report(loss: Tensor, ok: Tensor, stuck: Tensor, host: Tensor) -> None:
+    """Tell the host of a captured step, once the rule's results are judged, too.
+
+    Args:
+        loss: The mean loss.
+        ok: The flag, which has fallen since the verdict if a result is not fit.
+        stuck: 0, or NaN; becomes -inf where a result alone was bad, and stays so.
+        host: Memory of the host that gets the mean loss, or what is stuck.
+    """
+    if kernels is not None and loss.is_cuda and loss.dtype == stuck.dtype == torch.float32:
+        kernels.report(loss, ok, stuck, host)
+        return
+    stuck += torch.where(ok, 0.0, -math.inf)
+    host.copy_(loss + stuck, non_blocking=True)

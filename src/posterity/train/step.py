@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
 from posterity import buffers
+from posterity.arguments import described
 from posterity.inputs import moved
 from posterity.layers import Intercept
 from posterity.mc import chunks, stacked_pass
@@ -100,6 +101,11 @@ class TrainStep:
 
     def as_tensors(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """The batch with NumPy's arrays as tensors, alone or in dicts and lists, where the model is."""
+        for x in batch:
+            if isinstance(x, Tensor) and (x.is_meta or x.layout is not torch.strided):
+                raise TypeError(f"a batch is made of dense tensors, not of {described(x)}")
+        if any(isinstance(x, Tensor) and x.is_inference() for x in batch):  # no backward pass could keep them
+            batch = tuple(x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in batch)
         return batch if all(isinstance(x, Tensor) for x in batch) else moved(batch, self.target)
 
     def examples(self, batch: tuple[Any, ...]) -> int | None:
@@ -173,6 +179,8 @@ class TrainStep:
         if losses.dim() != 1:
             shape = list(losses.shape[1:])
             raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
+        if not losses.requires_grad:
+            raise ValueError("the loss does not depend on a weight that wants a gradient: see loss_fn")
         grads = torch.autograd.grad(losses, leaves, self._ones_like(losses), allow_unused=True)
         return losses, grads
 

@@ -32,6 +32,8 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
 # Operations inside that no mode needs to see.
 DisableTorchFunction = torch._C.DisableTorchFunction
+# Operations inside that take a tensor of a class of ours for a plain one.
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # The number of the backward pass that is running, -1 outside of one.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # Whether autocast is on for any device: one call where torch.is_autocast_enabled() needs one for each.

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from posterity.estimators import Sampled, by_block, parameters_of
+from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
@@ -38,9 +40,10 @@ from posterity.posterior import (
     Posterior,
     kl,
 )
-from posterity.torch_private import graph_task_id
+from posterity.torch_private import graph_task_id, is_compiled
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
+_NO_SAMPLE = "a posterior draws at least one sample, not {}: pass samples >= 1"
 PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
 
 
@@ -59,6 +62,11 @@ class Variational(nn.Module):
         posterior: Of its weights; a block that is not trained by gradient, such as K-FAC's, is refused.
         seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
             layer is built; training never draws from it.
+        estimator: How a layer's outputs are drawn: by one draw of its weights for all examples
+            (``"weight"``), or for each example by its own, ``"local"`` or ``"flipout"``; or estimators by
+            name patterns of blocks. docs/estimators.md says what each of them serves.
+        batch_dim: The axis that counts examples in the inputs of linear layers, for ``"flipout"``, where
+            these have several axes to choose from.
 
     Example:
         >>> import torch
@@ -67,8 +75,25 @@ class Variational(nn.Module):
         (torch.Size([4, 2]), torch.Size([5, 4, 2]))
     """
 
-    def __init__(self, module: nn.Module, posterior: Factorised, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        posterior: Factorised,
+        seed: int | None = None,
+        *,
+        estimator: Estimator | Mapping[str, Estimator] = "weight",
+        batch_dim: int = 0,
+    ) -> None:
         super().__init__()
+        if batch_dim < 0:
+            raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
+        self.estimators, self.batch_dim = by_block(posterior, estimator), batch_dim
+        self._one_draw = set(self.estimators.values()) == {"weight"}
+        if not self._one_draw and is_compiled(module):
+            raise ValueError(
+                f"estimator={estimator!r} must see the layers of the module, which torch.compile hides: pass "
+                "the module as it was before, or estimator='weight'"
+            )
         self.module = module
         self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
         _hold_padding(self.posterior, module)
@@ -76,6 +101,7 @@ class Variational(nn.Module):
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
         self._versions: list[int] = []
+        self._runner: tuple[Sampled] | None = None
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
             owner = module.get_submodule(path)
             if _refuse_again not in owner._forward_pre_hooks.values():  # of another Variational around it
@@ -83,20 +109,31 @@ class Variational(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
-        weights = self._draw(1)
-        return functional_call(self.module, {name: w[0] for name, w in weights.items()}, args, kwargs)
+        if self._one_draw:
+            weights = {name: w[0] for name, w in self._draw(1).items()}
+            return functional_call(self.module, weights, args, kwargs)
+        with Intercept():
+            return functional_call(self.module, self._given(range(1), None, self._count()), args, kwargs)
 
     def outputs(
         self, *args: Any, samples: int, how: How = "stack", chunk: int | None = None, **kwargs: Any
     ) -> Tensor:
         """The module's outputs ``[samples, B, ...]`` under as many draws of the weights."""
-        return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
+        if self._one_draw:
+            return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
+        if samples < 1:
+            raise ValueError(_NO_SAMPLE.format(samples))
+        self._sampled.step = self._count()
+        return run(self._sampled, {"sample": torch.arange(samples)}, *args, how=how, chunk=chunk, **kwargs)
 
     def kl(self, prior: Posterior | Density | ByName = PRIOR) -> Tensor:
         """KL(posterior ‖ prior); estimated where there is no closed form. The prior is N(0, 1) by default.
 
-        The weights are those that were drawn last, if the posterior is as it was then; else others.
+        The weights are those that were drawn last, if the posterior is as it was then; else others. With an
+        estimator that draws none for all examples they are always others, the same for one forward pass.
         """
+        if not self._one_draw:
+            return kl(self.posterior, prior, seed=self.seed, step=self.draws)
         # Weights of what the posterior was before it changed would give no KL.
         if self._weights is None or self._versions != self._now():
             return kl(self.posterior, prior)
@@ -111,17 +148,41 @@ class Variational(nn.Module):
         self.seed, self.draws = state["seed"], state["draws"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weights": None}  # part of an autograd graph, which cannot be copied
+        # Weights are part of an autograd graph, which cannot be copied.
+        return {**self.__dict__, "_weights": None, "_runner": None}
 
     def _draw(self, samples: int) -> dict[str, Tensor]:
         if samples < 1:
-            raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
-        weights = self.posterior._sample(range(samples), self.seed, self.draws, Domain.TRAIN)
-        self.draws += 1
+            raise ValueError(_NO_SAMPLE.format(samples))
+        weights = self.posterior._sample(range(samples), self.seed, self._count(), Domain.TRAIN)
         # For kl(): weights drawn without a graph would give it no gradient.
         self._weights = weights if torch.is_grad_enabled() else None
         self._versions = self._now()
         return weights
+
+    def _count(self) -> int:
+        """The number of this draw."""
+        self.draws += 1
+        return self.draws - 1
+
+    def _given(self, samples: range, level: int | None, step: int) -> dict[str, Tensor]:
+        """What the module gets for its parameters, by the blocks' estimators."""
+        return parameters_of(
+            self.posterior,
+            self.estimators,
+            samples,
+            level=level,
+            batch_dim=self.batch_dim,
+            seed=self.seed,
+            step=step,
+        )
+
+    @property
+    def _sampled(self) -> Sampled:
+        """The module as a model of sample numbers."""
+        if self._runner is None:
+            self._runner = (Sampled(self.module, self._given),)  # in a tuple: it is no submodule
+        return self._runner[0]
 
     def _now(self) -> list[int]:
         """Numbers that change whenever the posterior does."""
@@ -136,6 +197,8 @@ def variational(
     std_init: float | None = None,
     deterministic: NameFilter = (),
     seed: int | None = None,
+    estimator: Estimator | Mapping[str, Estimator] = "weight",
+    batch_dim: int = 0,
 ) -> Variational:
     """Give a module's weights a posterior that is trained by gradient.
 
@@ -149,6 +212,9 @@ def variational(
         std_init: Std of every weight at the start, instead.
         deterministic: Filter of names that stay plain parameters.
         seed: Seed of the weight noise; see :class:`Variational` for the default.
+        estimator: ``"weight"``, ``"local"`` or ``"flipout"``, or these by name patterns, as for families; see
+            :class:`Variational`.
+        batch_dim: The axis that counts examples; see :class:`Variational`.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -174,7 +240,7 @@ def variational(
     families = family if isinstance(family, Mapping) else {"*": family}
     std = start_std(found, drawn.values())
     leaves = {name: first_match(families, name)(p, std) for name, p in drawn.items()}
-    return Variational(module, Factorised(leaves), seed)
+    return Variational(module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim)
 
 
 def _refuse_again(module: nn.Module, args: object) -> None:

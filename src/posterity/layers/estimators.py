@@ -281,7 +281,8 @@ def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
     """1 or -1 for each example and channel, of inputs or outputs: they broadcast to these."""
     shape = [1] * (like.dim() + call.folded)
     shape[call.axis], shape[call.channel_axis] = call.examples, like.shape[call.channel_axis]
-    signs = torch.where(drawn.normal(what, shape) < 0, -1.0, 1.0).to(like.dtype)
+    noise = drawn.normal(what, shape)
+    signs = torch.ones_like(noise).copysign(noise).to(like.dtype)
     if not call.folded:
         return signs
     return signs.expand(like.shape[0] // call.examples, -1, -1).reshape(like.shape)

@@ -6,7 +6,7 @@ What estimators do in a layer is in :mod:`posterity.layers.estimators`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, final, get_args
 
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posterity import noise
-from posterity.layers.estimators import Drawn, Estimator, StandIn, transforms
+from posterity.layers.estimators import Drawn, Estimator, StandIn, outermost, transforms
 from posterity.layers.stacks import inside, level_of, stack
 from posterity.names import first_match
 from posterity.noise import Domain
 from posterity.posterior import Factorised, Leaf
-from posterity.torch_private import temporarily_pop_interpreter_stack
 
 
 def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimator]) -> dict[str, Estimator]:
@@ -75,9 +74,8 @@ def parameters_of(
         if estimators[name] == "weight":
             found |= zip(names, draws.values(), strict=True)
             continue
-        with draws.outside():
-            for index, (tensor, shape) in enumerate(zip(names, leaf.shapes, strict=True)):
-                found[tensor] = StandIn.of(Drawn(tensor, draws, index), shape, leaf.loc)
+        for index, (tensor, shape) in enumerate(zip(names, leaf.shapes, strict=True)):
+            found[tensor] = StandIn.of(Drawn(tensor, draws, index), shape, leaf.loc)
     return found
 
 
@@ -111,28 +109,26 @@ class BlockDraws:
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
         """Standard normals that belong to a name."""
         like: dict[str, Any] = {"device": self.leaf.device, "dtype": self.leaf.dtype}
-        with self.outside():
-            drawn = noise.normal(self._samples, shape, block=name, **like, **self._at)
-        return self._placed(drawn)
+        with self._outside():
+            return self._placed(noise.normal(self._samples, shape, block=name, **like, **self._at))
 
-    def outside(self) -> AbstractContextManager[None]:
-        """Inside, nothing is stacked: there is one of each, or it has its samples in front."""
-        return nullcontext() if self._level is None else temporarily_pop_interpreter_stack()
+    def _outside(self) -> AbstractContextManager[None]:
+        """Inside, no samples are stacked, and no transform of the model's own runs."""
+        return outermost(len(self.transforms) - (self._level is not None))
 
     @cached_property
     def _values(self) -> list[Tensor]:
-        with self.outside():
-            drawn = self.leaf.draw(self._noise())
-        return self._tensors(drawn)
+        with self._outside():
+            return self._tensors(self.leaf.draw(self._noise()))
 
     @cached_property
     def _parts(self) -> list[tuple[Tensor, Tensor]]:
-        with self.outside():
+        with self._outside():
             if self.estimator == "local":
                 parts = self.leaf.independent(self._noise(but=""))
             else:
                 parts = self.leaf.deviation(self._noise())
-        return list(zip(*map(self._tensors, parts), strict=True))
+            return list(zip(*map(self._tensors, parts), strict=True))
 
     def _noise(self, but: str | None = None) -> dict[str, Tensor]:
         return self.leaf.noise(self._samples, block=self.block, but=but, **self._at)

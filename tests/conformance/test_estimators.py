@@ -305,6 +305,9 @@ LAYERS: dict[str, list[tuple[Callable[[], nn.Module], Tensor, tuple[str, ...]]]]
         (lambda kind=kind: recurrent(kind(4, 3, batch_first=True)), TEXT, ())
         for kind in (nn.LSTM, nn.GRU, nn.RNN)
     ],
+    "any layer inside a `torch.vmap` of the model's own": [
+        (lambda: linear(lambda self, x: torch.vmap(self.layer)(x)), ROW, ()),
+    ],
     "any other operation on a parameter": [
         (lambda: linear(lambda self, x: x @ self.layer.weight), ROW, ()),
         (lambda: linear(lambda self, x: x * self.layer.weight.square().sum()), ROW, ()),
@@ -398,6 +401,34 @@ def test_what_the_errors_advise_works() -> None:
         module = LAYERS[row][0][0]()
         model = variational(module, estimator={"layer.weight": "weight", "*": "local"})
         assert model(ROW).isfinite().all()
+
+
+@own
+def test_gradients_of_inputs_by_a_transform(estimator: str) -> None:
+    x, found = ROW.expand(3, -1).clone().requires_grad_(), []
+    for grad in (torch.func.grad, lambda f: lambda x: torch.autograd.grad(f(x), x)[0]):
+        torch.manual_seed(0)
+        model = variational(nn.Linear(4, 2), estimator=estimator, std_init=0.3, seed=1)
+        found.append(grad(lambda x, model=model: model(x).square().sum())(x))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_local_draws_no_noise_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    real = posterity.noise.normal
+    monkeypatch.setattr(
+        "posterity.noise.normal", lambda *args, **more: asked.append(more["block"]) or real(*args, **more)
+    )
+    model = variational(net(), family=FAMILIES["Scaled"], estimator="local", deterministic="norm.*")
+    model(data()[0])
+    assert asked == [
+        "conv.weight|z",
+        "conv.bias|z",
+        "conv.weight|out",
+        "fc.weight|z",
+        "fc.bias|z",
+        "fc.weight|out",
+    ]
 
 
 @own

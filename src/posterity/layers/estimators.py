@@ -21,8 +21,8 @@ References: Kingma, Salimans, Welling: "Variational Dropout and the Local Repara
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from typing import Any, Literal, Protocol, Self, TypeAlias, final
 
@@ -34,6 +34,7 @@ from posterity.layers.stacks import autocast_dtype
 from posterity.torch_private import (
     DisableTorchFunctionSubclass,
     functorch,
+    temporarily_pop_interpreter_stack,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -151,10 +152,11 @@ class StandIn(Tensor):
 
         A gradient that reaches it comes from an operation that nobody has seen.
         """
-        empty = like.new_full((), torch.nan, requires_grad=False).expand(shape)
-        if torch.is_grad_enabled():
-            empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
-        found = empty.as_subclass(cls)
+        with outermost(0):
+            empty = torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
+            if torch.is_grad_enabled():
+                empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
+            found = empty.as_subclass(cls)
         found.drawn = drawn
         return found
 
@@ -194,6 +196,15 @@ def transforms() -> list[int]:
     return [each.level() for each in functorch.get_interpreter_stack() or ()]
 
 
+@contextmanager
+def outermost(count: int) -> Iterator[None]:
+    """Inside, only the outermost transforms of torch.func run, so many of them."""
+    with ExitStack() as left:
+        for _ in transforms()[count:]:
+            left.enter_context(temporarily_pop_interpreter_stack())
+        yield
+
+
 def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, int | None] | None) -> Any:
     """The outputs of a layer whose weight or bias is a stand-in; NotImplemented if no estimator serves it.
 
@@ -202,28 +213,11 @@ def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, in
         call: Its call.
         attending: Inside an attention layer how many examples there are, and their axis around it.
     """
-    given = [each.drawn if isinstance(each, StandIn) else None for each in (call.weight, call.bias)]
-    first = given[0] or given[1]
-    if first is None or not isinstance(call, Multiplying) or isinstance(call.input, StandIn):
+    if not isinstance(call, Multiplying) or isinstance(call.input, StandIn):
         return NotImplemented
-    call.listener = first  # type: ignore[assignment]  # of it, only the axis of examples is asked for
-    if not call.known():
-        return NotImplemented
-    found = call.find_examples(attending)
-    weight, bias = (
-        each
-        if each is not None
-        and (found or each.estimator == "local")
-        and each.serves(call.examples, first.name)
-        else None
-        for each in given
-    )
+    weight, bias = _served(call, attending)
     if weight is bias is None:
         return NotImplemented
-    for role, drawn, served in zip(("weight", "bias"), given, (weight, bias), strict=True):
-        if drawn is not None and served is None:
-            setattr(call, role, drawn.value())
-            drawn.use()
     means = call.weight if weight is None else weight.mean(), call.bias if bias is None else bias.mean()
     out = _applied(func, call, call.input, *means)
     for estimator, add in (("local", _with_noise), ("flipout", _with_signs)):
@@ -231,6 +225,26 @@ def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, in
         if any(own):
             out = add(func, call, out, *own)
     return out
+
+
+def _served(call: Multiplying, attending: tuple[int, int | None] | None) -> tuple[Drawn | None, Drawn | None]:
+    """The weight and the bias, as far as their estimators serve the call; one that is not has its draw."""
+    roles = {"weight": call.weight, "bias": call.bias}
+    given = {role: each.drawn for role, each in roles.items() if isinstance(each, StandIn)}
+    if not call.known():
+        return None, None
+    first = next(iter(given.values()))
+    call.listener = first  # type: ignore[assignment]  # of it, only the axis of examples is asked for
+    found = call.find_examples(attending)
+    served = {
+        role: each
+        for role, each in given.items()
+        if (found or each.estimator == "local") and each.serves(call.examples, first.name)
+    }
+    for role in given.keys() - served.keys() if served else ():
+        setattr(call, role, given[role].value())
+        given[role].use()
+    return served.get("weight"), served.get("bias")
 
 
 def _applied(

@@ -43,7 +43,6 @@ from posterity.posterior import (
 from posterity.torch_private import graph_task_id, is_compiled
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
-_NO_SAMPLE = "a posterior draws at least one sample, not {}: pass samples >= 1"
 PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
 
 
@@ -119,10 +118,8 @@ class Variational(nn.Module):
         self, *args: Any, samples: int, how: How = "stack", chunk: int | None = None, **kwargs: Any
     ) -> Tensor:
         """The module's outputs ``[samples, B, ...]`` under as many draws of the weights."""
-        if self._one_draw:
+        if self._one_draw or samples < 1:  # which is refused there
             return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
-        if samples < 1:
-            raise ValueError(_NO_SAMPLE.format(samples))
         self._sampled.step = self._count()
         return run(self._sampled, {"sample": torch.arange(samples)}, *args, how=how, chunk=chunk, **kwargs)
 
@@ -153,8 +150,9 @@ class Variational(nn.Module):
 
     def _draw(self, samples: int) -> dict[str, Tensor]:
         if samples < 1:
-            raise ValueError(_NO_SAMPLE.format(samples))
-        weights = self.posterior._sample(range(samples), self.seed, self._count(), Domain.TRAIN)
+            raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
+        weights = self.posterior._sample(range(samples), self.seed, self.draws, Domain.TRAIN)
+        self.draws += 1
         # For kl(): weights drawn without a graph would give it no gradient.
         self._weights = weights if torch.is_grad_enabled() else None
         self._versions = self._now()

@@ -207,6 +207,19 @@ def test_a_rules_posterior_goes_on_with_an_estimator() -> None:
         assert model(data()[0]).isfinite().all()
 
 
+@own
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_have_the_dtype_of_autocast(estimator: str, dtype: torch.dtype) -> None:
+    for deterministic in ((), "*.weight", "*.bias"):
+        module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        model = variational(module, estimator=estimator, deterministic=deterministic)
+        with torch.autocast("cpu", dtype):
+            out = model(torch.randn(5, 4))
+        assert out.dtype is dtype
+        out.float().square().sum().backward()
+        assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
 def test_half_precision_has_a_variance() -> None:
     """1e-4² is 0 in float16."""
     model = variational(nn.Linear(64, 8), estimator="local", std_init=1e-4, seed=0)

@@ -265,8 +265,8 @@ def _with_noise(
     own = None if bias is None else bias.spread()
     if weight is None:
         assert bias is not None
-        noise = bias.normal("out", out.shape)
-        return out + noise.to(out.dtype) * call.by_channel(bias.spread())
+        noise = bias.normal("out", out.shape) * call.by_channel(bias.spread())
+        return out + noise.to(out.dtype)
     x, std = call.input, weight.spread()
     narrow = torch.float16 in (x.dtype, autocast_dtype(x))
     if narrow:  # squares of stds would be zero
@@ -284,7 +284,7 @@ def _with_signs(
     own = None if bias is None else bias.spread()
     if weight is None:
         assert bias is not None
-        deviation = call.by_channel(bias.spread())
+        deviation = call.by_channel(bias.spread()).to(out.dtype)
         return out + deviation * _signs(bias, "out", call, out)
     x = call.input * _signs(weight, "in", call, call.input)
     # A bias has its output channel's sign, and none of the inputs'.

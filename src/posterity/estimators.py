@@ -81,7 +81,7 @@ def parameters_of(
 
 @final
 class BlockDraws:
-    """The draws of one block in one forward pass; see :class:`posterity.layers.Draws`."""
+    """The draws of one block in one forward pass; see :class:`posterity.layers.estimators.Draws`."""
 
     def __init__(
         self,

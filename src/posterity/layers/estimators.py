@@ -47,11 +47,13 @@ class Draws(Protocol):
     """The draws of a block in one forward pass, each made when it is first asked for.
 
     Attributes:
+        block: Its name.
         estimator: ``"local"`` or ``"flipout"``.
         batch_dim: The axis that counts examples, where a layer leaves a choice.
         transforms: Levels of the transforms of torch.func that the draws are for.
     """
 
+    block: str
     estimator: Estimator
     batch_dim: int
     transforms: list[int]
@@ -137,7 +139,7 @@ class Drawn:
         )
 
     def _instead(self) -> str:
-        return f"estimator={{{self.name!r}: 'weight', '*': {self.estimator!r}}}"
+        return f"estimator={{{self.draws.block!r}: 'weight', '*': {self.estimator!r}}}"
 
 
 @final

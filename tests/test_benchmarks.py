@@ -45,6 +45,10 @@ SMOKE = {
         ["--tasks", "digits-mlp", "--methods", "adamw", "ivon", "--seeds", "0", "--epochs", "1"],
         {"step", "AdamW"},
     ),
+    "gradient_variance": (
+        ["--nets", "mlp", "--scales", "0.1", "--batches", "4", "--draws", "3", "--epochs", "1"],
+        {"weight", "local", "flipout", "random batches"},
+    ),
     "growth": (
         ["--width", "8", "--samples", "1", "3", "--widths", "8", "9", "--copy-mib", "1", "--matmul", "9"],
         {"compile_step", *FLOORS},
@@ -352,7 +356,10 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 def test_bench_command_lists_and_refuses_names() -> None:
     runner = CliRunner()
     for arguments in ([], ["--help"]):
-        assert "conv_step, first_try, growth" in runner.invoke(app, ["bench", *arguments]).stdout
+        assert (
+            "conv_step, first_try, gradient_variance, growth"
+            in runner.invoke(app, ["bench", *arguments]).stdout
+        )
     assert "--plot-only RECORD" in runner.invoke(app, ["bench", "growth", "--help"]).stdout
     wrong = runner.invoke(app, ["bench", "train"])
     assert (wrong.exit_code, wrong.stderr.strip()) == (

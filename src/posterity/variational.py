@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, described, instance, takes
+from posterity.estimators import Sampled, by_block, parameters_of
+from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
@@ -41,7 +43,7 @@ from posterity.posterior import (
     kl,
 )
 from posterity.replica import replica
-from posterity.torch_private import graph_task_id
+from posterity.torch_private import graph_task_id, is_compiled
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
 _drawing = threading.Lock()
@@ -63,6 +65,11 @@ class Variational(nn.Module):
         posterior: Of its weights; a block that is not trained by gradient, such as K-FAC's, is refused.
         seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
             layer is built; training never draws from it.
+        estimator: How a layer's outputs are drawn: by one draw of its weights for all examples
+            (``"weight"``), or for each example by its own, ``"local"`` or ``"flipout"``; or estimators by
+            name patterns of blocks. docs/estimators.md says what each of them serves.
+        batch_dim: The axis that counts examples in the inputs of linear layers, for ``"flipout"``, where
+            these have several axes to choose from.
 
     Example:
         >>> import torch
@@ -71,9 +78,28 @@ class Variational(nn.Module):
         (torch.Size([4, 2]), torch.Size([5, 4, 2]))
     """
 
-    @takes(module=MODULE, posterior=instance("a Factorised posterior", Factorised), seed=WHOLE)
-    def __init__(self, module: nn.Module, posterior: Factorised, seed: int | None = None) -> None:
+    @takes(
+        module=MODULE, posterior=instance("a Factorised posterior", Factorised), seed=WHOLE, batch_dim=WHOLE
+    )
+    def __init__(
+        self,
+        module: nn.Module,
+        posterior: Factorised,
+        seed: int | None = None,
+        *,
+        estimator: Estimator | Mapping[str, Estimator] = "weight",
+        batch_dim: int = 0,
+    ) -> None:
         super().__init__()
+        if batch_dim < 0:
+            raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
+        self.estimators, self.batch_dim = by_block(posterior, estimator), batch_dim
+        self._one_draw = set(self.estimators.values()) == {"weight"}
+        if not self._one_draw and is_compiled(module):
+            raise ValueError(
+                f"estimator={estimator!r} must see the layers of the module, which torch.compile hides: pass "
+                "the module as it was before, or estimator='weight'"
+            )
         self.module = module
         self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
         _hold_padding(self.posterior, module)
@@ -81,6 +107,7 @@ class Variational(nn.Module):
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
         self._versions: list[int] = []
+        self._runner: tuple[Sampled] | None = None
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
             owner = module.get_submodule(path)
             if _refuse_again not in owner._forward_pre_hooks.values():  # of another Variational around it
@@ -88,23 +115,32 @@ class Variational(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
-        weights = self._draw(1)
         # In training the module's own, whose forward() may leave things in it, such as terms of the loss.
         module = self.module if self.training else replica(self.module)
-        return functional_call(module, {name: w[0] for name, w in weights.items()}, args, kwargs)
+        if self._one_draw:
+            weights = {name: w[0] for name, w in self._draw(1).items()}
+            return functional_call(module, weights, args, kwargs)
+        with Intercept():
+            return functional_call(module, self._given(range(1), None, self._count()), args, kwargs)
 
     @takes(samples=WHOLE, chunk=WHOLE)
     def outputs(
         self, *args: Any, samples: int, how: How = "stack", chunk: int | None = None, **kwargs: Any
     ) -> Tensor:
         """The module's outputs ``[samples, B, ...]`` under as many draws of the weights."""
-        return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
+        if self._one_draw or samples < 1:  # which is refused there
+            return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
+        self._sampled.step = self._count()
+        return run(self._sampled, {"sample": torch.arange(samples)}, *args, how=how, chunk=chunk, **kwargs)
 
     def kl(self, prior: Posterior | Density | ByName = PRIOR) -> Tensor:
         """KL(posterior ‖ prior); estimated where there is no closed form. The prior is N(0, 1) by default.
 
-        The weights are those that were drawn last, if the posterior is as it was then; else others.
+        The weights are those that were drawn last, if the posterior is as it was then; else others. With an
+        estimator that draws none for all examples they are always others, the same for one forward pass.
         """
+        if not self._one_draw:
+            return kl(self.posterior, prior, seed=self.seed, step=self.draws)
         # Weights of what the posterior was before it changed would give no KL.
         if self._weights is None or self._versions != self._now():
             return kl(self.posterior, prior)
@@ -119,18 +155,42 @@ class Variational(nn.Module):
         self.seed, self.draws = state["seed"], state["draws"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weights": None}  # part of an autograd graph, which cannot be copied
+        # Weights are part of an autograd graph, which cannot be copied.
+        return {**self.__dict__, "_weights": None, "_runner": None}
 
     def _draw(self, samples: int) -> dict[str, Tensor]:
         if samples < 1:
             raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
-        with _drawing:  # two threads must not get the same number
-            number, self.draws = self.draws, self.draws + 1
-        weights = self.posterior._sample(range(samples), self.seed, number, Domain.TRAIN)
+        weights = self.posterior._sample(range(samples), self.seed, self._count(), Domain.TRAIN)
         # For kl(): weights drawn without a graph would give it no gradient.
         self._weights = weights if torch.is_grad_enabled() else None
         self._versions = self._now()
         return weights
+
+    def _count(self) -> int:
+        """The number of this draw."""
+        with _drawing:  # two threads must not get the same number
+            number, self.draws = self.draws, self.draws + 1
+        return number
+
+    def _given(self, samples: range, level: int | None, step: int) -> dict[str, Tensor]:
+        """What the module gets for its parameters, by the blocks' estimators."""
+        return parameters_of(
+            self.posterior,
+            self.estimators,
+            samples,
+            level=level,
+            batch_dim=self.batch_dim,
+            seed=self.seed,
+            step=step,
+        )
+
+    @property
+    def _sampled(self) -> Sampled:
+        """The module as a model of sample numbers."""
+        if self._runner is None:
+            self._runner = (Sampled(self.module, self._given),)  # in a tuple: it is no submodule
+        return self._runner[0]
 
     def _now(self) -> list[int]:
         """Numbers that change whenever the posterior does."""
@@ -146,6 +206,8 @@ def variational(
     std_init: float | None = None,
     deterministic: NameFilter = (),
     seed: int | None = None,
+    estimator: Estimator | Mapping[str, Estimator] = "weight",
+    batch_dim: int = 0,
 ) -> Variational:
     """Give a module's weights a posterior that is trained by gradient.
 
@@ -159,6 +221,9 @@ def variational(
         std_init: Std of every weight at the start, instead.
         deterministic: Filter of names that stay plain parameters.
         seed: Seed of the weight noise; see :class:`Variational` for the default.
+        estimator: ``"weight"``, ``"local"`` or ``"flipout"``, or these by name patterns, as for families; see
+            :class:`Variational`.
+        batch_dim: The axis that counts examples; see :class:`Variational`.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -191,7 +256,7 @@ def variational(
                 f"family= makes a leaf of a parameter and its std, which {described(made)} does not"
             )
         leaves[name] = made(p, std)
-    return Variational(module, Factorised(leaves), seed)
+    return Variational(module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim)
 
 
 def _refuse_again(module: nn.Module, args: object) -> None:

@@ -41,6 +41,7 @@ class DiagonalGaussian(Leaf):
         torch.Size([4, 2, 3])
     """
 
+    estimators = frozenset({"weight", "local", "flipout"})
     raw: Tensor
 
     @takes(mean=TENSOR, std=_STD, keep=TENSOR)
@@ -125,6 +126,9 @@ class DiagonalGaussian(Leaf):
         if len(unfit):
             raise ValueError(f"a saved std is {float(unfit.min()):g}: the file is damaged")
         return leaf
+
+    def _independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.loc, self.filled_std()
 
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
         return torch.addcmul(self.loc, self.filled_std(), noise[""])

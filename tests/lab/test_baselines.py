@@ -284,7 +284,6 @@ def test_the_loss_of_bayes_by_backprop_is_the_elbo(prior: object) -> None:
 def test_vcl_takes_its_posterior_for_the_next_prior() -> None:
     method, data = vcl(small(torch.float32), num_data=12, lr=0.05, samples=2), examples(12, seed=0)
     x, prior = data.x.float(), IsotropicGaussian(1.0)
-    held = [each.data_ptr() for each in method._prior.buffers()]
     for _ in range(3):
         for _ in range(3):
             expected = by_hand(method, prior, x, data.y, samples=2)
@@ -292,7 +291,6 @@ def test_vcl_takes_its_posterior_for_the_next_prior() -> None:
         prior = method.posterior()
         method.boundary(data)
         assert float(kl(method.posterior(), method._prior)) == 0.0
-    assert [each.data_ptr() for each in method._prior.buffers()] == held  # where a graph would read them
 
 
 def test_the_noise_of_bayes_by_backprop_is_its_own() -> None:

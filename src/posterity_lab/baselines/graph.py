@@ -47,6 +47,7 @@ class Captured:
         learn: The step; it must do all its work on the device and change tensors in place.
         tensors: All that a step changes.
         generators: What it draws from, torch's own aside; capturing leaves all of them as they were.
+        eager: Whether it must not be captured.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Captured:
         learn: Callable[..., Tensor],
         tensors: Callable[[], list[Tensor]],
         generators: Sequence[torch.Generator] = (),
+        eager: bool = False,
     ) -> None:
         self._model, self._learn, self._tensors, self._generators = model, learn, tensors, generators
         self._seen: set[Any] = set()
         self._graphs: dict[Any, _Graph] = {}
-        self._eager = False
+        self._eager = eager
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """Learn from a batch; its loss."""

@@ -20,7 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from posterity_lab.files import SETS, DataError, File, files_of, folder_of, locate, md5_of, remedy
+from posterity_lab.files import (
+    SETS,
+    DataError,
+    File,
+    files_of,
+    folder_of,
+    locate,
+    md5_of,
+    remedy,
+    unpacked,
+)
 
 _Arrays = dict[str, NDArray[np.uint8]]
 _UNREADABLE = (
@@ -32,6 +42,8 @@ _UNREADABLE = (
 @dataclass(frozen=True, eq=False)
 class Split:
     """Examples `x` (float32; images [N, C, H, W], pixels in [0, 1]) with labels `y` (int64), on one device.
+
+    Features that are no images are `[N, D]`.
 
     >>> split = Split(torch.zeros(3, 1, 8, 8), torch.tensor([2, 0, 1]))
     >>> len(split), split.to("cpu").subset([0, 2]).y.tolist()
@@ -57,7 +69,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A named data set; `train` is empty where a set is for testing only.
+    """A named data set; `train` is empty where a set is for testing only, `test` where it has no split.
 
     >>> digits = load("digits")
     >>> digits.name, digits.classes, len(digits.train), len(digits.test)
@@ -83,7 +95,11 @@ def load(name: str, root: Path | None = None, device: torch.device | str = "cpu"
     if name == "digits":
         return _digits(device)
     train_files = [file for file in files if file.split == "train"]
-    test = _read_split(name, [file for file in files if file.split == "test"], folder, device)
+    test_files = [file for file in files if file.split == "test"]
+    if not test_files:
+        train = _read_split(name, train_files, folder, device)
+        return Dataset(name, train, train.subset([]), SETS[name].classes)
+    test = _read_split(name, test_files, folder, device)
     train = _read_split(name, train_files, folder, device) if train_files else test.subset([])
     return Dataset(name, train, test, SETS[name].classes)
 
@@ -105,7 +121,7 @@ def batches(split: Split, batch_size: int, *, seed: int, epoch: int) -> Iterator
 
 def _read_idx(path: Path, file: File) -> _Arrays:
     key, dims = ("x", 3) if "-idx3-" in path.name else ("y", 1)
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    content = unpacked(path)
     start = 4 + 4 * dims
     if len(content) < start or content[:4] != bytes((0, 0, 8, dims)):
         raise ValueError(f"no idx header for bytes in {dims} dimension(s)")
@@ -150,12 +166,26 @@ def _read_npz(path: Path, file: File) -> _Arrays:
     return {"x": np.ascontiguousarray(images.transpose(0, 3, 1, 2)), "y": labels}
 
 
+def _read_mushrooms(path: Path, file: File) -> _Arrays:
+    """One-hot features of every value that occurs, 117 in all; poisonous is 1, edible 0."""
+    content = unpacked(path)
+    if (seen := hashlib.md5(content, usedforsecurity=False).hexdigest()) != file.md5:
+        raise ValueError(f"its md5 is {seen}, not the published {file.md5}")
+    rows = np.array([line.split(",") for line in content.decode().splitlines()])
+    hot = [column[:, None] == np.unique(column) for column in rows[:, 1:].T]
+    return {
+        "x": 255 * np.concatenate(hot, 1).astype(np.uint8),  # pixels are divided by this
+        "y": (rows[:, 0] == "p").astype(np.uint8),
+    }
+
+
 _READERS: dict[str, Callable[[Path, File], _Arrays]] = {
     "mnist": _read_idx,
     "cifar10": _read_cifar,
     "cifar100": _read_cifar,
     "notmnist": _read_idx,
     "omniglot": _read_idx,
+    "mushrooms": _read_mushrooms,
     "svhn": _read_npz,
 }
 

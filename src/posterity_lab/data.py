@@ -3,7 +3,6 @@
 The set ``digits`` comes with scikit-learn and needs no file.
 """
 
-import gzip
 import hashlib
 import math
 import pickle

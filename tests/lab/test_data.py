@@ -260,7 +260,7 @@ def test_mushrooms_are_one_hot_and_poisonous_is_one(tmp_path, monkeypatch, gzipp
     path = tmp_path / "uci" / f"agaricus-lepiota.data{'.gz' if gzipped else ''}"
     write(path, gzip.compress(MUSHROOMS) if gzipped else MUSHROOMS)
     assert list(verify("mushrooms", tmp_path).values()) == ["wrong checksum"]
-    with pytest.raises(DataError, match="md5 is .*, not the published"):
+    with pytest.raises(DataError, match=r"md5 is .*, not the published"):
         load("mushrooms", tmp_path)
     publish(monkeypatch, {"uci/agaricus-lepiota.data": MUSHROOMS})
     assert list(verify("mushrooms", tmp_path).values()) == ["ok"]

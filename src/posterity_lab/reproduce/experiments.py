@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posterity_lab.hints import hint
+from posterity_lab.reproduce.blundell import BLUNDELL, TO_PRUNE
 from posterity_lab.reproduce.calibration import ABLATED, CALIBRATION
 from posterity_lab.reproduce.images import CIFAR10, MNIST
 from posterity_lab.reproduce.proofs import THEORY
@@ -15,6 +16,13 @@ _TABLE1 = {
     "bbb": {"400": "1.82", "800": "1.99", "1200": "2.04"},
     "sgd": {"400": "1.83", "800": "1.84", "1200": "1.88"},
 }
+_BLUNDELL = {
+    "bbb-mixture": {"400": "1.36", "800": "1.34", "1200": "1.32"},
+    "bbb": {"400": "1.82", "800": "1.99", "1200": "2.04"},
+    "sgd": {"400": "1.83", "800": "1.84", "1200": "1.88"},
+    "sgd-dropout": {"400": "1.51", "800": "1.33", "1200": "1.36"},
+}
+_BLUNDELL_PRUNED = "1.24 / 1.24 / 1.24 / 1.29 / 1.39"
 # Train and validation accuracy in per cent, NLL, ECE, AUROC, seconds per epoch.
 _VOGN_TABLE = {
     ("lenet5", "adam"): "71.98 / 67.67 / 0.937 / 0.021 / 0.794 / 6.96",
@@ -36,6 +44,10 @@ _VOGN_TABLE = {
 def _whole(cell: Cell) -> bool:
     """Whether a cell is of a net that is there for what it knows, not for what can be removed of it."""
     return not cell.setting.endswith("to prune")
+
+
+def _whole_of_blundell(cell: Cell) -> bool:
+    return not cell.setting.endswith(TO_PRUNE)
 
 
 EXPERIMENTS = {
@@ -148,6 +160,28 @@ EXPERIMENTS = {
             "VOGN's mean weights draw about the border that Adam's do; away from the data it is in doubt.",
             {},
             TOY,
+        ),
+        Experiment(
+            "bbb-table1",
+            "Bayes by Backprop, table 1: classification error on MNIST",
+            "With a mixture for a prior, Bayes by Backprop errs about as little as SGD with dropout, and "
+            "less than SGD; with a Gaussian prior it errs about as much as SGD.",
+            {(width, method): error for method, row in _BLUNDELL.items() for width, error in row.items()},
+            BLUNDELL,
+            _whole_of_blundell,
+        ),
+        Experiment(
+            "bbb-pruning",
+            "Bayes by Backprop, table 2 and figures 2 and 3: pruning, and histograms of the weights",
+            "With half, three quarters, 95 and 98 % of the weights removed by signal-to-noise ratio, the net "
+            "of 2x1200 units with a mixture prior errs 1.24, 1.24, 1.29 and 1.39 %, and 1.24 % whole. Its "
+            "weights spread wider than those of SGD with and without dropout.",
+            {
+                (setting, "bbb-mixture"): _BLUNDELL_PRUNED
+                for setting in ("1200", *(f"1200 {name}" for name in TO_PRUNE))
+            },
+            BLUNDELL,
+            lambda cell: cell.setting.startswith(("1200", "24")),
         ),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posterity_lab.hints import hint
+from posterity_lab.reproduce import incremental
 from posterity_lab.reproduce.blundell import BLUNDELL, TO_PRUNE
 from posterity_lab.reproduce.calibration import ABLATED, CALIBRATION
 from posterity_lab.reproduce.images import CIFAR10, MNIST
@@ -182,6 +183,30 @@ EXPERIMENTS = {
             },
             BLUNDELL,
             lambda cell: cell.setting.startswith(("1200", "24")),
+        ),
+        Experiment(
+            "incremental-mnist",
+            "Bayesian incremental learning: MNIST in parts",
+            "Fine-tuning performs poorly, and the fully factorised Gaussian suffices. The paper's plot is "
+            "lost, with its numbers.",
+            {},
+            incremental.MNIST,
+        ),
+        Experiment(
+            "incremental-cifar10",
+            "Bayesian incremental learning: CIFAR-10 in parts",
+            "As on MNIST; here the KL has to count for less to get good performance. The paper's plot is "
+            "lost, with its numbers.",
+            {},
+            incremental.CIFAR10,
+        ),
+        Experiment(
+            "incremental-pretrained",
+            "Bayesian incremental learning: five classes of CIFAR-10 first, then the others in parts",
+            "Pretraining helps Bayesian models and not fine-tuning, and with a Laplace approximation the "
+            "prior's stds need no grid. The paper's plot is lost, with its numbers.",
+            {},
+            incremental.PRETRAINED,
         ),
     )
 }

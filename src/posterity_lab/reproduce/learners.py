@@ -111,12 +111,12 @@ def learner(
             return baselines.vcl(
                 model, num_data=num_data, mask=mask, seed=seed, **given("lr", "std_init", "kl_factor")
             )
-        case "ffg" | "ffg-laplace":
+        case _ if (family := FAMILIES.get(method.removesuffix("-laplace"))) is not None:
             return baselines.vcl(
                 model,
                 num_data=num_data,
                 prior=prior,
-                family=FAMILIES[method.removesuffix("-laplace")],
+                family=family,
                 mask=mask,
                 seed=seed,
                 **given("lr", "std_init", "kl_factor"),

@@ -7,7 +7,6 @@ By families other than the diagonal Gaussian it is Bayesian incremental learning
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -28,11 +27,11 @@ from posterity import (
 )
 from posterity.variational import Family
 from posterity_lab.baselines.graph import Captured, Watch
+from posterity_lab.baselines.point import Nll
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
 from posterity_lab.streams import Mask, restricted
 
-Nll: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Descent: TypeAlias = Literal["adam", "sgd"]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from posterity_lab.hints import hint
 from posterity_lab.reproduce import incremental
+from posterity_lab.reproduce.bandit import BANDIT
 from posterity_lab.reproduce.blundell import BLUNDELL, TO_PRUNE
 from posterity_lab.reproduce.calibration import ABLATED, CALIBRATION
+from posterity_lab.reproduce.curve import CURVE
+from posterity_lab.reproduce.doubt import DOUBT
 from posterity_lab.reproduce.images import CIFAR10, MNIST
 from posterity_lab.reproduce.proofs import THEORY
 from posterity_lab.reproduce.study import Cell, Experiment
@@ -207,6 +210,29 @@ EXPERIMENTS = {
             "prior's stds need no grid. The paper's plot is lost, with its numbers.",
             {},
             incremental.PRETRAINED,
+        ),
+        Experiment(
+            "bbb-regression",
+            "Bayes by Backprop, figure 5: a curve with noise",
+            "Where there is no data, sampled networks go apart; a plain net is sure everywhere.",
+            {},
+            CURVE,
+        ),
+        Experiment(
+            "bbb-bandit",
+            "Bayes by Backprop, figure 6: mushrooms to eat or to pass",
+            "Thompson sampling has less cumulative regret than agents that are greedy, always or but for 1 "
+            "or 5 % of the time. The paper has a plot without numbers, of 50,000 mushrooms.",
+            {},
+            BANDIT,
+        ),
+        Experiment(
+            "uncertainty-samples",
+            "How many networks, and a digit that is turned",
+            "Accuracy stops growing after few networks, and the log-likelihood goes on improving. Of a digit "
+            "that is turned, a plain LeNet is sure of one class or another; sampled networks are in doubt.",
+            {},
+            DOUBT,
         ),
     )
 }

@@ -122,7 +122,7 @@ def pretrained(first: Dataset, config: Values, seed: int) -> tuple[dict[str, Ten
         found = laplace.fit(model, (x, y), structure="diagonal", names="*", prior_precision="marginal")
         stds = found.posterior().std()
     else:
-        stds = dict.fromkeys(means, config["prior_std"])
+        stds = dict.fromkeys(means, float(config["prior_std"]))
     prior = {
         name: DiagonalGaussian(torch.zeros_like(mean), _HEAD_STD)
         if name in head

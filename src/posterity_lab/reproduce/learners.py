@@ -24,7 +24,7 @@ from posterity import (
 )
 from posterity.variational import Family
 from posterity_lab import baselines
-from posterity_lab.baselines.backprop import Nll
+from posterity_lab.baselines.point import Nll
 from posterity_lab.continual import by_rule
 from posterity_lab.methods import Method
 from posterity_lab.reproduce.study import Values

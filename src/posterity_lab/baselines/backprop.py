@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from posterity import (
@@ -184,7 +185,7 @@ class _Backprop(Method):
         weights = posterior.split(
             {name: leaf.draw(self._normal(leaf)) for name, leaf in posterior.blocks.items()}
         )
-        outputs = run(self._net.module, weights, x)
+        outputs = self._outputs(weights, x)
         if self._mask is not None:
             outputs = restricted(outputs, self._mask(y))
         nll = self._nll(outputs.flatten(0, 1), y.repeat(self._samples, *[1] * (y.dim() - 1)))
@@ -196,6 +197,13 @@ class _Backprop(Method):
             p.grad = grad
         self.optimizer.step()
         return loss.detach()
+
+    def _outputs(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        if self._samples > 1:
+            return run(self._net.module, weights, x)
+        one = {name: drawn[0] for name, drawn in weights.items()}
+        out: Tensor = functional_call(self._net.module, one, (x,))
+        return out[None]
 
     def _kl_seed(self) -> int:
         if not self._draws_for_kl:

@@ -66,13 +66,13 @@ def _histograms(training: Training) -> dict[str, Any]:
     if networks == 1:
         return {"weights": _counts(weights, WEIGHTS), "snr": None}
     ratios = torch.cat([each.flatten() for each in snr(posterior).values()])
-    return {"weights": _counts(weights, WEIGHTS), "snr": _counts(10.0 * ratios.log10(), DECIBELS)}
+    decibels = (10.0 * ratios.log10()).clamp(*DECIBELS)
+    return {"weights": _counts(weights, WEIGHTS), "snr": _counts(decibels, DECIBELS)}
 
 
 def _counts(values: Tensor, ends: tuple[float, float]) -> list[int]:
-    """How many lie in each bin; what lies outside is in the first and the last."""
-    low, high = ends
-    found = torch.histc(values.detach().float().clamp(low, high), _BINS, low, high)
+    """How many lie in each bin; what lies outside is left out."""
+    found = torch.histc(values.detach().float(), _BINS, *ends)
     return [int(count) for count in found.tolist()]
 
 

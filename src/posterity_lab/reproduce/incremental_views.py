@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from posterity_lab import report
 from posterity_lab.report import COLOURS, Part, Picture, Table
@@ -65,6 +66,7 @@ def _curves(found: Sequence[Group], setting: str) -> Picture:
             low, high = (np.asarray(middle) + sign * np.asarray(spread) for sign in (-1, 1))
             axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
         axes.set(xlabel="parts learned so far", ylabel=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].legend(loc="best", frameon=False)
     caption = (
         f"{setting}: the whole test set after every part; bands show ± one sd, dashed is joint training."

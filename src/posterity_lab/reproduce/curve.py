@@ -154,7 +154,7 @@ def cells(quick: bool) -> list[Cell]:
         "points": 300,
         "held_out": 1000,
         "batch_size": 50,
-        "epochs": 2000,
+        "epochs": 1000,
         "noise": 0.06,
         "networks": 200,
     }

@@ -15,7 +15,17 @@ from typer.testing import CliRunner
 
 from posterity_lab import baselines, cli, data
 from posterity_lab.data import Split
-from posterity_lab.reproduce import EXPERIMENTS, images, records, reproduce, tasks, training
+from posterity_lab.reproduce import (
+    EXPERIMENTS,
+    blundell,
+    doubt,
+    images,
+    incremental,
+    records,
+    reproduce,
+    tasks,
+    training,
+)
 from posterity_lab.reproduce import driver as driving
 from posterity_lab.reproduce.calibration import CALIBRATION
 from posterity_lab.reproduce.learners import NAMES, learner, scale_lr
@@ -268,6 +278,10 @@ TRIALS = [
     (tasks.PERMUTED, "24", "sgd"),
     (tasks.SEQUENCE, "sequence", "sgd"),
     (CALIBRATION, "digits", "adam"),
+    (blundell.BLUNDELL, "24", "bbb-mixture"),
+    (incremental.MNIST, "digits", "fine-tuning"),
+    (incremental.PRETRAINED, "pretrained", "ffg-laplace"),
+    (doubt.DOUBT, "digits", "ffg"),
 ]
 
 
@@ -320,6 +334,7 @@ def test_cells_and_their_grids_fit_together() -> None:
     ("name", "epochs", "batch_size", "settings"),
     [
         ("bgd-table1", 600, 128, {"400", "800", "1200"}),
+        ("bbb-table1", 600, 128, {"400", "800", "1200"}),
         ("bgd-figure1", 10, 128, {"200", "400", "1000", "2000"}),
         ("bgd-figure3", 400, 128, {"vgg11", "vgg11-bn"}),
         ("bgd-figure4", 150, 256, {"sequence"}),

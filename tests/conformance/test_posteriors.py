@@ -17,12 +17,15 @@ from posterity import (
     EigenGaussian,
     Factorised,
     IsotropicGaussian,
+    KernelGaussian,
     Leaf,
     MatrixGaussian,
+    ScaledGaussian,
     kl,
+    mnf,
 )
 
-SHAPES = {"fc.weight": (3, 4), "fc.bias": (3,), "scale": ()}
+SHAPES = {"fc.weight": (3, 4), "fc.bias": (3,), "scale": (), "conv.weight": (2, 1, 2, 2)}
 
 
 Moments = dict[str, tuple[Tensor, Tensor]]
@@ -33,6 +36,7 @@ class Family:
     name: str
     blocks: Callable[[Moments], dict[str | tuple[str, ...], Leaf]]  # from means and stds by tensor
     trainable: bool = False
+    density: bool = True
 
     def __repr__(self) -> str:
         return self.name
@@ -44,25 +48,59 @@ def each(leaf: Callable[[Tensor, Tensor], Leaf]) -> Callable[[Moments], dict[str
 
 def layer_together(moments: Moments, keep: Tensor | None = None) -> dict[str | tuple[str, ...], Leaf]:
     """A layer's weight and bias as one matrix block, with as much correlation as its stds are wide."""
-    (weight, spread), (bias, _), (scale, std) = moments.values()
+    (weight, spread), (bias, _), *rest = moments.values()
     height, width = spread.shape
     rows = torch.eye(height).to(spread) + torch.tril(spread[:, :height], -1)
     columns = 0.3 * torch.eye(width + 1).to(spread)
     columns[1:, :width] += torch.tril(spread[:1].expand(width, -1))
     leaf = MatrixGaussian((weight, bias), rows, columns, keep=keep)
-    return {("fc.weight", "fc.bias"): leaf, "scale": DiagonalGaussian(scale, std)}
+    return {("fc.weight", "fc.bias"): leaf, **beside(rest)}
+
+
+def beside(rest: list[tuple[Tensor, Tensor]]) -> dict[str | tuple[str, ...], Leaf]:
+    """The tensors after the first two, each by itself."""
+    return {name: DiagonalGaussian(*both) for name, both in zip(("scale", "conv.weight"), rest, strict=True)}
 
 
 def layer_in_its_basis(moments: Moments, keep: Tensor | None = None) -> dict[str | tuple[str, ...], Leaf]:
     """The same block, with the stds along the eigenvectors of some matrices."""
-    (weight, spread), (bias, wide), (scale, std) = moments.values()
+    (weight, spread), (bias, wide), *rest = moments.values()
     rows, columns = (
         torch.linalg.eigh(each.double()).eigenvectors.to(spread)
         for each in (spread @ spread.T, torch.cat([spread, wide[:, None]], 1).T.cov(correction=0))
     )
     stds = torch.cat([spread, wide[:, None]], 1)
     leaf = EigenGaussian((weight, bias), rows, columns, stds, keep=keep)
-    return {("fc.weight", "fc.bias"): leaf, "scale": DiagonalGaussian(scale, std)}
+    return {("fc.weight", "fc.bias"): leaf, **beside(rest)}
+
+
+def kernels(mean: Tensor, std: Tensor) -> Leaf:
+    """Kernels with covariances of both signs."""
+    if mean.dim() < 3:
+        return DiagonalGaussian(mean, std, trainable=True)
+    columns = std.flatten(2)
+    below = (columns[..., :, None] - columns[..., None, :]).tril(-1)
+    return KernelGaussian(mean, below + torch.diag_embed(columns))
+
+
+def flows(mean: Tensor, std: Tensor) -> Leaf:
+    """Scales of a flow that is far from its start."""
+    if mean.dim() < 2:
+        return DiagonalGaussian(mean, std, trainable=True)
+    torch.manual_seed(0)
+    leaf = mnf(mean, 1.0, conv="kernel", hidden=4, z_std=0.2)
+    assert isinstance(leaf, ScaledGaussian)
+    with torch.no_grad():
+        leaf.raw.copy_(torch.log(torch.expm1(std)))
+        for p in leaf.scales.parameters():
+            if p.dim() == 2:  # weights of its layers
+                p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))
+    return leaf
+
+
+def thinned(leaf: Leaf) -> Leaf:
+    keep = torch.arange(leaf.loc.numel()).reshape(leaf.shape) % 3 != 1
+    return leaf.pruned(keep)
 
 
 FAMILIES = [
@@ -86,8 +124,13 @@ FAMILIES = [
     Family(
         "eigen-pruned", lambda moments: layer_in_its_basis(moments, (torch.arange(15) % 4 != 1).reshape(3, 5))
     ),
+    Family("kernel", each(kernels), trainable=True),
+    Family("kernel-pruned", each(lambda mean, std: thinned(kernels(mean, std))), trainable=True),
+    Family("flow", each(flows), trainable=True, density=False),
+    Family("flow-pruned", each(lambda mean, std: thinned(flows(mean, std))), trainable=True, density=False),
 ]
 families = pytest.mark.parametrize("family", FAMILIES, ids=repr)
+with_density = pytest.mark.parametrize("family", [each for each in FAMILIES if each.density], ids=repr)
 
 
 def build(family: Family, seed: int = 0, dtype: torch.dtype = torch.float64) -> Factorised:
@@ -109,6 +152,8 @@ def written_out(leaf: Leaf) -> torch.distributions.MultivariateNormal:
     elif isinstance(leaf, EigenGaussian):
         basis = torch.kron(leaf.rows, leaf.columns)  # vec by rows
         covariance = basis * leaf.scale.flatten().square() @ basis.T
+    elif isinstance(leaf, KernelGaussian):
+        covariance = torch.block_diag(*(leaf.lower() @ leaf.lower().mT).flatten(0, 1))
     else:
         covariance = leaf.std().square().flatten().diag()
     keep = leaf.kept.flatten()
@@ -145,7 +190,7 @@ def test_sampling_is_a_pure_function_of_its_seed(family: Family) -> None:
     assert not torch.equal(fresh["fc.weight"], build(family).sample(2)["fc.weight"])  # nor from a twin
 
 
-@families
+@with_density
 def test_autocast_is_for_layers_and_not_for_posteriors(family: Family) -> None:
     q = build(family).float()
     drawn, std, density = q.sample(3, seed=1), q.std(), q.log_prob(q.sample(3, seed=2))
@@ -162,7 +207,7 @@ def test_kl_to_itself_is_zero_and_to_others_positive(family: Family) -> None:
     assert kl(q, IsotropicGaussian(2.0)).item() > 0
 
 
-@families
+@with_density
 def test_closed_form_kl_agrees_with_monte_carlo(family: Family) -> None:
     q = build(family)
     n = 40_000
@@ -177,7 +222,7 @@ def test_closed_form_kl_agrees_with_monte_carlo(family: Family) -> None:
         assert abs(terms.mean() - kl(q, p)) < 5 * terms.std() / n**0.5
 
 
-@families
+@with_density
 def test_log_prob_agrees_with_torch_distributions(family: Family) -> None:
     q = build(family)
     weights = q.sample(4, seed=1)
@@ -190,7 +235,7 @@ def test_log_prob_agrees_with_torch_distributions(family: Family) -> None:
         q.log_prob({"fc.weight": weights["fc.weight"]})
 
 
-@families
+@with_density
 def test_closed_form_kl_agrees_with_the_covariances_written_out(family: Family) -> None:
     q, p = build(family), build(family, seed=1)
     both = {name: leaf.kept & p.block(name).kept for name, leaf in q.blocks.items()}
@@ -212,7 +257,7 @@ def test_gradients_flow_exactly_where_they_are_wanted(family: Family) -> None:
     if family.trainable:
         value.backward()
         grads = [p.grad for p in q.parameters()]
-        assert len(grads) == 2 * len(SHAPES)
+        assert len(grads) >= 2 * len(SHAPES)
         assert all(g is not None and bool(g.any()) and bool(torch.isfinite(g).all()) for g in grads)
 
 
@@ -245,7 +290,7 @@ def test_pruned_weights_are_zero_in_every_draw(family: Family) -> None:
         assert not q.sample(3, seed=0)[name][:, ~keep].any()
         assert not q.mean()[name][~keep].any()
         assert not q.std()[name][~keep].any()
-    assert sum(int((~keep).sum()) for keep in q.kept().values()) == 8  # half of 16
+    assert sum(int((~keep).sum()) for keep in q.kept().values()) == 12  # half of 24
     assert torch.isfinite(kl(q, IsotropicGaussian(1.0)))
     assert kl(q, q.frozen()).item() == pytest.approx(0.0, abs=1e-12)
 
@@ -254,6 +299,7 @@ def model() -> nn.Module:
     net = nn.Module()
     net.fc = nn.Linear(4, 3)
     net.scale = nn.Parameter(torch.ones(()))
+    net.conv = nn.Conv2d(1, 2, 2, bias=False)
     return net
 
 

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Categorical, MixtureSameFamily, Normal, kl_divergence
+from torch.distributions import (
+    Categorical,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+    kl_divergence,
+)
 
 from posterity import (
     BGD,
@@ -15,7 +21,12 @@ from posterity import (
     IsotropicGaussian,
     Posterior,
     ScaleMixture,
+    around,
+    cfg,
     kl,
+    laplace,
+    mnf,
+    variational,
 )
 
 
@@ -132,6 +143,110 @@ def test_bad_priors_and_pairs_are_refused() -> None:
 
     with pytest.raises(TypeError, match="a NoDensity has neither a formula nor a log-density"):
         kl(Factorised({"w": DiagonalGaussian(torch.zeros(2), 1.0)}), NoDensity())
+
+
+def pretrained() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(27, 2)).double()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(30, 1, 4, 4).double(), torch.randint(0, 2, (30,))
+
+
+FAMILIES = {"ffg": DiagonalGaussian, "cfg": cfg, "mnf": mnf}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_a_pretrained_net_are_the_means_of_a_prior(family: str) -> None:
+    net = pretrained()
+    prior = around(net, 0.3)
+    q = variational(net, family=FAMILIES[family], std_init=0.1).posterior
+    if family != "mnf":
+        count = sum(p.numel() for p in net.parameters())
+        one = kl_divergence(Normal(0.0, 0.1), Normal(0.0, 0.3))
+        torch.testing.assert_close(kl(q, prior), (count * one).double())
+    before = kl(q, prior, seed=0)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(1.0)
+    assert kl(q, prior, seed=0) > before + 100  # the prior stays where the net was
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="std must be finite and greater than 0"):
+            around(net, bad)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fit_of_old_data_is_the_prior_of_the_backbone(family: str) -> None:
+    net = pretrained()
+    old = laplace.fit(net, data(), names="*", structure="diagonal", prior_precision=1.0).posterior()
+    net[3] = nn.Linear(27, 5).double()  # a new head
+    q = variational(net, family=FAMILIES[family], std_init=0.1).posterior
+    prior = ByName({"3.*": IsotropicGaussian(1.0), "*": old})
+    backbone = [kl(q.block(f"0.{name}"), old.block(f"0.{name}"), seed=0) for name in ("weight", "bias")]
+    if family != "mnf":
+        head = [kl(q.block(f"3.{name}"), IsotropicGaussian(1.0)) for name in ("weight", "bias")]
+        torch.testing.assert_close(kl(q, prior), sum(backbone + head))
+    assert torch.isfinite(kl(q, prior))
+    with pytest.raises(ValueError, match=r"'3.weight' has shape \(5, 27\) in q and \(2, 27\) in the prior"):
+        kl(q, old)
+    half = Factorised({"0.weight": old.block("0.weight")})
+    with pytest.raises(KeyError, match=r"the prior has no block '0.bias', which q has: give it one, by po"):
+        kl(q, ByName({"0.*": half, "*": IsotropicGaussian()}))
+
+
+@pytest.mark.parametrize("kind", ["eigen", "matrix"])
+@pytest.mark.parametrize("masks", ["none", "both", "prior keeps more"])
+def test_a_layer_as_one_block_is_a_prior_of_single_tensors(kind: str, masks: str) -> None:
+    net = pretrained()
+    old = laplace.fit(net, data(), names="*", prior_precision=1.0).posterior()
+    blocks = {name: leaf.product() if kind == "matrix" else leaf for name, leaf in old.blocks.items()}
+    old = old.rebuilt(blocks)
+    g = torch.Generator().manual_seed(0)
+    q = variational(net, std_init=0.1).posterior
+    with torch.no_grad():
+        for p in q.parameters():
+            p.add_(0.1 * torch.rand(p.shape, generator=g).double())
+    keep = {name: torch.rand(shape, generator=g) > 0.3 for name, shape in q.shapes().items()}
+    if masks != "none":
+        q = q.rebuilt({name: leaf.pruned(keep[name]) for name, leaf in q.blocks.items()})
+    joined = old.join(keep)
+    if masks == "both":
+        old = old.rebuilt({name: leaf.pruned(joined[name]) for name, leaf in old.blocks.items()})
+    expected = torch.zeros(()).double()
+    for name, leaf in old.blocks.items():
+        chosen = torch.ones_like(joined[name]) if masks == "none" else joined[name]
+        row, column = chosen.nonzero(as_tuple=True)
+        theirs = MultivariateNormal(leaf.mean()[chosen], leaf._covariance(row, column))
+        mean, std = (old.join(each)[name][chosen] for each in (q.mean(), q.std()))
+        expected += kl_divergence(MultivariateNormal(mean, std.square().diag()), theirs)
+    found = kl(q, old)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(kl(q, ByName({"0.*": old, "*": old})), expected)
+    found.backward()
+    assert all(bool(p.grad.any()) for p in q.parameters())
+
+
+def test_a_prior_of_blocks_that_q_does_not_have_is_refused_in_one_sentence() -> None:
+    net = pretrained()
+    old = laplace.fit(net, data(), names="*", prior_precision=1.0).posterior()
+    for family in (cfg, mnf):
+        kind = "KernelGaussian" if family is cfg else "ScaledGaussian"
+        with pytest.raises(
+            TypeError, match=rf"kl\(\) of a {kind} \('0.weight'\) to a EigenGaussian .* has no f"
+        ):
+            kl(variational(pretrained(), family=family).posterior, old)
+    q = variational(net, deterministic="0.bias").posterior
+    with pytest.raises(
+        ValueError, match=r"the prior holds '0.weight\+0.bias' as one block, .* lacks '0.bias'"
+    ):
+        kl(q, old)
+    q = variational(pretrained()).posterior
+    with pytest.raises(ValueError, match=r"as one block, of which q or this prior lacks '0.bias'"):
+        kl(q, ByName({"*.bias": IsotropicGaussian(), "*": old}))
+    net[3] = nn.Linear(27, 5).double()
+    with pytest.raises(ValueError, match=r"'3.weight' has shape \(5, 27\) in q and \(2, 27\) in the prior"):
+        kl(variational(net).posterior, old)
 
 
 def test_numbers_that_would_give_none_are_refused() -> None:

@@ -35,7 +35,7 @@ from posterity.noise import Domain, normal
 SPREAD = 0.3  # std of the scales
 
 
-class ScaledGaussian(Leaf):
+class RowScaled(Leaf):
     """``z · (loc + std · noise)`` with one scale z ~ N(1, SPREAD²) per row: a product of normals."""
 
     def __init__(self, mean: Tensor, std: float, keep: Tensor | None = None) -> None:
@@ -74,8 +74,8 @@ class ScaledGaussian(Leaf):
         return leaf
 
 
-@register_kl(ScaledGaussian, IsotropicGaussian, needs_draw=True)
-def _(q: ScaledGaussian, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> Tensor:
+@register_kl(RowScaled, IsotropicGaussian, needs_draw=True)
+def _(q: RowScaled, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> Tensor:
     """E_z[KL(q(w | z) ‖ p)], a bound on the KL as a flow's is."""
     z = q.scales(noise)
     terms = kl_divergence(Normal(z * q.loc, z.abs() * q.log_std.exp()), Normal(p.mean, p.std))
@@ -85,7 +85,7 @@ def _(q: ScaledGaussian, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> T
 def posterior(seed: int = 0) -> Factorised:
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(3, 4, generator=g, dtype=torch.float64)
-    return Factorised({"weight": ScaledGaussian(weight, 0.2), "bias": DiagonalGaussian(weight[:, 0], 0.1)})
+    return Factorised({"weight": RowScaled(weight, 0.2), "bias": DiagonalGaussian(weight[:, 0], 0.1)})
 
 
 def test_both_noises_reach_a_draw() -> None:
@@ -135,9 +135,7 @@ def test_a_missing_density_is_named_where_it_is_needed() -> None:
         lambda: kl(q, ScaleMixture()),
         lambda: kl(q, q.frozen()),
     ):
-        with pytest.raises(
-            TypeError, match=r"a ScaledGaussian has no log-density: use a prior for which reg"
-        ):
+        with pytest.raises(TypeError, match=r"a RowScaled has no log-density: use a prior for which reg"):
             call()
 
 
@@ -148,12 +146,12 @@ def net() -> nn.Sequential:
 
 def test_training_moves_mean_and_spread_of_a_chosen_family() -> None:
     module = net()
-    chosen = dict.fromkeys(names_of(module, nn.Conv2d), ScaledGaussian)
+    chosen = dict.fromkeys(names_of(module, nn.Conv2d), RowScaled)
     model = variational(module, family=chosen | {"*": DiagonalGaussian}, std_init=0.05, seed=4)
     families = {name: type(leaf) for name, leaf in model.posterior.blocks.items()}
     assert families == {
-        "0.weight": ScaledGaussian,
-        "0.bias": ScaledGaussian,
+        "0.weight": RowScaled,
+        "0.bias": RowScaled,
         "2.weight": DiagonalGaussian,
         "2.bias": DiagonalGaussian,
     }
@@ -173,7 +171,7 @@ def test_training_moves_mean_and_spread_of_a_chosen_family() -> None:
 
 def test_a_resumed_run_estimates_the_same_divergence() -> None:
     x, prior = torch.randn(5, 1, 4, 4), IsotropicGaussian()
-    model, other = (variational(net(), family=ScaledGaussian, seed=seed) for seed in (3, 5))
+    model, other = (variational(net(), family=RowScaled, seed=seed) for seed in (3, 5))
     model(x)
     other.load_state_dict(model.state_dict())
     model(x), other(x)
@@ -187,14 +185,14 @@ def test_a_pattern_must_match_every_parameter() -> None:
     with pytest.raises(KeyError, match=r"no pattern matches '0.bias': add one, or '\*' as the last"):
         variational(net(), family={"*.weight": DiagonalGaussian})
     prior = ByName({"0.*": IsotropicGaussian(0.5), "*": IsotropicGaussian()})
-    assert torch.isfinite(variational(net(), family=ScaledGaussian).kl(prior))
+    assert torch.isfinite(variational(net(), family=RowScaled).kl(prior))
 
 
 def test_saved_and_frozen_bit_for_bit(tmp_path: Path) -> None:
     q = prune(posterior(), 0.3)
     q.save(tmp_path / "q")
     for other in (Factorised.load(tmp_path / "q"), q.frozen()):
-        assert type(other.block("weight")) is ScaledGaussian
+        assert type(other.block("weight")) is RowScaled
         assert torch.equal(other.sample(4, seed=2)["weight"], q.sample(4, seed=2)["weight"])
     assert not any(p.requires_grad for p in q.frozen().parameters())
     frozen = q.frozen()

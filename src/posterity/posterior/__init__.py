@@ -1,12 +1,16 @@
 """What q is: posteriors, priors, and the divergence between them."""
 
+from posterity.posterior import formulas as formulas  # registers them
 from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.divergence import kl, register_kl
 from posterity.posterior.eigen import EigenGaussian
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.flow import mnf
+from posterity.posterior.kernel import KernelGaussian, cfg
 from posterity.posterior.matrix import MatrixGaussian
-from posterity.posterior.priors import ByName, Density, IsotropicGaussian, ScaleMixture
+from posterity.posterior.priors import ByName, Density, IsotropicGaussian, ScaleMixture, around
+from posterity.posterior.scaled import ScaledGaussian
 
 __all__ = [
     "ByName",
@@ -15,10 +19,15 @@ __all__ = [
     "EigenGaussian",
     "Factorised",
     "IsotropicGaussian",
+    "KernelGaussian",
     "Leaf",
     "MatrixGaussian",
     "Posterior",
     "ScaleMixture",
+    "ScaledGaussian",
+    "around",
+    "cfg",
     "kl",
+    "mnf",
     "register_kl",
 ]

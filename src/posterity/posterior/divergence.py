@@ -2,25 +2,23 @@
 
 Pairs of families register their formula with :func:`register_kl`, as torch.distributions does; a formula may
 ask for a draw of its own. A pair without a formula falls back to Monte Carlo, which needs log-densities only.
+The library's own formulas are in :mod:`posterity.posterior.formulas`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast, final
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from posterity import noise
 from posterity.posterior.base import Leaf, Posterior
-from posterity.posterior.diagonal import DiagonalGaussian
-from posterity.posterior.eigen import EigenGaussian
 from posterity.posterior.factorised import Factorised
-from posterity.posterior.kronecker import KroneckerGaussian
-from posterity.posterior.matrix import MatrixGaussian
-from posterity.posterior.priors import ByName, Density, IsotropicGaussian
+from posterity.posterior.matching import matched
+from posterity.posterior.priors import ByName, Density
 
 Formula: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Formula)
@@ -38,6 +36,7 @@ def register_kl(q_type: type, p_type: type, *, needs_draw: bool = False) -> Call
             estimated; ``noise`` has ``kl``'s ``samples`` of the normals in ``q.noise_shapes``, by name.
 
     Example:
+        >>> from posterity import DiagonalGaussian
         >>> class Flat(Density):
         ...     def log_density(self, value): return torch.zeros_like(value)
         >>> @register_kl(DiagonalGaussian, Flat)
@@ -65,7 +64,7 @@ def kl(
     """KL(q ‖ p), summed over all weights of q; differentiable.
 
     It is taken block by block. Where q holds several tensors as one block, p may hold the same block, or each
-    of the tensors by itself.
+    of the tensors by itself; where p does, q may hold each as a diagonal Gaussian.
 
     Args:
         q: A posterior, or the leaf of one block.
@@ -77,6 +76,7 @@ def kl(
         step: Chooses, with the seed, what is drawn.
 
     Example:
+        >>> from posterity import DiagonalGaussian, IsotropicGaussian
         >>> kl(DiagonalGaussian(torch.zeros(3), 1.0), IsotropicGaussian(1.0))
         tensor(0.)
     """
@@ -90,60 +90,12 @@ def kl(
         return _leaf_kl(q, cast("Leaf | Density", p), None, partial(q.noise, **at, block="kl"))
     if not isinstance(q, Factorised):
         raise TypeError(f"kl() has no rule for a {type(q).__name__}: pass a Factorised posterior or a leaf")
-    given: Mapping[str, Tensor | None] = dict.fromkeys(q.blocks) if weights is None else q.join(weights)
-    terms = []
-    for name, leaf in q.blocks.items():
-        prior, draw = _prior(p, name, q.tensors[name], leaf), partial(leaf.noise, **at, block=f"kl|{name}")
-        terms.append(_leaf_kl(leaf, prior, given[name], draw))
+    given: Mapping[str, Tensor] = {} if weights is None else q.join(weights)
+    terms = [
+        _leaf_kl(leaf, prior, given.get(name), partial(leaf.noise, **at, block=f"kl|{name}"))
+        for name, leaf, prior in matched(q, p)
+    ]
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
-
-
-def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density:
-    """What p says of one of q's blocks, in the block's shape."""
-    if isinstance(p, Density):
-        return p
-    if not hasattr(p, "block"):
-        raise TypeError(f"a {type(p).__name__} is no prior: pass a posterior, a Density or ByName of them")
-    if not q.joined:
-        return cast("Leaf | Density", p.block(name))
-    if isinstance(p, Factorised) and name in p.tensors and p.block(name).joined:
-        return p.block(name)
-    parts = [p.block(tensor) for tensor in tensors]
-    if isinstance(parts[0], Density) and all(part is parts[0] for part in parts):
-        return parts[0]
-    if not all(isinstance(part, DiagonalGaussian | IsotropicGaussian) for part in parts):
-        return _Beside(parts, q)
-    leaves = [_as_diagonal(part, shape, q) for part, shape in zip(parts, q.shapes, strict=True)]
-    mean, std, keep = (
-        q.join(values) for values in zip(*((x.mean(), x.std(), x.varying) for x in leaves), strict=True)
-    )
-    return DiagonalGaussian(mean, std, keep=keep)
-
-
-def _as_diagonal(p: DiagonalGaussian | IsotropicGaussian, shape: torch.Size, like: Leaf) -> DiagonalGaussian:
-    if isinstance(p, IsotropicGaussian):
-        return DiagonalGaussian(torch.full(shape, p.mean, dtype=like.dtype, device=like.device), p.std)
-    if p.shape != shape:
-        raise ValueError(f"q has shape {tuple(shape)} and p {tuple(p.shape)}: they must be equal")
-    return p
-
-
-@final
-class _Beside(Density):
-    """Densities of a block's tensors, side by side as the tensors are."""
-
-    def __init__(self, parts: Sequence[Density], block: Leaf) -> None:
-        if not all(isinstance(part, Density) for part in parts):
-            names = " and ".join(type(part).__name__ for part in parts)
-            raise TypeError(
-                f"kl() to {names} of the tensors of one block: give the prior the same blocks as q"
-            )
-        self.parts, self.whole = parts, block
-
-    def log_density(self, value: Tensor) -> Tensor:
-        """Log-density of each weight, by its own tensor's."""
-        tensors = self.whole.split(value)
-        return self.whole.join([p.log_density(each) for p, each in zip(self.parts, tensors, strict=True)])
 
 
 def _leaf_kl(
@@ -177,42 +129,3 @@ def _formula(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
             if (q_base, p_base) in _FORMULAS:
                 return _FORMULAS[q_base, p_base]
     return None, False
-
-
-def _gaussian_kl(q: DiagonalGaussian, mean: Tensor | float, std: Tensor | float) -> Tensor:
-    """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the weights that vary."""
-    growth = (q.filled_std() - std) / std
-    shift = (q.mean() - mean) / std
-    return 0.5 * q.total(shift * shift + _spread_gap(growth))
-
-
-def _spread_gap(growth: Tensor) -> Tensor:
-    """r² − 1 − 2 log r of r = 1 + growth, to all digits where it is next to 1."""
-    near = growth.abs() < 0.05
-    small = torch.where(near, growth, 0.0)
-    # 2 g − 2 log(1 + g) = Σ 2 (−g)^k / k from k = 2 on; what is left out is below a single's last digit.
-    series = sum(2.0 / k * (-small) ** k for k in range(2, 9))
-    return torch.where(near, small * small + series, growth * (2.0 + growth) - 2.0 * torch.log1p(growth))
-
-
-@register_kl(DiagonalGaussian, DiagonalGaussian)
-def _(q: DiagonalGaussian, p: DiagonalGaussian) -> Tensor:
-    return _gaussian_kl(q, p.mean(), p.filled_std())
-
-
-@register_kl(DiagonalGaussian, IsotropicGaussian)
-def _(q: DiagonalGaussian, p: IsotropicGaussian) -> Tensor:
-    return _gaussian_kl(q, p.mean, p.std)
-
-
-@register_kl(KroneckerGaussian, DiagonalGaussian)
-@register_kl(KroneckerGaussian, IsotropicGaussian)
-def _(q: KroneckerGaussian, p: DiagonalGaussian | IsotropicGaussian) -> Tensor:
-    # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
-    return q.correlation() + kl(q.marginals(), p)
-
-
-@register_kl(MatrixGaussian, MatrixGaussian)
-@register_kl(EigenGaussian, EigenGaussian)
-def _(q: KroneckerGaussian, p: KroneckerGaussian) -> Tensor:
-    return q.divergence(p)

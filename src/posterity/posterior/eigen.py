@@ -89,6 +89,12 @@ class EigenGaussian(KroneckerGaussian):
         leaf = MatrixGaussian(self.split(self.loc), *roots, keep=self.keep)
         return leaf.hold(self.held)
 
+    @full_precision
+    def precision_diagonal(self) -> Tensor:
+        """The diagonal of the whole covariance's inverse, in the block's shape and double precision."""
+        rows, columns = self.rows.double().square(), self.columns.double().square()
+        return rows @ self.scale.double().square().reciprocal() @ columns.mT
+
     def _check(self, name: str, factor: Tensor) -> None:
         if name == "scale":
             if not bool(torch.isfinite(factor).all() & (factor > 0).all()):

@@ -125,6 +125,20 @@ class KroneckerGaussian(Leaf):
         shift = p.whitened(self.mean() - p.mean()).square().sum()
         return 0.5 * (excess + shift) + p.log_volume() - self.log_volume()
 
+    def divergence_from(self, q: DiagonalGaussian) -> Tensor:
+        """KL(q ‖ self) of independent weights: ½ (Σ σ²·Pᵢᵢ + ‖L⁻¹ Δμ‖² − n) + log|L| − Σ log σ."""
+        p = self
+        if not ((q.whole and p.whole) or torch.equal(q.varying, p.varying)):
+            p = p.pruned(q.varying)
+        std = q.filled_std()
+        if p.thinned:
+            trace = solved(p.cholesky().double(), std[p.varying].double().diag(), 0).square().sum()
+        else:
+            trace = (std.double().square() * p.precision_diagonal()).sum()
+        excess = (trace - int(p.varying.sum())).to(std.dtype)
+        shift = p.whitened(q.mean() - p.mean()).square().sum()
+        return 0.5 * (excess + shift) + p.log_volume() - q.total(std.log())
+
     def pruned(self, keep: Tensor) -> Self:
         """The marginal of the weights in ``keep``; the others are zero."""
         keep = keep & self.kept
@@ -148,6 +162,10 @@ class KroneckerGaussian(Leaf):
     def thinned(self) -> bool:
         """Whether weights are missing, and with them the Kronecker structure."""
         return not (self.whole or bool(self.varying.all()))
+
+    @abstractmethod
+    def precision_diagonal(self) -> Tensor:
+        """The diagonal of the whole covariance's inverse, in the block's shape and double precision."""
 
     @abstractmethod
     def _check(self, name: str, factor: Tensor) -> None:

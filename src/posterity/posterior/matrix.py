@@ -22,7 +22,14 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from posterity.posterior.algebra import SINGULAR, damped, full_precision, inverse_cholesky, solved
+from posterity.posterior.algebra import (
+    SINGULAR,
+    damped,
+    full_precision,
+    inverse_cholesky,
+    inverse_triangle,
+    solved,
+)
 from posterity.posterior.kronecker import KroneckerGaussian, Means
 
 
@@ -86,6 +93,12 @@ class MatrixGaussian(KroneckerGaussian):
     def std(self) -> Tensor:
         """Standard deviation of each weight, whatever the others are."""
         return self.masked(torch.outer(self.rows.norm(dim=1), self.columns.norm(dim=1)))
+
+    def precision_diagonal(self) -> Tensor:
+        """The diagonal of the whole covariance's inverse, in the block's shape and double precision."""
+        return torch.outer(
+            *(inverse_triangle(each.double()).square().sum(0) for each in (self.rows, self.columns))
+        )
 
     def _check(self, name: str, factor: Tensor) -> None:
         finite = bool(torch.isfinite(factor).all())

@@ -1,4 +1,4 @@
-"""Priors that are not posteriors: densities of one weight, the same for any shape, with no sampler.
+"""Priors: densities of one weight, the same for any shape, with no sampler; and posteriors in their place.
 
 Any posterior serves as a prior too; ``kl(q, p)`` takes both.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import final
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posterity.names import first_match
+from posterity.posterior.base import Posterior
+from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.factorised import Factorised
 
 
 class Density(ABC):
@@ -96,17 +99,44 @@ class ScaleMixture(Density):
 class ByName:
     """Another prior for each kind of tensor: name patterns in order, the first that matches counts.
 
+    Args:
+        priors: Densities or posteriors. A new head on a pretrained net has
+            ``{"head.*": IsotropicGaussian(), "*": around(pretrained, 0.1)}``.
+
     Example:
         >>> prior = ByName({"*.bias": IsotropicGaussian(1.0), "*": IsotropicGaussian(0.1)})
         >>> prior.block("fc.weight").std
         0.1
     """
 
-    def __init__(self, priors: Mapping[str, Density]) -> None:
+    def __init__(self, priors: Mapping[str, Density | Posterior | ByName]) -> None:
         if not priors:
             raise ValueError('ByName needs at least one pattern, such as {"*": IsotropicGaussian(1.0)}')
         self.priors = dict(priors)
 
-    def block(self, name: str) -> Density:
-        """The density whose pattern matches the name first."""
+    def source(self, name: str) -> Density | Posterior | ByName:
+        """The prior whose pattern matches the name first."""
         return first_match(self.priors, name)
+
+    def block(self, name: str) -> Any:
+        """What that prior says of the tensor: a density, or a posterior's leaf."""
+        source = self.source(name)
+        return source if isinstance(source, Density) else source.block(name)
+
+
+def around(model: nn.Module, std: float) -> Factorised:
+    """N(w*, std²) around the weights of a pretrained net, as a prior for training that goes on from there.
+
+    For a std of each weight's own, take the posterior of ``laplace.fit`` on the data of the pretraining; for
+    layers that the pretrained net does not have, :class:`ByName`.
+
+    Example:
+        >>> from posterity import kl, variational
+        >>> net = nn.Linear(3, 2)
+        >>> prior = around(net, 0.1)
+        >>> bool(kl(variational(net, std_init=0.1).posterior, prior) < 1e-6)
+        True
+    """
+    if not (math.isfinite(std) and std > 0):
+        raise ValueError(f"std must be finite and greater than 0, not {std}")
+    return Factorised({name: DiagonalGaussian(p.detach(), std) for name, p in model.named_parameters()})

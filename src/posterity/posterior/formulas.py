@@ -1,0 +1,132 @@
+"""The closed forms behind ``kl``: one function for each pair of families, or for several at once.
+
+Those that draw estimate a bound: see :mod:`posterity.posterior.scaled`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from posterity.posterior.base import Leaf
+from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.divergence import register_kl
+from posterity.posterior.eigen import EigenGaussian
+from posterity.posterior.kernel import KernelGaussian
+from posterity.posterior.kronecker import KroneckerGaussian
+from posterity.posterior.matrix import MatrixGaussian
+from posterity.posterior.priors import Density, IsotropicGaussian
+from posterity.posterior.scaled import ScaledGaussian
+
+Gaussian: TypeAlias = DiagonalGaussian | IsotropicGaussian
+
+
+def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: Gaussian) -> Tensor:
+    """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the weights that vary; leading dimensions stay."""
+    p_mean, p_std = (p.mean, p.std) if isinstance(p, IsotropicGaussian) else (p.mean(), p.filled_std())
+    growth, shift = (std - p_std) / p_std, (mean - p_mean) / p_std
+    return 0.5 * q.total(shift * shift + _spread_gap(growth))
+
+
+def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tensor:
+    """½ Σ (‖L'⁻¹L‖² + ‖L'⁻¹Δμ‖² − P) + log|L'| − log|L| over kernels; leading dimensions stay.
+
+    By C = L'⁻¹(L − L'), whose diagonal is the growth of stds: nothing cancels where q has barely moved.
+    """
+    if not ((q.whole and p.whole) or torch.equal(q.varying, p.varying)):
+        p = p.pruned(q.varying)
+    theirs = p.lower()
+    change = cast(Tensor, torch.linalg.solve_triangular(theirs, lower - theirs, upper=False))
+    among = change.tril(-1).square().sum(-1) + _spread_gap(change.diagonal(0, -2, -1))
+    return 0.5 * q.total(p.whitened(mean - p.loc).square() + among.reshape(q.shape))
+
+
+def _spread_gap(growth: Tensor) -> Tensor:
+    """r² − 1 − 2 log r of r = 1 + growth, to all digits where it is next to 1."""
+    near = growth.abs() < 0.05
+    small = torch.where(near, growth, 0.0)
+    # 2 g − 2 log(1 + g) = Σ 2 (−g)^k / k from k = 2 on; what is left out is below a single's last digit.
+    series = sum(2.0 / k * (-small) ** k for k in range(2, 9))
+    return torch.where(near, small * small + series, growth * (2.0 + growth) - 2.0 * torch.log1p(growth))
+
+
+def _independent_kl(
+    q: DiagonalGaussian | ScaledGaussian, mean: Tensor, p: Gaussian | KernelGaussian
+) -> Tensor:
+    """Of weights that are independent given their means; leading dimensions of these stay."""
+    if isinstance(p, KernelGaussian):
+        return _kernels_kl(q, mean, torch.diag_embed(q.filled_std().flatten(2)), p)
+    return _normals_kl(q, mean, q.filled_std(), p)
+
+
+@register_kl(DiagonalGaussian, DiagonalGaussian)
+@register_kl(DiagonalGaussian, IsotropicGaussian)
+@register_kl(DiagonalGaussian, KernelGaussian)
+def _(q: DiagonalGaussian, p: Gaussian | KernelGaussian) -> Tensor:
+    return _independent_kl(q, q.mean(), p)
+
+
+@register_kl(KernelGaussian, DiagonalGaussian)
+@register_kl(KernelGaussian, IsotropicGaussian)
+def _(q: KernelGaussian, p: Gaussian) -> Tensor:
+    # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
+    return q.correlation() + _normals_kl(q, q.mean(), q.filled_std(), p)
+
+
+@register_kl(KernelGaussian, KernelGaussian)
+def _(q: KernelGaussian, p: KernelGaussian) -> Tensor:
+    return _kernels_kl(q, q.mean(), q.lower(), p)
+
+
+@register_kl(ScaledGaussian, DiagonalGaussian, needs_draw=True)
+@register_kl(ScaledGaussian, IsotropicGaussian, needs_draw=True)
+@register_kl(ScaledGaussian, KernelGaussian, needs_draw=True)
+def _(q: ScaledGaussian, p: Gaussian | KernelGaussian, noise: Mapping[str, Tensor]) -> Tensor:
+    z, log_q = q.scales.draw(noise["z"])
+    given = _independent_kl(q, z * q.loc, p)
+    return (given + log_q - q.scales.log_auxiliary(z, q.given(z, noise))).mean()
+
+
+@register_kl(ScaledGaussian, Density, needs_draw=True)
+def _(q: ScaledGaussian, p: Density, noise: Mapping[str, Tensor]) -> Tensor:
+    z, log_q = q.scales.draw(noise["z"])
+    weights, std = q.given(z, noise), q.filled_std()
+    log_given = -0.5 * noise[""].square() - std.log() - 0.5 * math.log(2.0 * math.pi)
+    given = q.total(log_given - p.log_density(weights))
+    return (given + log_q - q.scales.log_auxiliary(z, weights)).mean()
+
+
+@register_kl(ScaledGaussian, ScaledGaussian, needs_draw=True)
+def _(q: ScaledGaussian, p: ScaledGaussian, noise: Mapping[str, Tensor]) -> Tensor:
+    """The joint KL of weights and scales, which is not below that of the weights."""
+    if p.scales.shape != q.scales.shape:
+        raise ValueError(
+            f"q has scales of shape {tuple(q.scales.shape)} and p {tuple(p.scales.shape)}: give both the same"
+        )
+    z, log_q = q.scales.draw(noise["z"])
+    growth, shift = (q.filled_std() - p.filled_std()) / p.filled_std(), z * (q.loc - p.loc) / p.filled_std()
+    given = 0.5 * q.total(shift * shift + _spread_gap(growth))
+    return (given + log_q - p.scales.log_prob(z)).mean()
+
+
+@register_kl(DiagonalGaussian, KroneckerGaussian)
+def _(q: DiagonalGaussian, p: KroneckerGaussian) -> Tensor:
+    return p.divergence_from(q)
+
+
+@register_kl(KroneckerGaussian, DiagonalGaussian)
+@register_kl(KroneckerGaussian, IsotropicGaussian)
+def _(q: KroneckerGaussian, p: Gaussian) -> Tensor:
+    # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
+    theirs = q.marginals()
+    return q.correlation() + _normals_kl(theirs, theirs.mean(), theirs.filled_std(), p)
+
+
+@register_kl(MatrixGaussian, MatrixGaussian)
+@register_kl(EigenGaussian, EigenGaussian)
+def _(q: KroneckerGaussian, p: KroneckerGaussian) -> Tensor:
+    return q.divergence(p)

@@ -1,0 +1,222 @@
+"""The kernel Gaussian: every kernel of a convolution a correlated Gaussian, independent of the others (CFG).
+
+Kochurov et al.: "Bayesian Incremental Learning for Deep Neural Networks", 2018. The weight is [N, C, H, W]:
+
+    q(w) = ∏_n ∏_c N(w_nc | μ_nc, L_nc L_ncᵀ),  L_nc lower triangular [HW, HW]
+
+| paper | here |
+|---|---|
+| CFG for convolutions, FFG for the rest | :func:`cfg` |
+| μ | ``loc`` ``[N, C, H, W]`` |
+| diagonal of L | ``softplus(raw)``, ``raw`` ``[N, C, H, W]`` |
+| L below the diagonal, row after row | ``below`` ``[N, C, HW (HW − 1) / 2]`` |
+
+The paper gives no start of L: here it is diagonal, the same as a :class:`DiagonalGaussian`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from posterity.posterior.algebra import full_precision
+from posterity.posterior.base import Leaf
+from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
+
+
+def cfg(mean: Tensor, std: float) -> Leaf:
+    """The family CFG: a :class:`KernelGaussian` for convolutions, a :class:`DiagonalGaussian` for the rest.
+
+    A weight of three or more dimensions counts as that of a convolution. One whose kernels are single weights
+    (1×1) is diagonal, which is the same. Position embeddings ``[1, T, D]`` are no convolutions: give them a
+    family of their own by name.
+
+    Example:
+        >>> from posterity import variational
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+        >>> q = variational(net, family=cfg).posterior
+        >>> [type(leaf).__name__ for leaf in q.blocks.values()][:3]
+        ['KernelGaussian', 'DiagonalGaussian', 'DiagonalGaussian']
+    """
+    correlated = mean.dim() > 2 and mean.shape[2:].numel() > 1
+    return KernelGaussian(mean, std) if correlated else DiagonalGaussian(mean, std)
+
+
+@final
+class KernelGaussian(Leaf):
+    """Correlated normals within a kernel, of any number of positions: ``w = mean + L · noise``.
+
+    Mean and L are parameters; given an ``nn.Parameter`` as mean it uses that very object, so a model and its
+    posterior can share the means. A fixed one is ``.frozen()`` of a posterior, or ``.requires_grad_(False)``.
+
+    Pruning and holding take the marginal: the other weights keep their means, stds and correlations.
+
+    Args:
+        mean: Means, ``[outputs, inputs, *kernel]``, as convolutions have them, also grouped ones.
+        factor: Lower Cholesky factor of every kernel's covariance, ``[outputs, inputs, P, P]`` with P
+            positions in a kernel; or a number: the std of all weights, which are independent then.
+        keep: Mask of the weights that are not pruned.
+
+    Example:
+        >>> q = KernelGaussian(torch.zeros(4, 3, 5, 5), 0.5)
+        >>> q.draw(torch.ones(2, 4, 3, 5, 5)).shape, q.lower().shape
+        (torch.Size([2, 4, 3, 5, 5]), torch.Size([4, 3, 25, 25]))
+    """
+
+    raw: Tensor
+    below: Tensor
+
+    def __init__(self, mean: Tensor, factor: Tensor | float, *, keep: Tensor | None = None) -> None:
+        if not mean.is_floating_point():
+            raise TypeError(f"means must be floating-point numbers, not {mean.dtype}: pass mean.float()")
+        if mean.dim() < 3:
+            raise ValueError(
+                f"a KernelGaussian is for the weight of a convolution, [outputs, inputs, *kernel], not for "
+                f"shape {tuple(mean.shape)}: use DiagonalGaussian, or cfg, which chooses"
+            )
+        super().__init__(mean.shape, keep)
+        positions = mean.shape[2:].numel()
+        lower = torch.as_tensor(factor, dtype=mean.dtype, device=mean.device).detach()
+        if lower.dim() == 0:
+            lower = lower * torch.eye(positions, dtype=mean.dtype, device=mean.device)
+            lower = lower.expand(*mean.shape[:2], -1, -1)
+        if lower.shape != (*mean.shape[:2], positions, positions):
+            raise ValueError(
+                f"factor must be a number or have shape {(*mean.shape[:2], positions, positions)}, not "
+                f"{tuple(lower.shape)}"
+            )
+        diagonal = lower.diagonal(0, -2, -1)
+        if not bool(torch.isfinite(lower).all() & (diagonal > 0).all()) or bool(lower.triu(1).any()):
+            raise ValueError(
+                "factor must be finite, lower triangular and above 0 on the diagonal: see "
+                "torch.linalg.cholesky"
+            )
+        self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
+        self.raw = nn.Parameter(mean.detach().new_empty(mean.shape))
+        self.below = nn.Parameter(mean.detach().new_empty(len(mean), mean.shape[1], len(self._places())))
+        self._write(lower if keep is None else _marginal(lower, self.varying.flatten(2)))
+
+    def lower(self) -> Tensor:
+        """Lower Cholesky factor of every kernel's covariance, ``[outputs, inputs, P, P]``.
+
+        What does not vary has no covariances there, and a positive number on the diagonal.
+        """
+        return self._strict() + torch.diag_embed(self.diagonal().flatten(2))
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of L, in the block's shape: stds given the weights before them in their kernel."""
+        return softplus(self.raw)
+
+    def std(self) -> Tensor:
+        """Standard deviation of each weight, whatever the others are."""
+        return self.masked(self.filled_std())
+
+    def filled_std(self) -> Tensor:
+        """The same with more than 0 for weights that do not vary."""
+        variance = self.diagonal().square().flatten(2) + self._strict().square().sum(-1)
+        return variance.sqrt().reshape(self.shape)
+
+    def correlation(self) -> Tensor:
+        """KL to independent weights with the same means and stds: what the weights know of each other."""
+        return self.total((self.filled_std() / self.diagonal()).log())
+
+    @full_precision
+    def whitened(self, shift: Tensor) -> Tensor:
+        """L⁻¹ of vectors in the block's shape; leading dimensions stay."""
+        lead = shift.shape[: shift.dim() - len(self.shape)]
+        vectors = self.masked(shift).reshape(-1, *self.shape[:2], self.shape[2:].numel())
+        # All as columns of one matrix: leading dimensions would copy the triangle for each.
+        white = torch.linalg.solve_triangular(self.lower(), vectors.movedim(0, -1), upper=False)
+        return cast(Tensor, white).movedim(-1, 0).reshape(*lead, *self.shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density summed over the weights that vary; leading dimensions stay."""
+        white = self.whitened(value - self.loc)
+        return self.total(-0.5 * white.square() - self.diagonal().log() - 0.5 * math.log(2.0 * math.pi))
+
+    def pruned(self, keep: Tensor) -> Self:
+        """The marginal of the weights in ``keep``; the others are zero."""
+        keep = keep & self.kept
+        leaf = type(self)(self.loc.detach() * keep, self.lower().detach(), keep=keep).hold(self.held)
+        return leaf.requires_grad_(self.loc.requires_grad)
+
+    def hold(self, held: Tensor | None) -> Self:
+        """Let the weights of a mask, if it is one, be certain, at their means; see :meth:`Leaf.hold`."""
+        lower = self.lower().detach()
+        super().hold(held)
+        marginal = _marginal(lower, self.varying.flatten(2))
+        if marginal is not lower:
+            self._write(marginal)
+        return self
+
+    def config(self) -> dict[str, Any]:
+        """Nothing: the tensors say it all."""
+        return {}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        """Build the leaf again; bit for bit, because what L is made of is stored."""
+        leaf = cls(tensors["loc"], 1.0, keep=tensors.get("keep"))
+        leaf.load_state_dict(dict(tensors))
+        if not bool(torch.isfinite(leaf.lower()).all()):
+            raise ValueError("a saved factor of a covariance is not finite: the file is damaged")
+        return leaf
+
+    @classmethod
+    def restored(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        """Build the leaf again from all tensors of ``state_dict`` and ``config``."""
+        own = {key: value for key, value in tensors.items() if key != "held"}
+        # L is already that of the marginal.
+        return super(KernelGaussian, cls.restore(own, config)).hold(tensors.get("held"))
+
+    def _places(self) -> Tensor:
+        """Where the numbers of ``below`` belong in a kernel's ``P · P``, row after row."""
+        positions = self.shape[2:].numel()
+        places = torch.tril_indices(positions, positions, -1, device=self.device)
+        return places[0] * positions + places[1]
+
+    def _strict(self) -> Tensor:
+        """L below the diagonal, zero elsewhere and where a weight does not vary."""
+        positions = self.shape[2:].numel()
+        flat = self.below.new_zeros(*self.shape[:2], positions * positions)
+        strict = flat.index_copy(-1, self._places(), self.below)
+        strict = strict.reshape(*self.shape[:2], positions, positions)
+        return strict if self.whole else _among(strict, self.varying.flatten(2))
+
+    @torch.no_grad()
+    def _write(self, lower: Tensor) -> None:
+        """Take on a factor."""
+        self.raw.copy_(inverse_softplus(lower.diagonal(0, -2, -1)).reshape(self.shape))
+        self.below.copy_(lower.flatten(2)[..., self._places()])
+
+    @full_precision
+    def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
+        eps = noise[""]
+        drawn = torch.addcmul(self.loc, self.diagonal(), eps)
+        if not self.below.numel():  # kernels of one weight
+            return drawn
+        columns = eps.flatten(3).movedim(0, -1)  # one product for all draws
+        return drawn + (self._strict() @ columns).movedim(-1, 0).reshape(eps.shape)
+
+
+def _among(lower: Tensor, varying: Tensor) -> Tensor:
+    """What a matrix ``[..., P, P]`` has in rows and columns that are both in a mask ``[..., P]``."""
+    return torch.where(varying[..., :, None] & varying[..., None, :], lower, 0.0)
+
+
+def _marginal(lower: Tensor, varying: Tensor) -> Tensor:
+    """Cholesky factor of the marginal covariance of some weights; the others are independent of them.
+
+    A factor in which they are so already is given back as it is, bit for bit.
+    """
+    diagonal = torch.diag_embed(lower.diagonal(0, -2, -1))
+    if torch.equal(_among(lower, varying) + torch.where(varying[..., None], 0.0, diagonal), lower):
+        return lower
+    wide = lower.double()
+    covariance = _among(wide @ wide.mT, varying) + torch.diag_embed((~varying).double())
+    return cast(Tensor, torch.linalg.cholesky(covariance)).to(lower.dtype)

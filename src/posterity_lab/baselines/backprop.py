@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from posterity import (
+    ByName,
     Density,
     DiagonalGaussian,
     Factorised,
@@ -85,7 +86,7 @@ def vcl(
     lr: float,
     std_init: float = 0.02,
     prior_std: float = 1.0,
-    prior: Factorised | None = None,
+    prior: Density | Factorised | ByName | None = None,
     samples: int = 1,
     kl_factor: float = 1.0,
     family: Family = DiagonalGaussian,
@@ -131,7 +132,7 @@ class _Backprop(Method):
         self,
         net: Variational,
         optimizer: torch.optim.Optimizer,
-        prior: Density | Factorised,
+        prior: Density | Factorised | ByName,
         hands_over: bool,
         num_data: int,
         samples: int,
@@ -193,7 +194,9 @@ class _Backprop(Method):
         loss = elbo(nll, divergence, num_data=self._num_data, factor=self._factor)
         # Fused optimisers leave weights and state as they are where this is 1.
         self.optimizer.found_inf = self._watch.see(loss)  # type: ignore[attr-defined]
-        for p, grad in zip(self._params, torch.autograd.grad(loss, self._params), strict=True):
+        # Once a posterior is the prior, MNF's bound has no use for its auxiliary density.
+        grads = torch.autograd.grad(loss, self._params, allow_unused=True)
+        for p, grad in zip(self._params, grads, strict=True):
             p.grad = grad
         self.optimizer.step()
         return loss.detach()

@@ -7,14 +7,14 @@ of parts, the epochs and all rates are our own: what is left of the paper's figu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posterity import DiagonalGaussian, Factorised, laplace
+from posterity import ByName, IsotropicGaussian, around, laplace
 from posterity_lab import baselines, continual, data, nets
 from posterity_lab.data import Dataset, Split
 from posterity_lab.reproduce.learners import FAMILIES, learner
@@ -54,6 +54,7 @@ def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     tasks = held_out(tasks, config["held_out"], seed=0) if config["held_out"] else tasks
     model = nets.initialise(nets.build(config["net"], dataset.train.x.shape[1:], tasks.classes), seed)
     model.load_state_dict(weights, strict=False)
+    torch.manual_seed(seed)  # of what a family draws at its start
     method = learner(
         unit.method, config, model.to(device), num_data=len(tasks.items[0].train), seed=seed, prior=prior
     )
@@ -96,7 +97,7 @@ def _among(split: Split, classes: Sequence[int]) -> Split:
     return Split(split.x[chosen], labels[chosen])
 
 
-def pretrained(first: Dataset, config: Values, seed: int) -> tuple[dict[str, Tensor], Factorised]:
+def pretrained(first: Dataset, config: Values, seed: int) -> tuple[dict[str, Tensor], ByName]:
     """Weights trained on the first classes, and the prior that they give; the output layer is left out.
 
     Its prior is N(0, 1), because the classes to come are others. The other weights have N(w*, σ²), with one σ
@@ -106,8 +107,8 @@ def pretrained(first: Dataset, config: Values, seed: int) -> tuple[dict[str, Ten
         >>> from posterity_lab.data import load
         >>> config = {"net": "mlp-4", "pretraining": 1, "batch_size": 64, "prior": "grid", "prior_std": 0.1}
         >>> weights, prior = pretrained(halves(load("digits"), 0)[0], config, seed=0)
-        >>> sorted(weights), float(prior.std()["1.weight"].max()), float(prior.std()["3.weight"].min())
-        (['1.bias', '1.weight'], 0.10000000149011612, 1.0)
+        >>> sorted(weights), prior.block("1.weight").std().max(), prior.block("3.weight").std
+        (['1.bias', '1.weight'], tensor(0.1000), 1.0)
     """
     x, y = first.train.x, first.train.y
     model = nets.initialise(nets.build(config["net"], x.shape[1:], first.classes), seed).to(x.device)
@@ -115,21 +116,16 @@ def pretrained(first: Dataset, config: Values, seed: int) -> tuple[dict[str, Ten
     for epoch in range(config["pretraining"]):
         for batch in data.batches(first.train, config["batch_size"], seed=seed, epoch=epoch):
             method.step(*batch)
-    head = {name for name, _ in list(model.named_parameters())[-2:]}
-    means = {name: p.detach() for name, p in model.named_parameters()}
-    stds: Mapping[str, Tensor | float]
-    if config["prior"] == "laplace":
-        found = laplace.fit(model, (x, y), structure="diagonal", names="*", prior_precision="marginal")
-        stds = found.posterior().std()
-    else:
-        stds = dict.fromkeys(means, float(config["prior_std"]))
-    prior = {
-        name: DiagonalGaussian(torch.zeros_like(mean), _HEAD_STD)
-        if name in head
-        else DiagonalGaussian(mean, stds[name])
-        for name, mean in means.items()
-    }
-    return {name: mean for name, mean in means.items() if name not in head}, Factorised(prior)
+    known = (
+        laplace.fit(model, (x, y), structure="diagonal", names="*", prior_precision="marginal").posterior()
+        if config["prior"] == "laplace"
+        else around(model, config["prior_std"])
+    )
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    head = list(weights)[-2:]
+    for name in head:
+        del weights[name]
+    return weights, ByName({**dict.fromkeys(head, IsotropicGaussian(_HEAD_STD)), "*": known})
 
 
 def _cells(setting: str, base: Values, trial: Values, rates: Sequence[float]) -> list[Cell]:

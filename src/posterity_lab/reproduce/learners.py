@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,11 +16,13 @@ from posterity import (
     IVON,
     KFAC,
     VOGN,
+    ByName,
     DiagonalGaussian,
-    Factorised,
     IsotropicGaussian,
     NoisyKFAC,
     ScaleMixture,
+    cfg,
+    mnf,
     names_of,
 )
 from posterity.variational import Family
@@ -47,6 +50,8 @@ NAMES = {
     "kfac": "K-FAC",
     "noisy-kfac": "Noisy K-FAC",
     "ffg": "FFG",
+    "cfg": "CFG",
+    "mnf": "MNF",
     "ffg-laplace": "FFG, Laplace prior",
     "fine-tuning": "fine-tuning",
     "joint": "joint training",
@@ -55,8 +60,9 @@ NAMES = {
     "greedy-1": "greedy but for 1 %",
     "greedy-5": "greedy but for 5 %",
 }
-# Families of posteriors by the name of the method that learns them.
-FAMILIES: Mapping[str, Family] = {"ffg": DiagonalGaussian}
+# Families of posteriors by the name of the method that learns them; MNF has a scale for each kernel, as in
+# Bayesian incremental learning.
+FAMILIES: Mapping[str, Family] = {"ffg": DiagonalGaussian, "cfg": cfg, "mnf": partial(mnf, conv="kernel")}
 _RULES: dict[str, Any] = {"vogn": VOGN, "kfac": KFAC, "noisy-kfac": NoisyKFAC}
 
 
@@ -68,7 +74,7 @@ def learner(
     num_data: int,
     seed: int,
     mask: Mask | None = None,
-    prior: Factorised | None = None,
+    prior: ByName | None = None,
 ) -> Method:
     """The method of that name, about to train ``model``.
 

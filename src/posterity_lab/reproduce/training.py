@@ -116,6 +116,7 @@ def begun(method: str, config: Values, train: Split, classes: int, device: str, 
     # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
     half = config.get("bfloat16", not config["net"].startswith("mlp"))
     model = (Autocast(model) if half else model).to(device)
+    torch.manual_seed(seed)  # of what a family of posteriors draws at its start
     return learner(method, config, model, num_data=len(train), seed=seed)
 
 

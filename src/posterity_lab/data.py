@@ -3,7 +3,9 @@
 The set ``digits`` comes with scikit-learn and needs no file.
 """
 
+import gzip
 import hashlib
+import io
 import math
 import pickle
 import struct
@@ -23,12 +25,12 @@ from posterity_lab.files import (
     SETS,
     DataError,
     File,
+    content_of,
     files_of,
     folder_of,
+    known_md5,
     locate,
-    md5_of,
     remedy,
-    unpacked,
 )
 
 _Arrays = dict[str, NDArray[np.uint8]]
@@ -118,9 +120,9 @@ def batches(split: Split, batch_size: int, *, seed: int, epoch: int) -> Iterator
     return ((split.x.index_select(0, chunk), split.y.index_select(0, chunk)) for chunk in chunks)
 
 
-def _read_idx(path: Path, file: File) -> _Arrays:
-    key, dims = ("x", 3) if "-idx3-" in path.name else ("y", 1)
-    content = unpacked(path)
+def _read_idx(content: bytes, file: File) -> _Arrays:
+    key, dims = ("x", 3) if "-idx3-" in file.path else ("y", 1)
+    content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     start = 4 + 4 * dims
     if len(content) < start or content[:4] != bytes((0, 0, 8, dims)):
         raise ValueError(f"no idx header for bytes in {dims} dimension(s)")
@@ -147,29 +149,22 @@ class _ArraysOnly(pickle.Unpickler):
         return self._allowed[module, name]
 
 
-def _read_cifar(path: Path, file: File) -> _Arrays:
-    if (seen := md5_of(path)) != file.md5:
-        raise ValueError(f"its md5 is {seen}, not the published {file.md5}")
-    with path.open("rb") as stream:
-        batch = _ArraysOnly(stream, encoding="latin1").load()
+def _read_cifar(content: bytes, file: File) -> _Arrays:
+    batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
     labels = batch["fine_labels"] if "fine_labels" in batch else batch["labels"]
     return {"x": batch["data"].reshape(-1, 3, 32, 32), "y": np.asarray(labels, np.uint8)}
 
 
-def _read_npz(path: Path, file: File) -> _Arrays:
-    # Opened here, because np.load leaves a file open when it turns out not to be an archive.
-    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+def _read_npz(content: bytes, file: File) -> _Arrays:
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         images, labels = arrays["images"], arrays["labels"]
     if images.dtype != np.uint8 or labels.dtype != np.uint8:
         raise ValueError(f"{images.dtype} images and {labels.dtype} labels where both must be uint8")
     return {"x": np.ascontiguousarray(images.transpose(0, 3, 1, 2)), "y": labels}
 
 
-def _read_mushrooms(path: Path, file: File) -> _Arrays:
+def _read_mushrooms(content: bytes, file: File) -> _Arrays:
     """One-hot features of every value that occurs, 117 in all; poisonous is 1, edible 0."""
-    content = unpacked(path)
-    if (seen := hashlib.md5(content, usedforsecurity=False).hexdigest()) != file.md5:
-        raise ValueError(f"its md5 is {seen}, not the published {file.md5}")
     rows = np.array([line.split(",") for line in content.decode().splitlines()])
     hot = [column[:, None] == np.unique(column) for column in rows[:, 1:].T]
     return {
@@ -178,7 +173,7 @@ def _read_mushrooms(path: Path, file: File) -> _Arrays:
     }
 
 
-_READERS: dict[str, Callable[[Path, File], _Arrays]] = {
+_READERS: dict[str, Callable[[bytes, File], _Arrays]] = {
     "mnist": _read_idx,
     "cifar10": _read_cifar,
     "cifar100": _read_cifar,
@@ -196,7 +191,7 @@ def _read_split(name: str, files: list[File], folder: Path, device: torch.device
         if path is None:
             raise DataError(f"{name} needs {file.path}, which is not in {folder}: {remedy(name, folder)}")
         try:
-            parts.append(_READERS[name](path, file))
+            parts.append(_READERS[name](_checked(path, file), file))
         except _UNREADABLE as error:
             raise DataError(f"{path} is damaged ({error}): {remedy(name, folder)}") from error
     images, labels = (np.concatenate([part[key] for part in parts if key in part]) for key in "xy")
@@ -207,6 +202,14 @@ def _read_split(name: str, files: list[File], folder: Path, device: torch.device
         raise DataError(f"{paths} in {folder} do not belong together ({found}): {remedy(name, folder)}")
     pixels = torch.from_numpy(images).to(device)
     return Split(pixels.float().div_(255), torch.from_numpy(labels).to(device).long())
+
+
+def _checked(path: Path, file: File) -> bytes:
+    """The content of a file that is the known one; nothing else is parsed, or unpickled."""
+    content = content_of(path, file)
+    if (seen := hashlib.md5(content, usedforsecurity=False).hexdigest()) != (md5 := known_md5(path, file)):
+        raise ValueError(f"its md5 is {seen}, not the known {md5}")
+    return content
 
 
 def _digits(device: torch.device | str) -> Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -53,6 +54,12 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         unfinished.unlink(missing_ok=True)
     _sync(path.parent)  # else a machine that stops may forget the name
+
+
+def md5_of(path: Path) -> str:
+    """Checksum of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def append(path: Path, record: dict[str, Any]) -> None:

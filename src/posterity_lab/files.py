@@ -1,24 +1,24 @@
-"""The files of the data sets: where they lie, their published checksums, and how to get them.
+"""The files of the data sets: where they lie, their checksums, and how to get them.
+
+MNIST's and CIFAR's checksums are published. The others are not: notMNIST's are of a public sample of it, and
+Omniglot's and SVHN's of the conversion that the records were made with.
 
 Files are looked for in ``root``, else in the folder that the environment variable ``POSTERITY_DATA`` names,
 else in ``~/.cache/posterity``.
 """
 
-import errno
 import gzip
 import hashlib
 import os
 import shutil
 import tarfile
-import tempfile
-import urllib.request
 import zlib
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import Literal
-from urllib.error import URLError
 
+from posterity_lab.disk import locked, md5_of
+from posterity_lab.download import DownloadError, download
 from posterity_lab.hints import hint
 
 Status = Literal["ok", "missing", "wrong checksum"]
@@ -53,17 +53,19 @@ class Set:
     classes: int
     url: str = ""  # of the folder that holds the files or, with `archive_md5`, of a tar archive of them
     archive_md5: str = ""
+    largest: int = 0  # bytes that a download may have
     form: str = ""  # what to put there by hand where there is no url
 
 
+_UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
 _KRIZ = "https://www.cs.toronto.edu/~kriz/"
 SETS = {
-    "mnist": Set(10, "https://ossci-datasets.s3.amazonaws.com/mnist/"),
-    "cifar10": Set(10, _KRIZ + "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
-    "cifar100": Set(100, _KRIZ + "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
+    "mnist": Set(10, "https://ossci-datasets.s3.amazonaws.com/mnist/", largest=10_000_000),
+    "cifar10": Set(10, _KRIZ + "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", 180_000_000),
+    "cifar100": Set(100, _KRIZ + "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", 180_000_000),
     "notmnist": Set(10, form="letters A to J, gzipped idx like MNIST's"),
     "omniglot": Set(136, form="characters 28x28, light on dark, gzipped idx like MNIST's"),
-    "mushrooms": Set(2, "https://archive.ics.uci.edu/ml/machine-learning-databases/mushroom/"),
+    "mushrooms": Set(2, _UCI + "mushroom/", largest=400_000),
     "svhn": Set(10, form="uint8 arrays `images` [N, 32, 32, 3] and `labels` [N] from 0 to 9"),
 }
 NAMES = ("digits", *SETS)
@@ -87,7 +89,7 @@ FILES = (
     File("mushrooms", "train", "uci/agaricus-lepiota.data", "08abc775ae2a79b402cc75f3a29e4b7d", True),
     File("svhn", "test", "svhn/test.npz", "a486ceea8f31ec9ef452b8c444ca0a96"),
 )
-# The published checksums are of the .gz files; MNIST is as often kept un-gzipped.
+# The published checksums are of the .gz files; MNIST is as often kept un-gzipped, which gives these.
 PLAIN_MD5 = {
     "MNIST/raw/train-images-idx3-ubyte.gz": "6bbc9ace898e44ae57da46a324031adb",
     "MNIST/raw/train-labels-idx1-ubyte.gz": "a25bea736e30d166cdddb491f175f624",
@@ -108,11 +110,13 @@ def verify(name: str, root: Path | None = None) -> dict[str, Status]:
 def fetch(name: str, root: Path | None = None) -> list[Path]:
     """Download the files that `verify` does not call ok, and return those written.
 
-    A file gets its name only when it is whole and its md5 is right, so call again after an interruption.
+    A file gets its name only when it is whole and its md5 is right. Call again after an interruption: what is
+    there of a file is not asked for twice.
 
     Raises:
         DataError: There is no connection or no public download, what came is not the published file, or the
             folder cannot be written.
+        ValueError: Another process fetches into this folder.
 
     >>> fetch("digits")  # part of scikit-learn
     []
@@ -122,11 +126,25 @@ def fetch(name: str, root: Path | None = None) -> list[Path]:
     if not wanted:
         return []
     known = SETS[name]
-    if known.archive_md5:
-        return _download(known.url, known.archive_md5, wanted, folder)
-    if known.url:
-        return [_download(known.url + Path(file.path).name, file.md5, [file], folder)[0] for file in wanted]
-    raise DataError(f"{name} has no public download in this form: {remedy(name, folder)}")
+    if not known.url:
+        raise DataError(f"{name} has no public download in this form: {remedy(name, folder)}")
+    try:
+        with locked(folder):
+            if known.archive_md5:
+                archive = _fetched(known.url, known.archive_md5, known.largest, folder, "unpack it in")
+                try:
+                    _unpack(archive, wanted, folder)
+                finally:
+                    archive.unlink()
+            else:
+                for file in wanted:
+                    url, step = known.url + Path(file.path).name, f"save it as {file.path} in"
+                    _place(_fetched(url, file.md5, known.largest, folder, step), folder / file.path)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written ({error.strerror or error}): set POSTERITY_DATA to another folder"
+        ) from error
+    return [folder / file.path for file in wanted]
 
 
 def folder_of(root: Path | None) -> Path:
@@ -149,29 +167,36 @@ def locate(folder: Path, file: File) -> Path | None:
     return next((candidate for candidate in (path, *others) if candidate.is_file()), None)
 
 
-def unpacked(path: Path) -> bytes:
-    """The content of a file, gzipped or not."""
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-
-
 def _status(folder: Path, file: File) -> Status:
     path = locate(folder, file)
     if path is None:
         return "missing"
-    if file.or_gzipped:
-        try:
-            seen = hashlib.md5(unpacked(path), usedforsecurity=False).hexdigest()
-        except (OSError, EOFError, zlib.error):
-            seen = ""
-        return "ok" if seen == file.md5 else "wrong checksum"
-    expected = file.md5 if path == folder / file.path else PLAIN_MD5[file.path]
-    return "ok" if md5_of(path) == expected else "wrong checksum"
+    try:
+        # In pieces, where it is large.
+        seen = _md5(content_of(path, file)) if file.or_gzipped else md5_of(path)
+    except (OSError, EOFError, zlib.error):  # of a damaged gzip file
+        return "wrong checksum"
+    return "ok" if seen == known_md5(path, file) else "wrong checksum"
 
 
-def md5_of(path: Path) -> str:
-    """Checksum of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+def content_of(path: Path, file: File) -> bytes:
+    """What the checksum of a file is of: all of it or, of a gzipped copy that will do, what is in it."""
+    content = path.read_bytes()
+    return gzip.decompress(content) if file.or_gzipped and content[:2] == b"\x1f\x8b" else content
+
+
+def _md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def known_md5(path: Path, file: File) -> str:
+    """What the file's checksum must be where `locate` found it.
+
+    >>> known_md5(Path("t10k-labels-idx1-ubyte"), FILES[3])
+    '27ae3e4e09519cfbb04c329615203637'
+    """
+    own = file.or_gzipped or path.name == Path(file.path).name
+    return file.md5 if own else PLAIN_MD5[file.path]
 
 
 def remedy(name: str, folder: Path) -> str:
@@ -181,45 +206,40 @@ def remedy(name: str, folder: Path) -> str:
     return f"{step}, or set POSTERITY_DATA to a folder that has it"
 
 
-def _download(url: str, md5: str, files: list[File], folder: Path) -> list[Path]:
-    from rich.console import Console
-    from rich.progress import wrap_file
-
-    archived = url.endswith(".tar.gz")
+def _fetched(url: str, md5: str, largest: int, folder: Path, step: str) -> Path:
+    """A whole file that was published, under a name of its own; ``step`` says what to do with it by hand."""
+    part = folder / f".fetch-{md5}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Inside `folder`, because a rename is atomic only within one file system.
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as temporary:
-            part = Path(temporary, "archive" if archived else files[0].path)
-            part.parent.mkdir(parents=True, exist_ok=True)
-            with urllib.request.urlopen(url, timeout=30) as response, part.open("wb") as out:
-                size, bar = int(response.headers.get("Content-Length", 0)), Console(stderr=True)
-                with wrap_file(response, size, description=Path(url).name, console=bar) as stream:
-                    shutil.copyfileobj(stream, out)
-            if (seen := md5_of(part)) != md5:
-                raise DataError(f"{url} sent a file of md5 {seen}, not {md5}, so it was not kept: try again")
-            if archived:
-                with tarfile.open(part) as archive:
-                    members = [archive.getmember(file.path) for file in files]
-                    archive.extractall(temporary, members, filter="data")
-            for file in files:
-                (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(Path(temporary, file.path), folder / file.path)
-    except (OSError, HTTPException, tarfile.TarError, KeyError) as error:
-        if isinstance(error, OSError) and _local(error):
-            raise DataError(
-                f"{folder} cannot be written ({error.strerror}): set POSTERITY_DATA to another folder"
-            ) from error
-        step = "unpack it in" if archived else f"save it as {files[0].path} in"
+        download(url, part, md5, largest)
+    except DownloadError as error:
+        again = "run this again to go on, or " if part.exists() else ""
         raise DataError(
-            f"{url} could not be fetched ({getattr(error, 'reason', error)}): download it where there is "
-            f"internet and {step} {folder}, or set POSTERITY_DATA to a folder that has it"
+            f"{url} could not be fetched ({error}): {again}download it where there is internet and {step} "
+            f"{folder}, or set POSTERITY_DATA to a folder that has it"
         ) from error
-    return [folder / file.path for file in files]
+    return part
 
 
-def _local(error: OSError) -> bool:
-    """Whether the disk, not the network, is to blame: errors of a connection name no file."""
-    if isinstance(error, URLError):
-        return False
-    return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
+def _unpack(archive: Path, files: list[File], folder: Path) -> None:
+    with tarfile.open(archive) as content:
+        for file in files:
+            try:
+                member = content.extractfile(file.path)
+            except KeyError:
+                member = None
+            if member is None:
+                raise DataError(
+                    f"the archive of {file.name} has no file {file.path}: it is not the known one"
+                )
+            part = folder / f".fetch-{file.md5}"
+            try:
+                with part.open("wb") as out:
+                    shutil.copyfileobj(member, out)
+                _place(part, folder / file.path)
+            finally:
+                part.unlink(missing_ok=True)
+
+
+def _place(part: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(part, path)

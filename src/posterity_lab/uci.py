@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from posterity_lab.data import Split
-from posterity_lab.files import DataError, folder_of, md5_of
+from posterity_lab.disk import md5_of
+from posterity_lab.files import DataError, folder_of
 from posterity_lab.hints import hint
 
 MD5 = {

@@ -1,12 +1,25 @@
 """What child processes of tests run: a child imports this file by name, as it cannot a test file."""
 
+import multiprocessing
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from posterity_lab import disk, runs
+from posterity_lab.cli import app
 from posterity_lab.config import Config
+
+
+def forked() -> ForkServerContext:
+    """Processes that begin with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    modules = ("posterity_lab.cli", "posterity_lab.runs", "sklearn.datasets", "torchmetrics", "torch._dynamo")
+    context.set_forkserver_preload([*modules, "sklearn.model_selection"])
+    return context
 
 
 def killed_at_the_first_rename(config: Config, folder: Path) -> None:
@@ -17,3 +30,30 @@ def killed_at_the_first_rename(config: Config, folder: Path) -> None:
 def at_once(config: Config, folder: Path, start: float) -> None:
     time.sleep(max(0.0, start - time.time()))
     runs.train(config, folder)
+
+
+def command(words: Sequence[str], start: float = 0.0) -> None:
+    """``posterity WORDS`` at a time, in silence."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    time.sleep(max(0.0, start - time.time()))
+    app(list(words))
+
+
+def killed_before(words: Sequence[str], folder: Path, number: int) -> None:
+    """``posterity WORDS``, killed before its so manyth change to files of a folder."""
+    seen = 0
+
+    def count(event: str, values: tuple[object, ...]) -> None:
+        nonlocal seen
+        changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+        if event == "open":
+            changes = isinstance(values[2], int) and bool(values[2] & (os.O_WRONLY | os.O_RDWR))
+        if changes and isinstance(values[0], str | os.PathLike) and str(values[0]).startswith(str(folder)):
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    command(words)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from posterity_lab.reproduce import (
 from posterity_lab.reproduce import driver as driving
 from posterity_lab.reproduce.calibration import CALIBRATION
 from posterity_lab.reproduce.learners import NAMES, learner, scale_lr
-from posterity_lab.reproduce.study import Cell, Outcome, Study, Unit
+from posterity_lab.reproduce.study import TRIAL_SEED, Cell, Outcome, Study, Unit
 
 STUDIES = {each.study.name: each.study for each in EXPERIMENTS.values()}
 CELLS = [
@@ -285,18 +285,51 @@ TRIALS = [
 ]
 
 
+class Untouchable:
+    """In place of a test set: whatever asks anything of it raises."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"the test set was touched: {name}")
+
+    def __len__(self) -> int:
+        raise AssertionError("the test set was counted")
+
+
 @pytest.mark.parametrize(("study", "setting", "method"), TRIALS)
 def test_trials_are_given_no_test_set(
     study: Study, setting: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unit = trial_unit(study, setting, method)
-    found = study.run(unit, "cpu", tmp_path / "found", QUIET)
-    digits = data.load("digits")
-    nothing = Split(torch.full_like(digits.test.x, torch.nan), torch.full_like(digits.test.y, -1))
-    monkeypatch.setattr(training.data, "load", lambda name, device: replace(digits, test=nothing))
-    again = study.run(unit, "cpu", tmp_path / "again", QUIET)
-    assert again.metrics["accuracy"] == found.metrics["accuracy"] > 0
-    assert again.n == found.n > 0
+    digits, unit = data.load("digits"), trial_unit(study, setting, method)
+    sealed = replace(digits, test=cast(Split, Untouchable()))
+    monkeypatch.setattr(training.data, "load", lambda name, device: sealed)
+    found = study.run(unit, "cpu", tmp_path / "trial", QUIET)
+    assert found.metrics["accuracy"] > 0
+    assert found.n > 0
+    config = {**unit.config, **({"tested_on": "test"} if "tested_on" in unit.config else {"held_out": 0.0})}
+    run = replace(unit, trial=None, config=config)
+    with pytest.raises(AssertionError, match="the test set was"):
+        study.run(run, "cpu", tmp_path / "run", QUIET)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_tuning_never_touches_the_test_set(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits, tried = data.load("digits"), list[Unit]()
+    sealed = replace(digits, test=cast(Split, Untouchable()))
+    monkeypatch.setattr(training.data, "load", lambda name, device: sealed)
+
+    def plan(study: Study, cells: list[Cell], *rest: Any) -> list[Unit]:
+        tried.extend(found := planned(study, cells, *rest))
+        one_each = {(unit.setting, unit.method): unit for unit in found}
+        return list(one_each.values())
+
+    planned = driving.plan
+    monkeypatch.setattr(driving, "plan", plan)
+    done = reproduce(name, out=tmp_path, quick=True, tune=True, epochs=1, settings=[few(name)[0].setting])
+    assert all(unit.trial is not None and unit.seed == TRIAL_SEED for unit in tried)
+    assert len(done) == len({(unit.setting, unit.method) for unit in tried})
+    assert not (tmp_path / "looks.jsonl").exists()
 
 
 @pytest.mark.parametrize(("study", "setting", "method"), TRIALS)

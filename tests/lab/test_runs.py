@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import multiprocessing
 import signal
 import time
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lab.processes import at_once, killed_at_the_first_rename
+from lab.processes import at_once, forked, killed_at_the_first_rename
 from posterity_lab import methods, record, runs
 from posterity_lab.config import Config
 
@@ -90,12 +89,6 @@ def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
         runs.train(configs[method], tmp_path / f"{method}-whole")
         assert [record["epoch"] for record in lines(tmp_path / method)] == list(range(1, EPOCHS + 1))
         assert_same(tmp_path / method, tmp_path / f"{method}-whole")
-
-
-def forked() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["posterity_lab.runs", "sklearn.model_selection", "torchmetrics"])
-    return context
 
 
 def test_a_run_killed_while_its_first_file_is_written_can_be_started_again(tmp_path, monkeypatch):

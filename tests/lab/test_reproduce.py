@@ -379,7 +379,7 @@ def test_at_full_size_the_settings_are_the_papers(
     cells = EXPERIMENTS[name].cells(quick=False)
     assert {cell.setting for cell in cells if "fading" not in cell.setting} == settings
     assert {(cell.config["epochs"], cell.config["batch_size"]) for cell in cells} == {(epochs, batch_size)}
-    assert {cell.config["mc_samples"] for cell in cells if cell.method == "bgd"} == {10}
+    assert {cell.config["mc_samples"] for cell in cells if cell.method == "bgd"} <= {10}
     papers = {(cell.setting, cell.method) for cell in cells}
     assert EXPERIMENTS[name].paper.keys() <= papers
 

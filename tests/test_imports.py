@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "precision": set(),
     "noise": {"torch_private", "flat", "kernels"},
     "kernels": {"flat", "noise"},
-    "posterior": {"names", "noise", "precision"},
+    "posterior": {"flat", "names", "noise", "precision"},
     "layers": {"noise", "torch_private"},
     "curvature": {"inputs", "layers", "names", "noise", "torch_private"},
     "optim": {

@@ -21,11 +21,14 @@ from posterity.posterior.factorised import Factorised
 from posterity.posterior.kronecker import KroneckerGaussian
 from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian
+from posterity.posterior.together import Joined, Together
 
 Formula: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Formula)
 # By pair of families: the formula, and whether it wants a draw.
 _FORMULAS: dict[tuple[type, type], tuple[Formula, bool]] = {}
+# Numbers that a CPU works on at once.
+_IN_CACHE = 1 << 16
 
 
 def register_kl(q_type: type, p_type: type, *, needs_draw: bool = False) -> Callable[[F], F]:
@@ -61,6 +64,7 @@ def kl(
     samples: int = 1,
     seed: int | None = None,
     step: int = 0,
+    joined: Sequence[Joined] = (),
 ) -> Tensor:
     """KL(q ‖ p), summed over all weights of q; differentiable.
 
@@ -75,6 +79,7 @@ def kl(
         samples: How many, then; and how many a formula gets that needs a draw.
         seed: Makes what is drawn a pure function of it; without one every call draws anew.
         step: Chooses, with the seed, what is drawn.
+        joined: Blocks of q that are there as one leaf, with its weights, which ``weights`` then lacks.
 
     Example:
         >>> kl(DiagonalGaussian(torch.zeros(3), 1.0), IsotropicGaussian(1.0))
@@ -90,11 +95,23 @@ def kl(
         return _leaf_kl(q, cast("Leaf | Density", p), None, partial(q.noise, **at, block="kl"))
     if not isinstance(q, Factorised):
         raise TypeError(f"kl() has no rule for a {type(q).__name__}: pass a Factorised posterior or a leaf")
-    given: Mapping[str, Tensor | None] = dict.fromkeys(q.blocks) if weights is None else q.join(weights)
-    terms = []
-    for name, leaf in q.blocks.items():
-        prior, draw = _prior(p, name, q.tensors[name], leaf), partial(leaf.noise, **at, block=f"kl|{name}")
-        terms.append(_leaf_kl(leaf, prior, given[name], draw))
+    blocks = q.blocks
+    priors = {name: _prior(p, name, q.tensors[name], leaf) for name, leaf in blocks.items()}
+    terms, given = [], dict[str, Tensor]()
+    for each in joined:
+        if (whole := one_prior(each.together, priors)) is not None:
+            terms.append(_leaf_kl(each.leaf, whole, each.weights[None], dict))
+            blocks = {name: leaf for name, leaf in blocks.items() if name not in each.together.leaves}
+        else:
+            given |= {name: one[None] for name, one in each.apart().items()}
+    if weights is not None and not joined:
+        given = q.join(weights)
+    elif weights is not None:
+        left = (name for name in blocks if name not in given)
+        given |= {name: blocks[name].join([weights[each] for each in q.tensors[name]]) for name in left}
+    for name, leaf in blocks.items():
+        draw = partial(leaf.noise, **at, block=f"kl|{name}")
+        terms.append(_leaf_kl(leaf, priors[name], given.get(name), draw))
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
@@ -118,6 +135,19 @@ def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density
         q.join(values) for values in zip(*((x.mean(), x.std(), x.varying) for x in leaves), strict=True)
     )
     return DiagonalGaussian(mean, std, keep=keep)
+
+
+def one_prior(blocks: Together, priors: Mapping[str, Leaf | Density]) -> Leaf | Density | None:
+    """The prior of blocks that are one leaf; None where it must be taken block by block."""
+    whole = blocks.prior([priors[name] for name in blocks.leaves])
+    if whole is None:
+        return None
+    for name, leaf in blocks.leaves.items():
+        _refuse_misfit(leaf, priors[name])
+    formula, needs_draw = _formula(DiagonalGaussian, type(whole))
+    if formula is None:
+        return whole if isinstance(whole, Density) else None
+    return None if needs_draw else whole
 
 
 def _as_diagonal(p: DiagonalGaussian | IsotropicGaussian, shape: torch.Size, like: Leaf) -> DiagonalGaussian:
@@ -149,11 +179,7 @@ class _Beside(Density):
 def _leaf_kl(
     q: Leaf, p: Leaf | Density, weights: Tensor | None, draw: Callable[[], Mapping[str, Tensor]]
 ) -> Tensor:
-    if isinstance(p, Leaf):
-        if p.shape != q.shape:
-            raise ValueError(f"q has shape {tuple(q.shape)} and p {tuple(p.shape)}: they must be equal")
-        if not p.whole and bool((q.varying & ~p.varying).any()):
-            raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
+    _refuse_misfit(q, p)
     formula, needs_draw = _formula(type(q), type(p))
     if formula is not None:
         return formula(q, p, draw()) if needs_draw else formula(q, p)
@@ -168,6 +194,15 @@ def _leaf_kl(
         weights = q.draw(draw())
     log_p = p.log_prob(weights) if isinstance(p, Leaf) else q.total(p.log_density(weights))
     return (q.log_prob(weights) - log_p).mean()
+
+
+def _refuse_misfit(q: Leaf, p: Leaf | Density) -> None:
+    """Raise unless p has a density wherever q has weights."""
+    if isinstance(p, Leaf):
+        if p.shape != q.shape:
+            raise ValueError(f"q has shape {tuple(q.shape)} and p {tuple(p.shape)}: they must be equal")
+        if not p.whole and bool((q.varying & ~p.varying).any()):
+            raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
 
 
 def _formula(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
@@ -188,11 +223,43 @@ def _gaussian_kl(q: DiagonalGaussian, mean: Tensor | float, std: Tensor | float)
 
 def _spread_gap(growth: Tensor) -> Tensor:
     """r² − 1 − 2 log r of r = 1 + growth, to all digits where it is next to 1."""
-    near = growth.abs() < 0.05
-    small = torch.where(near, growth, 0.0)
-    # 2 g − 2 log(1 + g) = Σ 2 (−g)^k / k from k = 2 on; what is left out is below a single's last digit.
-    series = sum(2.0 / k * (-small) ** k for k in range(2, 9))
-    return torch.where(near, small * small + series, growth * (2.0 + growth) - 2.0 * torch.log1p(growth))
+    gap: Tensor = _SpreadGap.apply(growth)  # type: ignore[no-untyped-call]
+    return gap
+
+
+@final
+class _SpreadGap(torch.autograd.Function):
+    """Its derivative, 2 (r − 1/r), takes a few operations and one tensor; autograd would keep twenty."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(growth: Tensor) -> Tensor:
+        if growth.device.type != "cpu" or growth.numel() <= _IN_CACHE:
+            return _gap(growth)
+        parts = torch.split(growth.reshape(-1), _IN_CACHE)
+        return torch.cat([_gap(part) for part in parts]).view(growth.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (growth,) = ctx.saved_tensors
+        slope: Tensor = growth * (growth + 2.0) / (growth + 1.0)
+        return grad * slope * 2.0
+
+
+def _gap(growth: Tensor) -> Tensor:
+    # g − log(1 + g) = g s − 2 s³ (1/3 + s²/5 + …) with s = g / (2 + g); what is left out is below the last
+    # digit for so small a g.
+    s = growth / (growth + 2.0)
+    square = s * s
+    tail = square * s * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square / 9)))
+    near = growth * growth + 2.0 * (growth * s - 2.0 * tail)
+    far = growth * (growth + 2.0) - 2.0 * torch.log1p(growth)
+    return torch.where(growth.abs() < 0.05, near, far)
 
 
 @register_kl(DiagonalGaussian, DiagonalGaussian)

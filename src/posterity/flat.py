@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Blocks start at multiples of this, so that wide loads are aligned.
-_ALIGN = 64
+ALIGN = 64
 # Numbers that a CPU draws from one seed: in fewer the seeding shows, more leave threads too little to share.
 CHUNK = 1 << 17
 # Numbers that a program of a kernel has: four of each Philox counter, one in every quarter of the tile.
@@ -61,7 +61,7 @@ class Layout:
         shapes: Sequence[Sequence[int]],
         wholes: Sequence[Sequence[int]] | None = None,
         offsets: Sequence[Sequence[int]] | None = None,
-        align: int = _ALIGN,
+        align: int = ALIGN,
     ) -> None:
         self.names, self.shapes = list(names), [torch.Size(shape) for shape in shapes]
         self.sizes = [shape.numel() for shape in self.shapes]

@@ -92,15 +92,15 @@ def kl(
         (seed, step), domain = noise.fresh(), noise.Domain.FRESH
     at: dict[str, Any] = {"samples": range(samples), "seed": seed, "step": step, "domain": domain}
     if isinstance(q, Leaf):
-        return _leaf_kl(q, cast("Leaf | Density", p), None, partial(q.noise, **at, block="kl"))
+        return leaf_kl(q, cast("Leaf | Density", p), None, partial(q.noise, **at, block="kl"))
     if not isinstance(q, Factorised):
         raise TypeError(f"kl() has no rule for a {type(q).__name__}: pass a Factorised posterior or a leaf")
     blocks = q.blocks
-    priors = {name: _prior(p, name, q.tensors[name], leaf) for name, leaf in blocks.items()}
+    priors = {name: prior_of(p, name, q.tensors[name], leaf) for name, leaf in blocks.items()}
     terms, given = [], dict[str, Tensor]()
     for each in joined:
         if (whole := one_prior(each.together, priors)) is not None:
-            terms.append(_leaf_kl(each.leaf, whole, each.weights[None], dict))
+            terms.append(leaf_kl(each.leaf, whole, each.weights[None], dict))
             blocks = {name: leaf for name, leaf in blocks.items() if name not in each.together.leaves}
         else:
             given |= {name: one[None] for name, one in each.apart().items()}
@@ -111,11 +111,11 @@ def kl(
         given |= {name: blocks[name].join([weights[each] for each in q.tensors[name]]) for name in left}
     for name, leaf in blocks.items():
         draw = partial(leaf.noise, **at, block=f"kl|{name}")
-        terms.append(_leaf_kl(leaf, priors[name], given.get(name), draw))
+        terms.append(leaf_kl(leaf, priors[name], given.get(name), draw))
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
-def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density:
+def prior_of(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Leaf | Density:
     """What p says of one of q's blocks, in the block's shape."""
     if isinstance(p, Density):
         return p
@@ -143,8 +143,8 @@ def one_prior(blocks: Together, priors: Mapping[str, Leaf | Density]) -> Leaf | 
     if whole is None:
         return None
     for name, leaf in blocks.leaves.items():
-        _refuse_misfit(leaf, priors[name])
-    formula, needs_draw = _formula(DiagonalGaussian, type(whole))
+        refuse_misfit(leaf, priors[name])
+    formula, needs_draw = formula_of(DiagonalGaussian, type(whole))
     if formula is None:
         return whole if isinstance(whole, Density) else None
     return None if needs_draw else whole
@@ -176,11 +176,12 @@ class _Beside(Density):
         return self.whole.join([p.log_density(each) for p, each in zip(self.parts, tensors, strict=True)])
 
 
-def _leaf_kl(
+def leaf_kl(
     q: Leaf, p: Leaf | Density, weights: Tensor | None, draw: Callable[[], Mapping[str, Tensor]]
 ) -> Tensor:
-    _refuse_misfit(q, p)
-    formula, needs_draw = _formula(type(q), type(p))
+    """KL(q ‖ p) of one block: at the weights, or else at a draw of its noise, if it must be estimated."""
+    refuse_misfit(q, p)
+    formula, needs_draw = formula_of(type(q), type(p))
     if formula is not None:
         return formula(q, p, draw()) if needs_draw else formula(q, p)
     if not isinstance(p, Leaf | Density):
@@ -196,7 +197,7 @@ def _leaf_kl(
     return (q.log_prob(weights) - log_p).mean()
 
 
-def _refuse_misfit(q: Leaf, p: Leaf | Density) -> None:
+def refuse_misfit(q: Leaf, p: Leaf | Density) -> None:
     """Raise unless p has a density wherever q has weights."""
     if isinstance(p, Leaf):
         if p.shape != q.shape:
@@ -205,7 +206,7 @@ def _refuse_misfit(q: Leaf, p: Leaf | Density) -> None:
             raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
 
 
-def _formula(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
+def formula_of(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
     """The registered formula of the nearest pair of ancestors, and whether it needs a draw."""
     for q_base in q_type.__mro__:
         for p_base in p_type.__mro__:

@@ -7,7 +7,7 @@ drawn weights apart in one more. What lies between is a :class:`DiagonalGaussian
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -135,26 +135,37 @@ class Together:
 def together(leaves: Mapping[str, Leaf]) -> list[Together]:
     """The trainable diagonal ones of some leaves, by device and type; none that would be alone.
 
-    A CPU works on no more at once than its cache holds: large leaves are alone there.
-
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
         >>> [list(each.leaves) for each in together(leaves)]
         [['a', 'b']]
     """
-    alike: dict[object, list[dict[str, DiagonalGaussian]]] = {}
-    sizes: dict[object, int] = {}
+    diagonal = {
+        name: leaf for name, leaf in leaves.items() if type(leaf) is DiagonalGaussian and leaf.stores_raw
+    }
+    return [Together(some) for some in alike(diagonal, lambda _: None) if len(some) > 1]
+
+
+def alike(
+    leaves: Mapping[str, DiagonalGaussian], kind: Callable[[str], object]
+) -> list[dict[str, DiagonalGaussian]]:
+    """Leaves that may be one: of one device, type and kind, and on a CPU no more than its cache holds.
+
+    Args:
+        leaves: By block.
+        kind: Of a block, by its name.
+    """
+    groups: list[dict[str, DiagonalGaussian]] = []
+    latest: dict[object, tuple[dict[str, DiagonalGaussian], int]] = {}
     for name, leaf in leaves.items():
-        if type(leaf) is not DiagonalGaussian or not leaf.stores_raw:
-            continue
-        kind = leaf.device, leaf.dtype
-        size = sizes.get(kind, 0) + leaf.loc.numel()
-        if kind not in alike or (leaf.device.type == "cpu" and size > _IN_CACHE):
-            alike.setdefault(kind, []).append({})
-            size = leaf.loc.numel()
-        alike[kind][-1][name] = leaf
-        sizes[kind] = size
-    return [Together(some) for groups in alike.values() for some in groups if len(some) > 1]
+        key, size = (leaf.device, leaf.dtype, kind(name)), leaf.loc.numel()
+        group, before = latest.get(key, ({}, 0))
+        if not group or (leaf.device.type == "cpu" and before + size > _IN_CACHE):
+            group, before = {}, 0
+            groups.append(group)
+        group[name] = leaf
+        latest[key] = group, before + size
+    return groups
 
 
 def _tensors(prior: object) -> list[Tensor]:

@@ -103,7 +103,9 @@ def fused(function: Any, kind: Any = None) -> Callable[..., Any]:
         with dynamo_config(
             specialize_float=True,
             recompile_limit=_SETTINGS,
-            force_nn_module_property_static_shapes=False,  # of the leaves that a function is given
+            # Leaves that a function is given are modules, of any size.
+            force_nn_module_property_static_shapes=False,
+            allow_unspec_int_on_nn_module=True,
         ):
             return compiled(*args)
 

@@ -13,6 +13,7 @@ from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.nn.functional import softplus
 
 from posterity import Prediction, laplace, metrics
+from posterity.noise import Domain
 from posterity_lab import continual, data, nets, streams
 from posterity_lab.data import Split
 from posterity_lab.reproduce import bandit, blundell, curve, doubt, images, incremental, records, training
@@ -57,9 +58,9 @@ def test_a_step_of_the_recipe_is_sgd_on_the_summed_loss() -> None:
     method = learner("bbb", config, net, num_data=40, seed=0)
     before = {name: p.detach().clone() for name, p in method.model.named_parameters()}
     x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
-    noise = torch.Generator()
-    noise.set_state(method.state_dict()["noise"])
-    eps = {name: torch.randn((1, *p.shape), generator=noise)[0] for name, p in net.named_parameters()}
+    leaves = method.model.posterior.blocks
+    at = {"seed": method.model.seed, "step": method.model.draws, "domain": Domain.TRAIN}
+    eps = {name: leaf.noise(range(1), block=name, **at)[""][0] for name, leaf in leaves.items()}
     method.step(x, y)
     params = {name: value.requires_grad_() for name, value in before.items()}
     means = [params["module.1.weight"], params["module.1.bias"]]

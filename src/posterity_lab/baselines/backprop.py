@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from posterity import (
@@ -20,15 +19,11 @@ from posterity import (
     DiagonalGaussian,
     Factorised,
     IsotropicGaussian,
-    Leaf,
     Variational,
-    elbo,
-    kl,
-    run,
+    compile_step,
     variational,
 )
 from posterity.variational import Family
-from posterity_lab.baselines.graph import Captured, Watch
 from posterity_lab.baselines.point import Nll
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
@@ -76,7 +71,7 @@ def bbb(
     """
     net = variational(model, family=family, std_init=std_init, seed=seed)
     made = _descent(net, optimizer, lr)
-    return _Backprop(net, made, prior, False, num_data, samples, kl_factor, nll, mask, seed)
+    return _Backprop(net, made, prior, False, num_data, samples, kl_factor, nll, mask)
 
 
 def vcl(
@@ -117,16 +112,12 @@ def vcl(
     net = variational(model, family=family, std_init=std_init, seed=seed)
     first = IsotropicGaussian(prior_std) if prior is None else prior
     made = _descent(net, "adam", lr)
-    return _Backprop(net, made, first, True, num_data, samples, kl_factor, cross_entropy, mask, seed)
+    return _Backprop(net, made, first, True, num_data, samples, kl_factor, cross_entropy, mask)
 
 
 @final
 class _Backprop(Method):
-    """Bayes by Backprop. On a GPU a step is a CUDA graph, and waits for nothing.
-
-    There a loss that is not finite leaves the weights as they are, and is raised by one of the next steps. A
-    family whose KL wants draws of its own runs without a graph, which would draw the same ones in every step.
-    """
+    """Bayes by Backprop by `compile_step`: on a GPU a step is a CUDA graph, and waits for nothing."""
 
     def __init__(
         self,
@@ -139,91 +130,46 @@ class _Backprop(Method):
         kl_factor: float,
         nll: Nll,
         mask: Mask | None,
-        seed: int,
     ) -> None:
         if samples < 1:
             raise ValueError(f"samples must be at least 1, not {samples}")
         self.model = self._net = net
         self.optimizer = optimizer
-        self._params = _trained(net)
-        device = self._params[0].device
         self._prior, self._hands_over, self._handed = prior, hands_over, False
-        self._num_data, self._samples, self._factor = num_data, samples, kl_factor
+        self._how: dict[str, Any] = {"num_data": num_data, "mc_samples": samples, "factor": kl_factor}
         self._nll, self._mask = nll, mask
-        # torch's noise, not the library's: on a CPU that is addressed by numbers which a graph would fix.
-        self._noise = torch.Generator(device).manual_seed(seed)
-        self._watch = Watch(device)
-        self._draws_for_kl = any(leaf.noise_shapes.keys() != {""} for leaf in net.posterior.blocks.values())
-        self._run = Captured(net, self._learn, self._tensors, [self._noise], eager=self._draws_for_kl)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Compile the step for the prior that there is."""
+        self._train_step = compile_step(self._net, self._loss, self.optimizer, prior=self._prior, **self._how)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        self._watch.refuse()
-        return self._run(x, y)
+        return self._train_step(x, y)
 
     def boundary(self, data: Split) -> None:
         """A task is over: what is known now is the next prior, if the method hands it over."""
         if self._hands_over:
             self._prior, self._handed = self.posterior(), True
-            self._run.forget()  # a graph reads the prior that it was captured with
+            self._begin()
 
     def posterior(self) -> Factorised:
         return self._net.posterior.frozen()
 
     def state_dict(self) -> dict[str, Any]:
         prior = self._prior.state_dict() if isinstance(self._prior, Factorised) and self._handed else None
-        return {**super().state_dict(), "prior": prior, "noise": self._noise.get_state()}
+        return {**super().state_dict(), "prior": prior}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if state["prior"] is not None:
             self._prior, self._handed = self.posterior(), True
             self._prior.load_state_dict(state["prior"])
-        self._noise.set_state(state["noise"].cpu())
-        self._run.forget()  # the optimiser's state lies elsewhere
+        self._begin()
 
-    def _learn(self, x: Tensor, y: Tensor) -> Tensor:
-        posterior = self._net.posterior
-        weights = posterior.split(
-            {name: leaf.draw(self._normal(leaf)) for name, leaf in posterior.blocks.items()}
-        )
-        outputs = self._outputs(weights, x)
-        if self._mask is not None:
-            outputs = restricted(outputs, self._mask(y))
-        nll = self._nll(outputs.flatten(0, 1), y.repeat(self._samples, *[1] * (y.dim() - 1)))
-        divergence = kl(posterior, self._prior, weights=weights, seed=self._kl_seed())
-        loss = elbo(nll, divergence, num_data=self._num_data, factor=self._factor)
-        # Fused optimisers leave weights and state as they are where this is 1.
-        self.optimizer.found_inf = self._watch.see(loss)  # type: ignore[attr-defined]
-        # Once a posterior is the prior, MNF's bound has no use for its auxiliary density.
-        grads = torch.autograd.grad(loss, self._params, allow_unused=True)
-        for p, grad in zip(self._params, grads, strict=True):
-            p.grad = grad
-        self.optimizer.step()
-        return loss.detach()
-
-    def _outputs(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        if self._samples > 1:
-            return run(self._net.module, weights, x)
-        one = {name: drawn[0] for name, drawn in weights.items()}
-        out: Tensor = functional_call(self._net.module, one, (x,))
-        return out[None]
-
-    def _kl_seed(self) -> int:
-        if not self._draws_for_kl:
-            return 0
-        return int(torch.randint(2**62, (), generator=self._noise, device=self._noise.device))
-
-    def _normal(self, leaf: Leaf) -> dict[str, Tensor]:
-        like: dict[str, Any] = {"generator": self._noise, "device": leaf.device, "dtype": leaf.dtype}
-        return {
-            name: torch.randn((self._samples, *shape), **like) for name, shape in leaf.noise_shapes.items()
-        }
-
-    def _tensors(self) -> list[Tensor]:
-        """All that a step changes."""
-        state = [value for own in self.optimizer.state.values() for value in own.values()]
-        changed = [*self._params, *self._net.buffers(), *state, self._watch.count]
-        return [tensor for tensor in changed if isinstance(tensor, Tensor)]
+    def _loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        outputs = model(x)
+        return self._nll(outputs if self._mask is None else restricted(outputs, self._mask(y)), y)
 
 
 def _trained(net: Variational) -> list[nn.Parameter]:

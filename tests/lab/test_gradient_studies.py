@@ -358,6 +358,7 @@ def test_scores_by_networks_are_means_over_groups() -> None:
 def test_images_are_turned_around_their_middle() -> None:
     x = torch.randn(2, 1, 8, 8)
     torch.testing.assert_close(doubt.rotated(x, 180.0), x.flip(2, 3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(doubt.rotated(x, 90.0), x.rot90(1, (2, 3)), atol=1e-4, rtol=0)
     torch.testing.assert_close(doubt.rotated(x, 0.0), x, atol=1e-4, rtol=0)
     corner = doubt.rotated(x, 45.0)[0, 0, 0, 0]
     assert float(corner) == pytest.approx(float(x.amin()), abs=1e-4)  # from outside the image

@@ -244,6 +244,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "vogn": reproduced.vogn,
         "five epochs": reproduced.five_epochs,
     },
+    "docs/trust.md": {"looks": reproduced.looked_at},
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from tables import spread, table
 
 from posterity_lab.bench import FOLDER
+from posterity_lab.record import LOOKS
 from posterity_lab.reproduce.experiments import EXPERIMENTS
 
 RECORDS = FOLDER.parent / "results"
@@ -233,3 +234,32 @@ def five_epochs(folder: Path = RECORDS) -> str:
             ]
         )
     return table(["`posterity train --method …`", "error", "NLL", "ECE", "AUROC", "s / epoch"], rows)
+
+
+def looked_at(*folders: Path) -> str:
+    """How often test data was looked at, by study, from the files that count it."""
+    found: dict[str, dict[str, list[Record]]] = {}
+    for folder in folders or (RECORDS, FOLDER / "results"):
+        for text in (folder / LOOKS).read_text().splitlines():
+            line = json.loads(text)
+            found.setdefault(line["row"].partition("/")[0], {}).setdefault(line["row"], []).append(line)
+    rows = []
+    for study, by_row in sorted(found.items()):
+        lines = [line for each in by_row.values() for line in each]
+        configs = {row: len({line["config"] for line in each}) for row, each in by_row.items()}
+        known = all(line["config"] != "unknown" for line in lines)
+        most = max(configs.values())
+        names = [row.partition("/")[2] for row, count in configs.items() if count == most > 1]
+        several = f"{sum(count > 1 for count in configs.values())}"
+        rows.append(
+            [
+                study,
+                str(len(by_row)),
+                str(len(lines)),
+                several if known else "not known",
+                f"{most}: {', '.join(names)}" if known and names else "–",
+                str(sum(line.get("reconstructed", False) for line in lines)),
+            ]
+        )
+    head = ["study", "rows", "evaluations", "rows seen with several configs", "most configs", "reconstructed"]
+    return table(head, rows)

@@ -3,9 +3,9 @@
     make lock                     # keeps versions, adds what pyproject.toml has gained
     make lock OPTIONS=--upgrade   # takes the latest versions that fit
 
-``test.txt`` has all packages but torch. ``torch.txt`` has torch, of which registries hold several builds of one
-version, for CPUs and for CUDA: all hashes of the public registry, and those of the builds that pip finds here.
-No file names a registry: pip's own settings say where to look.
+``test.txt`` has all packages but torch. ``torch.txt`` has torch, of which registries hold several builds of
+one version, for CPUs and for CUDA: its hashes are all of the public registry, and that of the build which pip
+finds here. No file names a registry: pip's own settings say where to look.
 """
 
 from __future__ import annotations

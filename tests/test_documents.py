@@ -93,7 +93,15 @@ def names() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/conventions.md", "docs/laplace.md", "docs/loss.md", "docs/settings.md"]
+    "page",
+    [
+        "README.md",
+        "docs/conventions.md",
+        "docs/families.md",
+        "docs/laplace.md",
+        "docs/loss.md",
+        "docs/settings.md",
+    ],
 )
 def test_python_in_the_documents_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "objective": {"posterior"},
     "metrics": set(),
     "continual": set(),
-    "compress": {"names", "posterior"},
+    "compress": {"inputs", "mc", "names", "posterior", "predict"},
     "diagnostics": {"optim", "posterior"},
     "inputs": {"buffers"},
     "mc": {"buffers", "inputs", "layers"},

@@ -293,6 +293,47 @@ def predict(
 
 
 @app.command()
+def compress(
+    folder: _Run,
+    out: Annotated[Path, typer.Option(help="A new folder for what is left.")],
+    fraction: Annotated[float, typer.Option(help="Share of the weights to prune.")] = 0.5,
+    groups: Annotated[
+        str, typer.Option(help="What goes as one: inputs (columns), outputs (rows) or weights.")
+    ] = "inputs",
+    share: Annotated[float, typer.Option(help="The step of rounding, in stds.")] = 1.0,
+    file: Annotated[
+        str, typer.Option("--format", help="torch.export, onnx or safetensors.")
+    ] = "torch.export",
+    samples: Annotated[
+        int | None, typer.Option(help="Networks of an ensemble in the file; the mean net if not given.")
+    ] = None,
+    device: _Device = None,
+) -> None:
+    """Make a run's net smaller for good, write it to a file, and show what it costs before and after."""
+    from posterity_lab import runs
+    from posterity_lab.smaller import smaller
+
+    _check_samples(samples)
+    kinds: dict[str, Any] = {"groups": None if groups == "weights" else groups, "format": file}
+    run = runs.load_run(folder, device)
+    found = smaller(run, out, fraction=fraction, share=share, samples=samples, **kinds)
+    console = Console()
+    console.print(_table("test data, at the means", found["errors"]))
+    costs = Table("", "before", "after", "ratio", title="cost")
+    before, after = found["before"], found["after"]
+    rows = {key: (before[key], after[key]) for key in ("weights", "bytes", "multiply_adds")}
+    times = before["milliseconds"]
+    rows |= {f"ms, batch {size}": (times[size], after["milliseconds"][size]) for size in times}
+    for name, (one, other) in rows.items():
+        costs.add_row(name, f"{one:,.4g}", f"{other:,.4g}", f"{one / other:.2f}")
+    console.print(costs)
+    if found["dense"]:
+        console.print(f"stayed as they are: {', '.join(found['dense'])}", soft_wrap=True)
+    rounded = "" if found["bits"] is None else f"; {found['bytes_at_bits']:,} bytes at the posterior's bits"
+    typer.echo(f"{out}: {found['file_bytes']:,} bytes{rounded}")
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for what the demo makes.")] = Path("demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Smaller and rougher, in seconds.")] = False,
@@ -300,7 +341,8 @@ def demo(
     """See what a posterior is good for, from end to end."""
     from posterity_lab.demo import run
 
-    run(out, quick)
+    with _stoppable("nothing was kept, and the same command begins again"):
+        run(out, quick)
 
 
 @app.command(
@@ -316,7 +358,9 @@ def bench(
     if name is None or name == "--help":
         typer.echo("posterity bench NAME [OPTIONS], with NAME one of " + ", ".join(benchmarks.names()))
         return
-    benchmarks.run(name, ctx.args)
+    how = "the record has the rows that were measured, marked as not complete; run the same command again"
+    with _stoppable(how):
+        benchmarks.run(name, ctx.args)
 
 
 @app.command(cls=_Lists)
@@ -400,7 +444,9 @@ def fetch_data(name: Annotated[str, typer.Argument(help="Name of a data set.")])
     """Download the files of a data set that are missing or damaged."""
     from posterity_lab.files import fetch
 
-    for path in fetch(name):
+    with _stoppable("the same command goes on where this one was"):
+        paths = fetch(name)
+    for path in paths:
         typer.echo(str(path))
     typer.echo(f"{name} is complete")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def read_inputs(file: Path, shape: list[int]) -> Tensor:
         content = readers[file.suffix]()
     except Exception as error:
         reason = str(error).partition("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to load it unsafely
+            reason = "it is damaged, or holds something other than tensors"
         raise ValueError(f"{file} cannot be read as {file.suffix}: {reason}") from error
     if isinstance(content, dict) and len(content) == 1:
         (content,) = content.values()

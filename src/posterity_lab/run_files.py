@@ -35,7 +35,7 @@ POSTERIOR = "posterior.safetensors"
 
 _ELSE = "train again in another folder"
 _SAVED = {"config", "shape", "classes", "num_data", "epoch", "method"}
-_RECORD = {"epoch", "step", "train_loss", "seconds", "split", "accuracy", "nll", "ece"}
+_NUMBERS = ("step", "train_loss", "seconds", "accuracy", "nll", "ece")
 
 
 def stored(folder: Path) -> Config:
@@ -159,12 +159,22 @@ def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or not record.keys() >= _RECORD or record["epoch"] != number:
+        if not _is_record(record) or record["epoch"] != number:
             raise ValueError(f"{path} is damaged in line {number}: put it back, or {_ELSE}")
         records.append(record)
     return records
+
+
+def _is_record(value: Any) -> bool:
+    """Whether this is what a run writes of an epoch."""
+    return (
+        isinstance(value, dict)
+        and {"epoch", "split", *_NUMBERS} <= value.keys()
+        and isinstance(value["split"], str)
+        and all(type(value[key]) in (int, float) for key in ("epoch", *_NUMBERS))
+    )
 
 
 def places(folder: Path) -> list[dict[str, Any]]:

@@ -280,6 +280,8 @@ def test_moments_are_those_of_many_draws() -> None:
     spread = (fourth - std**4).clamp_min(0.0).sqrt()
     assert ((draws.var(0) - std.square()).abs() < 5 * spread * counts**0.5).all()
     assert torch.equal(q.mean(), mean)  # always the same
+    torch.testing.assert_close(q.copy().float().mean().double(), mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(q.copy().float().std().double(), std, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

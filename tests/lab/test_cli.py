@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import inspect
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from posterity import DivergenceWarning
 from posterity.optim.presets import TABLE
-from posterity_lab import cli, data, record, reproduce, runs
+from posterity_lab import bench, cli, data, demo, files, record, reproduce, runs
 from posterity_lab.config import Config
 
 TINY = ("--net", "mlp-16", "--data", "digits", "--epochs", "2", "--batch-size", "64", "--eval-samples", "3")
@@ -138,6 +139,13 @@ def test_a_stopped_command_says_how_to_go_on(monkeypatch, tmp_path):
     result = call("reproduce", "bgd-theory", "--out", tmp_path)
     assert result.exit_code == 130
     assert result.stderr == "stopped: the same command goes on where this one was\n"
+    monkeypatch.setattr(files, "fetch", stop)
+    assert call("data", "fetch", "mnist").stderr == "stopped: the same command goes on where this one was\n"
+    monkeypatch.setattr(demo, "run", stop)
+    assert call("demo").stderr == "stopped: nothing was kept, and the same command begins again\n"
+    monkeypatch.setattr(bench, "run", stop)
+    expected = "stopped: the record has the rows that were measured, marked as not complete; run the same "
+    assert call("bench", "memory").stderr == f"{expected}command again\n"
 
 
 def test_evaluations_are_counted_and_sealed(point, tmp_path):
@@ -269,6 +277,28 @@ def test_predict_refuses_inputs_that_do_not_fit(run, tmp_path, name, content, me
     if content is not None:
         torch.save(content, tmp_path / name)
     assert message in refused("predict", run, tmp_path / name)
+
+
+class Trap:
+    """Unpickling this makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_an_evil_file_is_refused_without_advice_to_trust_it(run, tmp_path):
+    torch.save(Trap(tmp_path / "sprung"), tmp_path / "x.pt")
+    message = refused("predict", run, tmp_path / "x.pt")
+    reason = "it is damaged, or holds something other than tensors"
+    assert message == f"{tmp_path / 'x.pt'} cannot be read as .pt: {reason}"
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "x.pt").replace(tmp_path / "run" / "checkpoint.pt")
+    message = refused("evaluate", tmp_path / "run")
+    assert message.endswith("checkpoint.pt is of another run or damaged: train again in another folder")
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_predict_refuses_a_damaged_file(run, tmp_path):
@@ -415,3 +445,27 @@ def test_without_the_extra_the_script_says_what_to_install():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr == "the command line needs the extra lab: pip install 'posterity[lab]'\n"
+
+
+def test_compress_writes_a_smaller_net_and_what_it_costs(run, tmp_path):
+    result = call("compress", run, "--out", tmp_path / "small", "--fraction", 0.6, "--format", "safetensors")
+    assert result.exit_code == 0, result.output
+    assert "multiply_adds" in result.stdout
+    found = json.loads((tmp_path / "small" / "compress.json").read_text())
+    assert record.fits(found)
+    assert found["after"]["weights"] < found["before"]["weights"]
+    assert found["errors"]["pruned"]["error"] == pytest.approx(found["errors"]["shrunk"]["error"], abs=1e-9)
+    assert set(found["errors"]) == {"whole", "pruned", "shrunk", "rounded"}
+    assert found["file_bytes"] == (tmp_path / "small" / "net.safetensors").stat().st_size
+    assert "is not an empty folder" in refused("compress", run, "--out", tmp_path / "small")
+    for word in ("--groups", "--format"):
+        assert "must be" in refused("compress", run, "--out", tmp_path / "other", word, "strange")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_net_without_posterior_is_compressed_by_magnitude(point, tmp_path):
+    result = call("compress", point, "--out", tmp_path / "small", "--groups", "outputs", "--fraction", 0.3)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "small" / "compress.json").read_text())
+    assert found["bits"] is None
+    assert found["file_bytes"] > 0

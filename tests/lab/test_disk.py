@@ -141,10 +141,10 @@ def test_workers_end_with_a_killed_parent() -> None:
     code = """
 import os, time
 from posterity_lab.workers import pool
-workers = pool(1)
-print("ready", flush=True)
-print(workers.submit(os.getpid).result(), flush=True)
-workers.submit(time.sleep, 60).result()
+with pool(1) as workers:
+    print("ready", flush=True)
+    print(workers.submit(os.getpid).result(), flush=True)
+    workers.submit(time.sleep, 60).result()
 """
     parent = started(code)
     assert parent.stdout is not None
@@ -159,6 +159,39 @@ workers.submit(time.sleep, 60).result()
     finally:
         if disk.alive(worker):
             os.kill(worker, signal.SIGKILL)
+        parent.communicate()
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_workers_end_after_ctrl_c(group: bool) -> None:
+    """A terminal sends it to all processes; other programs to the parent alone."""
+    code = """
+import os, signal, sys, time
+from posterity_lab.workers import pool
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if sys.argv[1] == "True":
+    os.setpgrp()
+try:
+    with pool(1) as workers:
+        print("ready", flush=True)
+        print(workers.submit(os.getpid).result(), flush=True)
+        for waiting in [workers.submit(time.sleep, 60) for _ in range(3)]:
+            waiting.result()
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+"""
+    parent = started(code, str(group))
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    try:
+        time.sleep(0.5)
+        (os.killpg if group else os.kill)(parent.pid, signal.SIGINT)
+        assert parent.communicate(timeout=10) == ("stopped\n", None)
+        assert not disk.alive(worker)
+    finally:
+        if disk.alive(worker):
+            os.kill(worker, signal.SIGKILL)
+        parent.kill()
         parent.communicate()
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from posterity_lab import bench, cli, report, source
 from posterity_lab.record import write as write_record
-from posterity_lab.reproduce import EXPERIMENTS, images, records, tasks, toy
+from posterity_lab.reproduce import EXPERIMENTS, images, records, reproduce, tasks, toy
 from posterity_lab.reproduce.calibration import CALIBRATION
 from posterity_lab.reproduce.page import write
 from posterity_lab.reproduce.proofs import THEORY
@@ -381,6 +381,16 @@ def test_an_edited_record_is_refused(folder: Path) -> None:
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"seed1.json is damaged \(its content was changed: it does not fit"):
         page(folder)
+
+
+def test_values_that_no_run_writes_are_refused_by_their_study(tmp_path: Path) -> None:
+    reproduce("bgd-theory", out=tmp_path, quick=True)
+    (path,) = (tmp_path / "bgd-theory").glob("*.json")
+    content = json.loads(path.read_text())
+    content["metrics"]["curvature_correlation"] = {}
+    write_record(path, content)
+    with pytest.raises(ValueError, match=r"the records of bgd-theory have values that no run writes .*: run"):
+        write(tmp_path, tmp_path / "page.html")
 
 
 def test_sources_are_shown_as_commits_or_as_uncommitted(

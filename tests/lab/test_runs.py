@@ -475,6 +475,20 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path, mon
     assert contents(tmp_path / "run") == before
 
 
+METRICS = json.dumps(
+    {
+        "epoch": 1,
+        "step": 5,
+        "train_loss": 0.5,
+        "seconds": 1,
+        "split": "test",
+        "accuracy": 1,
+        "nll": 1,
+        "ece": 1,
+    }
+)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -496,6 +510,9 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path, mon
         ("metrics.jsonl", "", r"metrics\.jsonl has 0 of the 1 epochs .*: put it back, or train again"),
         ("metrics.jsonl", "garbage\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
         ("metrics.jsonl", "{}\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
+        ("metrics.jsonl", METRICS.replace("0.5", "[]"), r"metrics\.jsonl is damaged in line 1: put it back"),
+        ("metrics.jsonl", METRICS.replace("0.5", '"text"'), r"metrics\.jsonl is damaged in line 1: put it"),
+        ("metrics.jsonl", "[" * 100_000, r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_remedy(tmp_path, monkeypatch, name, content, message):

@@ -1,8 +1,9 @@
-"""A family of leaves from outside the library, with two noises and no density, goes through all of it."""
+"""Families go through all of the library: CFG, MNF, and one from outside, with two noises and no density."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,8 +22,10 @@ from posterity import (
     Leaf,
     ScaleMixture,
     Variational,
+    cfg,
     elbo,
     kl,
+    mnf,
     names_of,
     predict,
     prune,
@@ -179,6 +182,84 @@ def test_a_resumed_run_estimates_the_same_divergence() -> None:
     before = model.kl(prior)
     model(x)
     assert model.kl(prior) != before
+
+
+class Words(nn.Module):
+    """Words, positions of which no row is padding, and a convolution over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4, padding_idx=0)
+        self.conv = nn.Conv1d(4, 6, 3)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(self.words(x).mT).relu().mean(-1))
+
+
+def words(family: str) -> Variational:
+    torch.manual_seed(len(family))
+    return variational(Words(), family={"cfg": cfg, "mnf": mnf}[family], std_init=0.05, seed=1)
+
+
+def steps(model: Variational, count: int, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    g, prior = torch.Generator().manual_seed(2), IsotropicGaussian(0.3)
+    x, y = torch.randint(0, 9, (16, 7), generator=g), torch.randint(0, 2, (16,), generator=g)
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        losses.append(elbo(F.cross_entropy(model(x), y), model.kl(prior), num_data=1000))
+        losses[-1].backward()
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("family", ["cfg", "mnf"])
+def test_a_resumed_run_goes_on_as_an_uninterrupted_one(family: str) -> None:
+    model, other = words(family), Variational(Words(), words(family).posterior.frozen(), seed=7)
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    steps(model, 3, opt)
+    saved = deepcopy((model.state_dict(), opt.state_dict()))
+    again = torch.optim.Adam(other.parameters(), lr=1e-2)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    assert torch.equal(torch.stack(steps(model, 3, opt)), torch.stack(steps(other, 3, again)))
+    for name, value in model.posterior.sample(2, seed=0).items():
+        assert torch.equal(value, other.posterior.sample(2, seed=0)[name])
+
+
+@pytest.mark.parametrize("family", ["cfg", "mnf"])
+def test_families_of_the_library_go_through_all_of_it(family: str, tmp_path: Path) -> None:
+    model = words(family)
+    padding = model.module.words.weight[0].detach().clone()
+    assert not padding.any()
+    steps(model, 3, torch.optim.Adam(model.parameters(), lr=1e-2))
+    assert torch.equal(model.posterior.sample(2)["words.weight"][1, 0], padding)
+    small = prune(model.posterior, 0.5)
+    small.save(tmp_path / "q")
+    # On from a file: the module takes on what is multiplied, or the means.
+    onward = Variational(Words(), Factorised.load(tmp_path / "q"), seed=3)
+    assert onward.posterior.block("conv.weight").loc is onward.module.conv.weight
+    losses = steps(onward, 3, torch.optim.Adam(onward.parameters(), lr=1e-2))
+    assert bool(torch.stack(losses).isfinite().all())
+    for name, kept in small.kept().items():
+        assert not onward.posterior.sample(2)[name][:, ~kept].any()
+    assert torch.isfinite(onward.kl(small.frozen()))
+    x = torch.randint(0, 9, (5, 7))
+    stacked, looped = (predict(Words(), small, x, samples=3, how=how).samples for how in ("stack", "loop"))
+    torch.testing.assert_close(stacked, looped)
+    # A rule takes over the moments.
+    rule = BGD(Words(), std_init=0.1)
+    rule.load_posterior(model.posterior)
+    found = rule.posterior().std()["conv.weight"]
+    torch.testing.assert_close(found, model.posterior.std()["conv.weight"].detach())
+
+
+@pytest.mark.parametrize("family", ["cfg", "mnf"])
+def test_half_precision_draws_and_compares(family: str) -> None:
+    q = words(family).posterior.frozen().bfloat16()
+    assert q.sample(2)["conv.weight"].dtype == torch.bfloat16
+    assert torch.isfinite(kl(q, q.frozen()))
 
 
 def test_a_pattern_must_match_every_parameter() -> None:

@@ -94,9 +94,14 @@ def solved(lower: Tensor, value: Tensor, dim: int) -> Tensor:
     front = value.movedim(dim, 0)
     # All as columns of one matrix: leading dimensions would copy the triangle for each.
     columns = front.reshape(len(front), front.shape[1:].numel())
-    wide = torch.promote_types(value.dtype, torch.float32)  # torch solves nothing in half precision
+    return divided(lower, columns).reshape(front.shape).movedim(0, dim)
+
+
+def divided(lower: Tensor, columns: Tensor) -> Tensor:
+    """``lower⁻¹ columns`` of matrices ``[..., n, n]`` and ``[..., n, k]``."""
+    wide = torch.promote_types(columns.dtype, torch.float32)  # torch solves nothing in half precision
     white = cast(Tensor, torch.linalg.solve_triangular(lower.to(wide), columns.to(wide), upper=False))
-    return white.to(value.dtype).reshape(front.shape).movedim(0, dim)
+    return white.to(columns.dtype)
 
 
 def full_precision(function: Callable[P, T]) -> Callable[P, T]:

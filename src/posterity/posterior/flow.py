@@ -57,7 +57,8 @@ def mnf(
         mean: Means of the parameter.
         std: Standard deviations of its weights given the scales, at the start.
         conv: What has a scale of its own in a convolution, which is any weight of three or more dimensions:
-            an output map, an input map, or a kernel (one pair of both). Flows grow with the number of scales.
+            an output map (the weight's first dimension), an input map (its second), or a kernel (one pair of
+            both). Flows grow with the number of scales.
         dense: What has one in other matrices: an input or an output.
         steps: Of the flow, and of that of r.
         hidden: Units in each step; r has twice as many.

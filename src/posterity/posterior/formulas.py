@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias, cast, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from posterity.posterior.algebra import divided
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.divergence import register_kl
@@ -42,7 +43,7 @@ def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tens
     if not ((q.whole and p.whole) or torch.equal(q.varying, p.varying)):
         p = p.pruned(q.varying)
     theirs = p.lower()
-    change = cast(Tensor, torch.linalg.solve_triangular(theirs, lower - theirs, upper=False))
+    change = divided(theirs, lower - theirs)
     among = change.tril(-1).square().sum(-1) + _spread_gap(change.diagonal(0, -2, -1))
     return 0.5 * q.total(p.whitened(mean - p.loc).square() + among.reshape(q.shape))
 

@@ -9,9 +9,11 @@ Kochurov et al.: "Bayesian Incremental Learning for Deep Neural Networks", 2018.
 | CFG for convolutions, FFG for the rest | :func:`cfg` |
 | μ | ``loc`` ``[N, C, H, W]`` |
 | diagonal of L | ``softplus(raw)``, ``raw`` ``[N, C, H, W]`` |
-| L below the diagonal, row after row | ``below`` ``[N, C, HW (HW − 1) / 2]`` |
+| L below the diagonal, over its row's diagonal | ``below`` ``[N, C, HW (HW − 1) / 2]``, row after row |
 
-The paper gives no start of L: here it is diagonal, the same as a :class:`DiagonalGaussian`.
+The paper gives no start of L: here it is diagonal, the same as a :class:`DiagonalGaussian`. Nor does it say
+how L is made of parameters. In units of its row's diagonal a step of Adam is as large for ``below`` as for
+stds. In those of weights it would be larger than small stds are, and L nearly singular after a few.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from posterity.posterior.algebra import full_precision
+from posterity.posterior.algebra import divided, full_precision
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
 
@@ -131,8 +133,8 @@ class KernelGaussian(Leaf):
         lead = shift.shape[: shift.dim() - len(self.shape)]
         vectors = self.masked(shift).reshape(-1, *self.shape[:2], self.shape[2:].numel())
         # All as columns of one matrix: leading dimensions would copy the triangle for each.
-        white = torch.linalg.solve_triangular(self.lower(), vectors.movedim(0, -1), upper=False)
-        return cast(Tensor, white).movedim(-1, 0).reshape(*lead, *self.shape)
+        white = divided(self.lower(), vectors.movedim(0, -1))
+        return white.movedim(-1, 0).reshape(*lead, *self.shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density summed over the weights that vary; leading dimensions stay."""
@@ -184,15 +186,17 @@ class KernelGaussian(Leaf):
         """L below the diagonal, zero elsewhere and where a weight does not vary."""
         positions = self.shape[2:].numel()
         flat = self.below.new_zeros(*self.shape[:2], positions * positions)
-        strict = flat.index_copy(-1, self._places(), self.below)
-        strict = strict.reshape(*self.shape[:2], positions, positions)
+        unit = flat.index_copy(-1, self._places(), self.below)
+        unit = unit.reshape(*self.shape[:2], positions, positions)
+        strict = self.diagonal().flatten(2)[..., None] * unit
         return strict if self.whole else _among(strict, self.varying.flatten(2))
 
     @torch.no_grad()
     def _write(self, lower: Tensor) -> None:
         """Take on a factor."""
-        self.raw.copy_(inverse_softplus(lower.diagonal(0, -2, -1)).reshape(self.shape))
-        self.below.copy_(lower.flatten(2)[..., self._places()])
+        diagonal = lower.diagonal(0, -2, -1)
+        self.raw.copy_(inverse_softplus(diagonal).reshape(self.shape))
+        self.below.copy_((lower / diagonal[..., None]).flatten(2)[..., self._places()])
 
     @full_precision
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:

@@ -71,13 +71,12 @@ class Scales(nn.Module, ABC):
         """Mean and variance of z, ``[*shape]``, over ``MOMENT_DRAWS`` fixed draws.
 
         The normals behind them come with their opposites and have mean 0 and variance 1, so that moments of
-        scales that are linear in their normals are exact.
+        scales that are linear in their normals are exact. They are the same for every device and dtype.
         """
         at: dict[str, Any] = {"seed": 0, "step": 0, "block": "moments", "domain": noises.Domain.SAMPLE}
-        shape = (MOMENT_DRAWS // 2, *self.shape)
-        half = noises.normal(range(1), shape, **at, device=like.device, dtype=like.dtype)[0]
+        half = noises.normal(range(1), (MOMENT_DRAWS // 2, *self.shape), **at, dtype=torch.float64)[0]
         half = half / half.square().mean(0).sqrt()
-        z, _ = self.draw(torch.cat([half, -half]))
+        z, _ = self.draw(torch.cat([half, -half]).to(like))
         return z.mean(0), z.var(0, correction=0)
 
 

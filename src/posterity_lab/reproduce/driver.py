@@ -108,12 +108,8 @@ def _records(
             workers.submit(_work, asked.name, unit, out, device, number, len(units), jobs): unit
             for number, unit in waiting
         }
-        try:
-            for each in as_completed(running):
-                yield running[each], each.result()
-        except BaseException:
-            workers.shutdown(wait=False, cancel_futures=True)
-            raise
+        for each in as_completed(running):
+            yield running[each], each.result()
 
 
 def _work(name: str, unit: Unit, out: Path, device: str, number: int, total: int, jobs: int) -> Record:

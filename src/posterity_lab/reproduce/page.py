@@ -52,10 +52,7 @@ def write(results: Path, out: Path, pictures: Path | None = None) -> int:
         experiment.name: groups(experiment, records[experiment.study.name])
         for experiment in EXPERIMENTS.values()
     }
-    shown = {
-        experiment.name: _section(experiment, found[experiment.name], records[experiment.study.name])
-        for experiment in EXPERIMENTS.values()
-    }
+    shown = {name: _drawn(each, found[name], records[each.study.name]) for name, each in EXPERIMENTS.items()}
     sections = [Section("Overview", [_overview(found)]), *shown.values()]
     lead = _LEAD
     if any(_quick(record) for own in records.values() for record in own):
@@ -80,6 +77,17 @@ def _overview(found: dict[str, list[Group]]) -> Table:
     return Table(
         "What there is", ["experiment", "runs", "diverged", "minutes", "posterity reproduce …"], rows
     )
+
+
+def _drawn(experiment: Experiment, found: Sequence[Group], records: Sequence[Record]) -> Section:
+    try:
+        return _section(experiment, found, records)
+    except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        # Digests say who wrote a record, not that its values have the kinds which are shown.
+        raise ValueError(
+            f"the records of {experiment.study.name} have values that no run writes ({error}): run its units "
+            "again, or name another --results"
+        ) from error
 
 
 def _section(experiment: Experiment, found: Sequence[Group], records: Sequence[Record]) -> Section:

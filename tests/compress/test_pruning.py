@@ -170,3 +170,19 @@ def test_weights_that_are_nan_are_refused() -> None:
     q = Factorised({"w": DiagonalGaussian(torch.tensor([1.0, float("nan")]), 0.1)})
     with pytest.raises(ValueError, match="score of a weight of 'w' is nan"):
         prune(q, 0.5)
+
+
+def test_groups_go_whole_by_the_mean_square_of_their_ratios() -> None:
+    mean = torch.tensor([[3.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.1, 0.2, 0.3], [2.0, 2.0, 0.0]])
+    q = Factorised({"w": DiagonalGaussian(mean, 0.5), "b": DiagonalGaussian(torch.tensor([1e-3] * 4), 1.0)})
+    found = prune(q, 0.5, groups="outputs")
+    assert found.kept()["w"].tolist() == [[True] * 3, [False] * 3, [False] * 3, [True] * 3]
+    assert bool(found.kept()["b"].all())
+    by_column = prune(q, threshold=2.0, groups="inputs")  # the third has ratios 0, 2, .6, 0
+    assert by_column.kept()["w"].tolist() == [[True, True, False]] * 4
+    again = prune(found, 0.75, groups="outputs")
+    assert again.kept()["w"].any(1).tolist() == [True, False, False, False]
+    # No group is cut: of 12 weights, 7 are two whole rows and a part of the next.
+    assert int(prune(q, 7 / 12, groups="outputs").kept()["w"].sum()) == 6
+    with pytest.raises(ValueError, match="groups must be 'outputs' or 'inputs', not 'rows'"):
+        prune(q, 0.5, groups="rows")  # type: ignore[arg-type]

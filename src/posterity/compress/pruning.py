@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from posterity.posterior import DiagonalGaussian, Factorised
 
 Score: TypeAlias = Callable[[Factorised], Mapping[str, Tensor]]
 Scope: TypeAlias = Literal["global", "layer"]
+Groups: TypeAlias = Literal["outputs", "inputs"]
 
 
 def snr(posterior: Factorised) -> dict[str, Tensor]:
@@ -78,6 +80,7 @@ def prune(
     threshold: float | None = None,
     scope: Scope = "global",
     score: Score = snr,
+    groups: Groups | None = None,
     spare: NameFilter = (),
 ) -> Factorised:
     """A posterior in which the weights of lowest score, by default of lowest SNR, are exactly zero.
@@ -96,6 +99,9 @@ def prune(
             and bias together (``"layer"``). A threshold is the same for all.
         score: What the worth of a weight is: ``snr``, ``magnitude``, or any function of the posterior that
             gives one number per weight.
+        groups: Remove whole rows of matrices and kernels, ``"outputs"``, or whole columns, ``"inputs"``, by
+            the root mean square of their weights' scores; :func:`~posterity.compress.shrink` then makes the
+            net smaller. Tensors of one axis, as biases are, are spared.
         spare: Filter of names that are left whole and not counted, such as ``"*bias"``.
 
     Example:
@@ -114,18 +120,22 @@ def prune(
         raise ValueError("threshold must be a number, not nan")
     if scope not in ("global", "layer"):
         raise ValueError(f"scope must be 'global' or 'layer', not {scope!r}")
+    if groups not in (None, "outputs", "inputs"):
+        raise ValueError(f"groups must be 'outputs' or 'inputs', not {groups!r}")
     sizes = magnitude(posterior)
     spared = select(sizes, spare)
+    spared |= {name for name, size in sizes.items() if groups is not None and size.dim() < 2}
     names = [name for name in sizes if name not in spared]
     if not names:
         raise ValueError("spare= spares every tensor, so there is nothing to prune: let it match fewer names")
     scores = _scores(posterior, score)
+    ranks = {name: _Ranks.of(scores[name], sizes[name], groups) for name in names}
     keep = {name: torch.ones_like(scores[name], dtype=torch.bool) for name in spared}
     if threshold is not None:
-        keep |= {name: scores[name] >= threshold for name in names}
+        keep |= {name: ranks[name].of_weights(ranks[name].score >= threshold) for name in names}
     if fraction is not None:
         for members in _together(names, scope):
-            keep |= _strongest([(name, scores[name], sizes[name]) for name in members], fraction)
+            keep |= _strongest({name: ranks[name] for name in members}, fraction)
     masks = posterior.join({name: keep[name].to(size.device) for name, size in sizes.items()})
     return posterior.rebuilt({name: leaf.pruned(masks[name]) for name, leaf in posterior.blocks.items()})
 
@@ -152,14 +162,47 @@ def _together(names: list[str], scope: Scope) -> list[list[str]]:
     return list(layers.values())
 
 
-def _strongest(blocks: list[tuple[str, Tensor, Tensor]], fraction: float) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class _Ranks:
+    """What is removed as one, the weights or the groups of a tensor, in what order."""
+
+    score: Tensor  # [G]
+    size: Tensor
+    weights: int  # of each
+    shape: torch.Size
+    axis: int | None
+
+    @classmethod
+    def of(cls, score: Tensor, size: Tensor, groups: Groups | None) -> _Ranks:
+        if groups is None:
+            return cls(score.flatten(), size.flatten(), 1, score.shape, None)
+        axis = 0 if groups == "outputs" else 1
+        # A weight that is pruned already has no score, and adds nothing to its group's.
+        means = (each.clamp_min(0.0).movedim(axis, 0).flatten(1).square().mean(1) for each in (score, size))
+        score_of, size_of = (mean.sqrt() for mean in means)
+        return cls(score_of, size_of, score.numel() // len(score_of), score.shape, axis)
+
+    def of_weights(self, keep: Tensor) -> Tensor:
+        """A mask of the tensor, from one of what is removed as one."""
+        if self.axis is None:
+            return keep.view(self.shape)
+        around = [1] * len(self.shape)
+        around[self.axis] = -1
+        return keep.view(around).expand(self.shape)
+
+
+def _strongest(ranks: Mapping[str, _Ranks], fraction: float) -> dict[str, Tensor]:
     """Masks without the given fraction, lowest score first and, where scores are equal, smallest first."""
-    device = blocks[0][1].device
-    score = torch.cat([each.flatten().to(device) for _, each, _ in blocks])
-    size = torch.cat([each.flatten().to(device) for _, _, each in blocks])
+    device = next(iter(ranks.values())).score.device
+    score = torch.cat([each.score.to(device) for each in ranks.values()])
+    size = torch.cat([each.size.to(device) for each in ranks.values()])
+    weights = torch.cat(
+        [torch.full_like(each.score, each.weights, dtype=torch.int64) for each in ranks.values()]
+    )
     order = size.argsort(stable=True)
     order = order[score[order].argsort(stable=True)]
+    removed = weights.to(device)[order].cumsum(0) <= round(fraction * int(weights.sum()))
     keep = torch.ones(len(score), dtype=torch.bool, device=device)
-    keep[order[: round(fraction * len(score))]] = False
-    parts = torch.split(keep, [each.numel() for _, each, _ in blocks])
-    return {name: part.view(each.shape) for (name, each, _), part in zip(blocks, parts, strict=True)}
+    keep[order[removed]] = False
+    parts = torch.split(keep, [len(each.score) for each in ranks.values()])
+    return {name: each.of_weights(part) for (name, each), part in zip(ranks.items(), parts, strict=True)}

@@ -1,0 +1,80 @@
+"""What a net costs: numbers, bytes, multiply-adds, and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.benchmark import Timer
+from torch.utils.flop_counter import FlopCounterMode
+
+from posterity.inputs import undisturbed
+
+
+@final
+@dataclass(frozen=True)
+class Cost:
+    """What a net costs.
+
+    Attributes:
+        weights: Numbers in its parameters.
+        nonzero: Those that are not zero.
+        bytes: Of parameters and buffers.
+        multiply_adds: Of one example.
+        milliseconds: Median time of a forward pass, by batch size.
+    """
+
+    weights: int
+    nonzero: int
+    bytes: int
+    multiply_adds: int
+    milliseconds: dict[int, float]
+
+
+def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), seconds: float = 0.5) -> Cost:
+    """Count and time a net in evaluation mode, on the device and with the threads that it has.
+
+    Args:
+        model: Any module; it is left as it is.
+        example: Its input, or a tuple of several, of any batch size: the first example is repeated.
+        batches: Sizes to time.
+        seconds: How long to time each.
+
+    Example:
+        >>> found = measure(nn.Linear(3, 2), torch.randn(1, 3), batches=(1,), seconds=0.01)
+        >>> found.weights, found.bytes, found.multiply_adds, found.milliseconds[1] > 0
+        (8, 32, 6, True)
+    """
+    args = example if isinstance(example, tuple) else (example,)
+    tensors = [*chain(model.parameters(), model.buffers())]
+    with torch.no_grad(), undisturbed(model):
+        with FlopCounterMode(display=False) as counter:
+            model(*_of(args, 1))
+        times = {
+            size: Timer("model(*x)", globals={"model": model, "x": _of(args, size)})
+            .blocked_autorange(min_run_time=seconds)
+            .median
+            * 1e3
+            for size in batches
+        }
+    return Cost(
+        sum(p.numel() for p in model.parameters()),
+        sum(int(p.count_nonzero()) for p in model.parameters()),
+        sum(each.numel() * each.element_size() for each in tensors),
+        counter.get_total_flops() // 2,
+        times,
+    )
+
+
+def _of(args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    """The first example of some inputs, as often as asked for."""
+
+    def repeated(x: Any) -> Any:
+        return x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, Tensor) and x.dim() else x
+
+    return tuple(pytree.tree_map(repeated, args))

@@ -1,0 +1,116 @@
+"""A net as a file for other programs: its means, or sampled networks with their uncertainty."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, final, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.func import functional_call
+
+from posterity.compress.trace import at_means, exported
+from posterity.inputs import tensor_of
+from posterity.posterior import Factorised
+from posterity.predict import Prediction
+
+Format: TypeAlias = Literal["safetensors", "torch.export", "onnx"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+
+def export(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    posterior: Factorised | None,
+    example: Any,
+    *,
+    format: Format = "torch.export",
+    samples: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Write a net to a file: at its means, or as an ensemble of sampled networks.
+
+    An ensemble is one file with two outputs: the probabilities ``[B, C]``, averaged over networks, and the
+    mutual information ``[B]`` in nats, by how much the networks disagree. Batches may have any size.
+
+    Args:
+        path: The file; written whole or not at all.
+        model: Any module that ``torch.export`` takes, such as the module of
+            :func:`~posterity.compress.shrink`.
+        posterior: Of its weights; None for the model as it is.
+        example: The model's input, or a tuple of several.
+        format: ``"torch.export"``, to be read by ``torch.export.load``; ``"onnx"`` (needs the extra
+            ``export``); ``"safetensors"``, the parameters and buffers at the means, without the graph.
+        samples: Networks of an ensemble; without it, the net at the means, whose output is the model's.
+        seed: Chooses the networks.
+
+    Example:
+        >>> import tempfile
+        >>> from posterity import DiagonalGaussian
+        >>> net, x = nn.Linear(3, 2), torch.randn(4, 3)
+        >>> q = Factorised({"weight": DiagonalGaussian(net.weight.detach(), 0.1)})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export(f"{folder}/net.pt2", net, q, x, samples=5)
+        ...     probs, information = torch.export.load(f"{folder}/net.pt2").module()(x)
+        >>> probs.shape, information.shape
+        (torch.Size([4, 2]), torch.Size([4]))
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    if samples is not None and (samples < 1 or posterior is None or format == "safetensors"):
+        raise ValueError(
+            f"samples={samples} needs a posterior, at least one network, and a format with a graph: to keep "
+            "the posterior itself, call posterior.save()"
+        )
+    args = example if isinstance(example, tuple) else (example,)
+    net = at_means(model, posterior)
+    if samples is not None and posterior is not None:
+        net = _Ensemble(net, posterior.sample(samples, seed=seed)).eval()
+    program = exported(net, args, {})
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(8)}.partial")
+    try:
+        if format == "safetensors":
+            save_file({name: value.contiguous() for name, value in net.state_dict().items()}, partial)
+        elif format == "onnx":
+            _write_onnx(program, partial)
+        else:
+            with partial.open("wb") as file:
+                torch.export.save(program, file)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_onnx(program: ExportedProgram, path: Path) -> None:
+    try:
+        import onnxscript  # noqa: F401 (torch.onnx needs it)
+    except ImportError:
+        raise ImportError("ONNX files need the extra export: pip install 'posterity[export]'") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it converts
+        torch.onnx.export(program, (), str(path), external_data=False, dynamo=True, verbose=False)
+
+
+@final
+class _Ensemble(nn.Module):
+    """Some networks as one."""
+
+    def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._model, self._names = model, list(weights)
+        for number, value in enumerate(weights.values()):
+            self.register_buffer(f"weights{number}", value.detach())
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """Averaged probabilities, and mutual information."""
+        drawn = [self.get_buffer(f"weights{number}") for number in range(len(self._names))]
+        networks = (dict(zip(self._names, each, strict=True)) for each in zip(*drawn, strict=True))
+        outputs = [tensor_of(functional_call(self._model, network, args)) for network in networks]
+        found = Prediction(torch.stack(outputs))
+        return found.probs, found.mutual_information

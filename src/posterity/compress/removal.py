@@ -1,0 +1,263 @@
+"""Removing dead units for good: a smaller net with the outputs of the pruned one.
+
+A unit (a neuron, a channel) is dead where no later weight uses it, or where it is the same for every input.
+What a constant one gave is added to the next bias. Nothing is known of architectures: the net is followed
+through the graph of ``torch.export``, and what cannot be followed stays as it is, and is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast, final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from posterity.compress.trace import at_means, exported
+from posterity.compress.units import INPUT, OUTPUT, Followed, Use
+from posterity.posterior import DiagonalGaussian, Factorised
+
+_Kept: TypeAlias = Mapping[
+    str, Sequence[list[int]]
+]  # of tensors that become smaller: for every axis, what stays
+# Sums in another order: this many units in the last place of the largest output.
+_ROUNDING = 1e4
+
+
+@final
+@dataclass(frozen=True)
+class Shrunk:
+    """A net without its dead units.
+
+    Attributes:
+        module: The smaller net at its means, in evaluation mode; its weights keep their names.
+        posterior: Of its weights, for sampled predictions.
+        shapes: Of every parameter and buffer that became smaller: before and after.
+        dense: Why dead units stayed: by parameter, a reason for each of its axes that could not be followed.
+    """
+
+    module: nn.Module
+    posterior: Factorised
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    dense: dict[str, str]
+
+
+def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: Any) -> Shrunk:
+    """Remove the units that a pruned posterior does not use.
+
+    The outputs are those of the model at the pruned means, in evaluation mode, to rounding: that is tested on
+    the example before anything is returned. Of sampled outputs the moments agree: a constant times a removed
+    column is added to the bias with its variance.
+
+    Args:
+        model: Any module that ``torch.export`` takes; it is left as it is.
+        posterior: Of its weights, pruned: see :func:`~posterity.prune`.
+        example: The model's first input, of any batch size; a tuple of several inputs.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ValueError: The model does not take the example, or cannot be exported, or a layer has no unit left.
+
+    Example:
+        >>> from posterity.compress import point_mass
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> with torch.no_grad():
+        ...     _ = net[2].weight[:, 2:].zero_()  # six of eight hidden units are not used
+        >>> small = shrink(net, point_mass(net), torch.randn(5, 4))
+        >>> small.shapes["0.weight"]
+        ((8, 4), (2, 4))
+    """
+    args = example if isinstance(example, tuple) else (example,)
+    plain = at_means(model, posterior)
+    graph = exported(plain, args, kwargs).module(check_guards=False)
+    followed = Followed(graph)
+    with torch.no_grad():
+        want = followed.run(*pytree.tree_leaves((args, kwargs)))
+    gone = _dead(followed)
+    shifts = {}
+    for number, use in enumerate(followed.uses):
+        values = _constants(followed, use, gone)
+        if bool(values.any()):
+            followed.uses[number] = biased = _biased(graph, followed, use)
+            shifts[biased] = values
+    kept = _kept(followed, gone)
+    if isinstance(want, Tensor) and not kwargs and all(isinstance(each, Tensor) for each in args):
+        _plain(graph.graph)
+    small = _rebuilt(graph, followed, gone, kept, shifts)
+    with torch.no_grad():
+        _compare(small(*args, **kwargs), want)
+    shapes = {name: (tuple(followed.tensors[name].shape), tuple(map(len, kept[name]))) for name in kept}
+    named = {name: followed.name_of(plain.get_parameter(name)) for name in posterior.mean()}
+    return Shrunk(small, _smaller(posterior, named, followed, kept, shifts), shapes, _dense(followed))
+
+
+def _dead(followed: Followed) -> set[int]:
+    """The sets of units that no weight which stays needs."""
+    units, labels = followed.units, followed.labels.values()
+    gone: set[int] = set()
+    all_of_them = {units.root(unit) for axes in labels for axis in axes for unit in axis or ()}
+    free = {root for root in all_of_them if units.reason(root) is None}
+    while True:
+        needed = {root for use in followed.uses for root in _needed(followed, use, gone)}
+        if free - needed == gone:
+            return gone
+        gone = free - needed
+
+
+def _needed(followed: Followed, use: Use, gone: set[int]) -> set[int]:
+    """Units whose columns are not zero, and cannot be added to the bias either."""
+    weight = followed.tensors[use.weight].detach()
+    rows = _staying(followed, use.rows, gone)
+    used = (
+        (weight[rows].flatten(2) if weight.dim() > 2 else weight[rows][..., None]).ne(0).any(-1).any(0).cpu()
+    )
+    columns = (used & use.values.isnan()).nonzero().flatten().tolist()
+    return {followed.units.root(use.columns[column]) for column in columns}
+
+
+def _staying(followed: Followed, axis: Sequence[int], gone: set[int]) -> list[int]:
+    return [place for place, unit in enumerate(axis) if followed.units.root(unit) not in gone]
+
+
+def _kept(followed: Followed, gone: set[int]) -> _Kept:
+    """What stays of every tensor that becomes smaller."""
+    kept = {}
+    for name, axes in followed.labels.items():
+        shape = followed.tensors[name].shape
+        places = [
+            list(range(size)) if axis is None else _staying(followed, axis, gone)
+            for axis, size in zip(axes, shape, strict=True)
+        ]
+        for axis, (here, size) in enumerate(zip(places, shape, strict=True)):
+            if size and not here:
+                raise ValueError(
+                    f"nothing is left of {name!r} along axis {axis}: prune less, or spare that layer"
+                )
+        if list(map(len, places)) != list(shape):
+            kept[name] = places
+    return kept
+
+
+def _constants(followed: Followed, use: Use, gone: set[int]) -> Tensor:
+    """What the columns that go are multiplied with; 0 for those that stay, or are zero."""
+    removed = torch.tensor([followed.units.root(unit) in gone for unit in use.columns])
+    return torch.where(removed, use.values, 0.0).nan_to_num()
+
+
+def _biased(graph: fx.GraphModule, followed: Followed, use: Use) -> Use:
+    """The same product with a bias to add to, zero if it had none."""
+    if use.bias is not None:
+        return use
+    name = followed.add(use.weight.rpartition("weight")[0] + "bias", use)
+    with graph.graph.inserting_before(use.node):
+        bias = graph.graph.create_node("get_attr", name)
+    use.node.args = (*use.node.args[:2], bias, *use.node.args[3:])
+    return replace(use, bias=name)
+
+
+def _summed(weight: Tensor) -> Tensor:
+    """``[O, I]``, over the positions of a kernel."""
+    return weight.flatten(2).sum(-1) if weight.dim() > 2 else weight
+
+
+def _rebuilt(
+    graph: fx.GraphModule,
+    followed: Followed,
+    gone: set[int],
+    kept: _Kept,
+    shifts: Mapping[Use, Tensor],
+) -> fx.GraphModule:
+    """The graph with smaller tensors, and with the sizes that go with them."""
+    values = {name: tensor.detach() for name, tensor in followed.tensors.items()}
+    for use, constants in shifts.items():
+        assert use.bias is not None
+        shift = _summed(values[use.weight].double().cpu()) @ constants
+        values[use.bias] = (values[use.bias].double().cpu() + shift).to(values[use.weight])
+    for node, number, place, units in followed.resized:
+        left: Any = len(_staying(followed, units, gone))
+        if place is not None:
+            sizes = list(cast("Sequence[Any]", node.args[number]))
+            sizes[place], left = left, sizes
+        node.update_arg(number, left)
+    for node in graph.graph.nodes:
+        name = followed.held(node)
+        if name is not None:
+            node.target = name  # of several names of one tensor, the first
+    root: dict[str, Tensor] = {}
+    for name, value in values.items():
+        part = _part(value, kept.get(name)).clone()
+        root[name] = nn.Parameter(part) if isinstance(followed.tensors[name], nn.Parameter) else part
+    small = fx.GraphModule(root, graph.graph)
+    small.graph.lint()
+    return small.eval()
+
+
+def _plain(graph: fx.Graph) -> None:
+    """Let a graph from tensors to a tensor be called as such: packing them takes longer than a small net."""
+    output = graph.output_node()
+    output.args = (cast("tuple[fx.Node]", output.args[0])[0],)
+    graph.set_codegen(fx.graph.CodeGen())
+
+
+def _part(value: Tensor, places: Sequence[list[int]] | None) -> Tensor:
+    """The entries of a tensor at some places of each axis."""
+    for axis, here in enumerate(places or ()):
+        value = value.index_select(axis, torch.tensor(here, device=value.device))
+    return value
+
+
+def _smaller(
+    posterior: Factorised,
+    named: Mapping[str, str | None],
+    followed: Followed,
+    kept: _Kept,
+    shifts: Mapping[Use, Tensor],
+) -> Factorised:
+    """What the posterior says of the weights that stay, each by itself."""
+    means, stds, masks = posterior.mean(), posterior.std(), posterior.kept()
+    given = {inside: name for name, inside in named.items() if inside is not None}
+    mean = {inside: means[name].detach() for inside, name in given.items()}
+    variance = {inside: stds[name].detach().square() for inside, name in given.items()}
+    keep = {inside: masks[name] for inside, name in given.items()}
+    for use, constants in shifts.items():
+        if use.weight not in mean or use.bias is None:
+            continue
+        like = mean[use.weight]
+        if use.bias not in mean:
+            mean[use.bias] = followed.tensors[use.bias].detach().to(like)
+            variance[use.bias] = torch.zeros_like(mean[use.bias])
+            keep[use.bias] = torch.zeros_like(mean[use.bias], dtype=torch.bool)
+        at = constants.to(like)
+        mean[use.bias] = mean[use.bias] + _summed(like) @ at
+        variance[use.bias] = variance[use.bias] + _summed(variance[use.weight]) @ at.square()
+        keep[use.bias] = keep[use.bias] | (mean[use.bias] != 0)
+    leaves = {}
+    for name, each in mean.items():
+        std, mask = (_part(value, kept.get(name)) for value in (variance[name].sqrt(), keep[name]))
+        leaves[name] = DiagonalGaussian(_part(each, kept.get(name)), std, keep=mask)
+    return Factorised(leaves)
+
+
+def _dense(followed: Followed) -> dict[str, str]:
+    """Why axes of parameters were left as they are, where an operation is to blame."""
+    reasons = {}
+    for name, axes in followed.labels.items():
+        found = {followed.units.reason(unit) for axis in axes for unit in axis or ()}
+        blamed = sorted(found - {None, INPUT, OUTPUT}, key=str)
+        if blamed:
+            reasons[name] = "; ".join(map(str, blamed))
+    return reasons
+
+
+def _compare(found: Any, want: Any) -> None:
+    """Refuse to hand out a net with other outputs."""
+    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(want), strict=True):
+        if isinstance(other, Tensor) and other.is_floating_point():
+            scale = float(other.abs().max()) if other.numel() else 0.0
+            error = float((one - other).abs().max()) if other.numel() else 0.0
+            if not error <= _ROUNDING * torch.finfo(other.dtype).eps * (1.0 + scale):
+                raise RuntimeError(
+                    f"the smaller net's outputs are off by {error:g}: report the model, and use the large one"
+                )

@@ -1,0 +1,72 @@
+"""A model at a posterior's means, as the graph that ``torch.export`` gives."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.utils import _pytree as pytree
+
+from posterity.mc import plain_attention
+from posterity.names import inner
+from posterity.posterior import Factorised
+
+
+def at_means(model: nn.Module, posterior: Factorised | None = None) -> nn.Module:
+    """A copy of a model for evaluation, at the posterior's means if there is one.
+
+    Example:
+        >>> from posterity import DiagonalGaussian
+        >>> q = Factorised({"bias": DiagonalGaussian(torch.ones(2), 0.1)})
+        >>> at_means(nn.Linear(3, 2), q).bias
+        Parameter containing:
+        tensor([1., 1.])
+    """
+    found = inner(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of copies of exported graphs
+        plain = copy.deepcopy(found).eval().requires_grad_(False)
+    if posterior is not None:
+        plain.load_state_dict(posterior.check(found).mean(), strict=False)
+    return plain
+
+
+def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """The graph of a model for batches of any size, if it can serve them.
+
+    Raises:
+        ValueError: The model does not take these inputs, or torch.export cannot follow it.
+
+    Example:
+        >>> exported(nn.Linear(3, 2).eval(), (torch.ones(4, 3),), {}).module()(torch.ones(7, 3)).shape
+        torch.Size([7, 2])
+    """
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:
+        raise ValueError(f"the model does not take this example: {_first_line(error)}") from error
+    args, kwargs = pytree.tree_map(_several, (args, kwargs))
+    free: Any = ShapesCollection()  # type: ignore[no-untyped-call]
+    for each in pytree.tree_leaves((args, kwargs)):
+        if isinstance(each, Tensor) and each.dim():
+            free[each] = {0: Dim.AUTO}
+    try:
+        with plain_attention(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what it traces
+            return export(model, args, kwargs, dynamic_shapes=free, strict=False)
+    except Exception as error:
+        raise ValueError(f"torch.export cannot follow the model: {_first_line(error)}") from error
+
+
+def _several(x: Any) -> Any:
+    """Two examples in place of one, which would fix the size of the batch."""
+    return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and len(x) == 1 else x
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

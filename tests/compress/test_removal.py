@@ -1,0 +1,230 @@
+"""Nets without their dead units give the outputs of the pruned ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from posterity import DiagonalGaussian, Factorised, predict
+from posterity.compress import point_mass, prune, shrink
+from posterity_lab import nets
+
+
+class LeNet(nn.Module):
+    """Convolutions, pooling, a size written by hand, no bias in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 8, 5)
+        self.fc1, self.fc2 = nn.Linear(128, 20, bias=False), nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(torch.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(torch.relu(self.conv2(x)), 2)
+        return self.fc2(torch.tanh(self.fc1(x.view(-1, 128))))
+
+
+class Residual(nn.Module):
+    """Two blocks whose sums tie the channels, a depthwise convolution, BatchNorm, a mean over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.one, self.two = nn.Conv2d(8, 12, 3, padding=1), nn.Conv2d(12, 8, 1)
+        self.each, self.more = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 8, 1, bias=False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.stem(x)), inplace=True)
+        x = x + self.two(F.gelu(self.one(x)))
+        x = F.silu(x + self.more(self.each(x)))
+        return self.head(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1))
+
+
+class Words(nn.Module):
+    """An embedding whose width can shrink, and positions that are added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(11, 6), nn.Parameter(torch.randn(5, 6))
+        self.mix, self.out = nn.Linear(6, 9), nn.Linear(9, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.mix(self.table(words) + self.places)).transpose(1, 2).mean(2))
+
+
+CASES = {
+    "mlp": (lambda: nets.build("mlp-30-20", (1, 8, 8), 10), lambda: torch.randn(5, 1, 8, 8)),
+    "lenet": (LeNet, lambda: torch.randn(5, 1, 28, 28)),
+    "residual": (Residual, lambda: torch.randn(5, 3, 8, 8)),
+    "words": (Words, lambda: torch.randint(0, 11, (4, 5))),
+}
+
+
+def without(model: nn.Module, generator: torch.Generator, share: float = 0.5) -> Factorised:
+    """A posterior in which a share of all rows and columns of matrices is pruned, and many single weights."""
+    keep = {}
+    for name, p in model.named_parameters():
+        keep[name] = torch.rand(p.shape, generator=generator) > 0.3
+        if p.dim() > 1:
+            rows = torch.rand(p.shape[0], generator=generator) > share
+            columns = torch.rand(p.shape[1], generator=generator) > share
+            rows[0] = columns[0] = True
+            keep[name] &= rows.view(-1, *[1] * (p.dim() - 1)) & columns.view(1, -1, *[1] * (p.dim() - 2))
+    leaves = {
+        name: DiagonalGaussian(p.detach() * keep[name], 0.02, keep=keep[name])
+        for name, p in model.named_parameters()
+    }
+    return Factorised(leaves)
+
+
+def masked(model: nn.Module, posterior: Factorised) -> nn.Module:
+    found = copy.deepcopy(model).eval()
+    found.load_state_dict(posterior.mean(), strict=False)
+    return found
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(4))
+def test_outputs_are_those_of_the_pruned_net(case: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = CASES[case][0]().double()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(generator=generator)
+            module.running_var.uniform_(0.5, 2.0, generator=generator)
+    before = copy.deepcopy(model.state_dict())
+    posterior = without(model, generator)
+    x = CASES[case][1]()
+    x = x.double() if x.is_floating_point() else x
+    small = shrink(model, posterior, x)
+    assert parameters(small.module) < 0.8 * parameters(model)
+    assert not small.dense
+    for inputs in (x, torch.cat([x, x.flip(0)])[:7]):  # a batch of another size, too
+        torch.testing.assert_close(small.module(inputs), masked(model, posterior)(inputs))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {name: tuple(p.shape) for name, p in small.module.named_parameters()} == {
+        name: small.shapes.get(name, (tuple(p.shape),) * 2)[1] for name, p in small.module.named_parameters()
+    }
+
+
+def test_sampled_outputs_have_the_moments_of_the_large_net() -> None:
+    """Constant units go into the bias with the variance of the weights that they were multiplied with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 2, bias=False))
+    leaves = {name: DiagonalGaussian(p.detach(), 0.1) for name, p in model.named_parameters()}
+    keep = torch.tensor([True, False, False, True, True, False])
+    leaves["0.weight"] = leaves["0.weight"].pruned(keep[:, None].expand(6, 4))
+    leaves["0.bias"] = leaves["0.bias"].pruned(keep)  # three units are always softplus(0)
+    posterior, x = Factorised(leaves), torch.randn(3, 4)
+    small = shrink(model, posterior, x)
+    assert small.shapes == {
+        "0.weight": ((6, 4), (3, 4)),
+        "0.bias": ((6,), (3,)),
+        "2.weight": ((2, 6), (2, 3)),
+    }
+    assert small.module.get_parameter("2.bias").shape == (2,)
+    n = 20_000
+    large, less = (
+        predict(m, q, x, samples=n, seed=1).samples.double()
+        for m, q in ((model, posterior), (small.module, small.posterior))
+    )
+    error = (large.var(0) / n).sqrt()
+    assert bool(((large.mean(0) - less.mean(0)).abs() < 5 * 2**0.5 * error).all())
+    spread = large.var(0) * (2.0 / n) ** 0.5
+    assert bool(((large.var(0) - less.var(0)).abs() < 5 * 2**0.5 * spread).all())
+
+
+def test_constant_units_behind_padding_stay_unless_they_are_zero() -> None:
+    """Beyond the edge is zero, so what a constant adds differs from place to place."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
+    keep = torch.ones(4, 1, 3, 3, dtype=torch.bool)
+    keep[1:3] = False
+    leaves = {name: DiagonalGaussian(p.detach(), 0.0) for name, p in model.named_parameters()}
+    leaves["0.weight"] = leaves["0.weight"].pruned(keep)
+    with torch.no_grad():
+        leaves["0.bias"].loc.copy_(torch.tensor([0.3, 0.5, -0.5, 0.1]))  # relu: the third gives zero
+    small = shrink(model, Factorised(leaves), torch.randn(2, 1, 7, 7))
+    assert small.shapes["0.weight"] == ((4, 1, 3, 3), (3, 1, 3, 3))
+
+
+def test_what_cannot_be_followed_is_named_and_stays() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(3, 5, 8)
+    posterior = point_mass(model)
+    masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    masks["layers.0.linear2.weight"][:, 3:] = False
+    masks["layers.1.linear1.weight"][2:9] = False
+    masks["layers.0.self_attn.out_proj.weight"][:, :4] = False
+    leaves = {name: leaf.pruned(masks[name]) for name, leaf in posterior.blocks.items()}
+    posterior = Factorised(leaves)
+    small = shrink(model, posterior, x)
+    assert small.shapes["layers.0.linear1.weight"] == ((16, 8), (3, 8))
+    assert small.shapes["layers.1.linear2.weight"] == ((8, 16), (8, 9))
+    assert small.dense["layers.0.self_attn.in_proj_weight"] == "unflatten is not followed"
+    assert small.dense["layers.0.norm1.weight"] == "layer_norm is not followed"
+    torch.testing.assert_close(small.module(x[:2]), masked(model, posterior)(x[:2]))
+
+
+@pytest.mark.parametrize("name", ["vgg11", "resnet18"])
+def test_large_nets_shrink(name: str) -> None:
+    torch.manual_seed(0)
+    model = nets.build(name, (3, 32, 32), 10)
+    posterior = without(model, torch.Generator().manual_seed(1))
+    x = torch.randn(2, 3, 32, 32)
+    small = shrink(model, posterior, x[:1])
+    assert parameters(small.module) < 0.5 * parameters(model)
+    assert not small.dense
+    torch.testing.assert_close(small.module(x), masked(model, posterior)(x), rtol=1e-3, atol=1e-4)
+
+
+def test_tied_weights_shrink_together_or_not_at_all() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.two.weight = self.one.weight
+            self.out = nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.relu(self.two(torch.relu(self.one(x)))))
+
+    torch.manual_seed(0)
+    model = Tied()
+    posterior = without(model, torch.Generator().manual_seed(2))
+    x = torch.randn(4, 6)
+    small = shrink(
+        model, posterior, x
+    )  # its columns are the net's input, so its rows, tied to no columns, may go
+    torch.testing.assert_close(small.module(x), masked(model, posterior)(x))
+    assert set(small.posterior.mean()) == {name for name, _ in small.module.named_parameters()}
+
+
+def test_bad_calls_are_refused_and_change_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    posterior = point_mass(model)
+    with pytest.raises(ValueError, match="the model does not take this example: RuntimeError: mat1"):
+        shrink(model, posterior, torch.randn(3, 5))
+    dead = prune(posterior, 1.0)
+    with pytest.raises(ValueError, match=r"nothing is left of '0.weight' along axis 0: prune less, or spare"):
+        shrink(model, dead, torch.randn(3, 4))
+
+    class Data(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) if float(x.sum()) > 0 else self.fc(-x)
+
+    with pytest.raises(ValueError, match=r"torch\.export cannot follow the model: "):
+        shrink(Data(), point_mass(Data()), torch.randn(3, 4))

@@ -29,6 +29,7 @@ from posterity_lab.reproduce import (
 from posterity_lab.reproduce import driver as driving
 from posterity_lab.reproduce.calibration import CALIBRATION
 from posterity_lab.reproduce.learners import NAMES, learner, scale_lr
+from posterity_lab.reproduce.page import write
 from posterity_lab.reproduce.study import TRIAL_SEED, Cell, Outcome, Study, Unit
 
 STUDIES = {each.study.name: each.study for each in EXPERIMENTS.values()}
@@ -74,6 +75,14 @@ def test_every_experiment_leaves_a_record_of_every_unit(out: Path, name: str) ->
         assert len(record["environment"]["source"]) == 64
         assert "default" in record["chosen"]
         assert not (unit.cache(out) / "checkpoint.pt").exists()
+
+
+def test_the_page_shows_every_experiment_that_was_run(out: Path, tmp_path: Path) -> None:
+    write(out, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "It was not run yet." not in text
+    for name in EXPERIMENTS:
+        assert f"posterity reproduce {name} --out" in text
 
 
 def test_a_rerun_skips_what_is_there(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

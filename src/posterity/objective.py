@@ -40,17 +40,29 @@ def elbo(
         >>> elbo(torch.tensor(0.5), torch.tensor(100.0), num_data=1000)
         tensor(0.6000)
     """
-    if num_data < 1:
-        raise ValueError(f"num_data must be at least 1, not {num_data}")
+    refuse_num_data(num_data)
     if divergence.dim() and divergence.shape != nll.shape:
         raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
+    return nll + (factor_at(factor, step) / num_data) * divergence
+
+
+def refuse_num_data(num_data: int) -> None:
+    """Raise for a number of examples that cannot be."""
+    if not 1 <= num_data < math.inf:
+        raise ValueError(f"num_data must be at least 1, not {num_data}")
+
+
+def factor_at(factor: Factor, step: int | None) -> float:
+    """A KL's factor at a step; it is a number of 0 or more."""
     if callable(factor):
         if step is None:
             raise ValueError("factor is a function of the step: pass step=, the number of the batch")
         factor = factor(step)
         if not is_number(factor):
             raise TypeError(f"factor must give a number at every step, not {described(factor)}")
-    return nll + (factor / num_data) * divergence
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"factor must be 0 or more, and finite, not {factor}: it scales the KL")
+    return factor
 
 
 @takes(num_batches=WHOLE)

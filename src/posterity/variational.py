@@ -42,6 +42,7 @@ from posterity.posterior import (
     Posterior,
     kl,
 )
+from posterity.posterior.together import Joined, Together, together
 from posterity.replica import replica
 from posterity.torch_private import graph_task_id, is_compiled
 
@@ -106,6 +107,8 @@ class Variational(nn.Module):
         self.seed = new_seed() if seed is None else seed
         self.draws = 0
         self._weights: dict[str, Tensor] | None = None
+        self._joined: list[Joined] = []
+        self._grouped: tuple[list[Any], list[Together]] = [], []
         self._versions: list[int] = []
         self._runner: tuple[Sampled] | None = None
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
@@ -118,8 +121,7 @@ class Variational(nn.Module):
         # In training the module's own, whose forward() may leave things in it, such as terms of the loss.
         module = self.module if self.training else replica(self.module)
         if self._one_draw:
-            weights = {name: w[0] for name, w in self._draw(1).items()}
-            return functional_call(module, weights, args, kwargs)
+            return functional_call(module, self._draw_one(), args, kwargs)
         with Intercept():
             return functional_call(module, self._given(range(1), None, self._count()), args, kwargs)
 
@@ -144,7 +146,8 @@ class Variational(nn.Module):
         # Weights of what the posterior was before it changed would give no KL.
         if self._weights is None or self._versions != self._now():
             return kl(self.posterior, prior)
-        return kl(self.posterior, prior, weights=self._weights, seed=self.seed, step=self.draws)
+        at = {"seed": self.seed, "step": self.draws}
+        return kl(self.posterior, prior, weights=self._weights, **at, joined=self._joined)
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
@@ -155,17 +158,47 @@ class Variational(nn.Module):
         self.seed, self.draws = state["seed"], state["draws"]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Weights are part of an autograd graph, which cannot be copied.
-        return {**self.__dict__, "_weights": None, "_runner": None}
+        # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
+        return {**self.__dict__, "_weights": None, "_joined": [], "_grouped": ([], []), "_runner": None}
 
     def _draw(self, samples: int) -> dict[str, Tensor]:
+        """Weights ``[samples, ...]`` of every tensor, which the next KL is taken at."""
         if samples < 1:
             raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
         weights = self.posterior._sample(range(samples), self.seed, self._count(), Domain.TRAIN)
-        # For kl(): weights drawn without a graph would give it no gradient.
-        self._weights = weights if torch.is_grad_enabled() else None
-        self._versions = self._now()
+        self._drawn(weights, [])
         return weights
+
+    def _draw_one(self) -> dict[str, Tensor]:
+        """The same of one sample, without the leading dimension; diagonal leaves are drawn all at once."""
+        at: dict[str, Any] = {"seed": self.seed, "step": self._count(), "domain": Domain.TRAIN}
+        joined = [each.draw(**at) for each in self._together()]
+        done = {name for each in joined for name in each.together.leaves}
+        left = {name: leaf for name, leaf in self.posterior.blocks.items() if name not in done}
+        draws = {name: leaf.draw(leaf.noise(range(1), block=name, **at)) for name, leaf in left.items()}
+        weights = {
+            name: part
+            for block, draw in draws.items()
+            for name, part in zip(self.posterior.tensors[block], left[block].split(draw), strict=True)
+        }
+        self._drawn(weights, joined)
+        one = {name: each[0] for name, each in weights.items()}
+        for each in joined:  # whose blocks are single tensors
+            one |= each.apart()
+        return one
+
+    def _drawn(self, weights: dict[str, Tensor], joined: list[Joined]) -> None:
+        # For kl(): weights drawn without a graph would give it no gradient.
+        self._weights, self._joined = (weights, joined) if torch.is_grad_enabled() else (None, [])
+        self._versions = self._now()
+
+    def _together(self) -> list[Together]:
+        """The diagonal leaves end to end, anew where leaves were replaced, moved or cast."""
+        leaves = self.posterior.blocks
+        kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
+        if self._grouped[0] != kinds:
+            self._grouped = kinds, together(leaves)
+        return self._grouped[1]
 
     def _count(self) -> int:
         """The number of this draw."""

@@ -74,6 +74,19 @@ class DiagonalGaussian(Leaf):
             self.register_buffer("loc", mean.detach().clone())
             self.register_buffer("raw", spread.clone())
 
+    @classmethod
+    def made_of(cls, loc: Tensor, raw: Tensor, *, keep: Tensor | None, held: Tensor | None) -> Self:
+        """A leaf whose means and ρ are these very tensors, which may be part of a graph, as are its masks."""
+        leaf = cls.__new__(cls)
+        Leaf.__init__(leaf, loc.shape)
+        leaf._trainable, leaf.loc, leaf.raw, leaf.keep, leaf.held = True, loc, raw, keep, held
+        return leaf
+
+    @property
+    def stores_raw(self) -> bool:
+        """Whether it stores ρ, so that gradients can reach it, and not the std itself."""
+        return self._trainable
+
     def std(self) -> Tensor:
         """Standard deviation of each weight."""
         return self.masked(self.filled_std())

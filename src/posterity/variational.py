@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeAlias, final
 
 import torch
@@ -159,7 +160,10 @@ class Variational(nn.Module):
 
     def _now(self) -> list[int]:
         """Numbers that change whenever the posterior does."""
-        return [p._version for p in self.posterior.parameters()]
+        # Most leaves have no modules, through which parameters() would walk.
+        leaves = self.posterior.blocks.values()
+        own = (leaf.parameters() if leaf._modules else leaf._parameters.values() for leaf in leaves)
+        return [p._version for p in chain.from_iterable(own) if p is not None]
 
 
 def variational(

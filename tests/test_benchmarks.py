@@ -347,7 +347,9 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 def test_bench_command_lists_and_refuses_names() -> None:
     runner = CliRunner()
     for arguments in ([], ["--help"]):
-        assert "conv_step, first_try, growth" in runner.invoke(app, ["bench", *arguments]).stdout
+        assert (
+            "conv_step, first_try, gradient_step, growth" in runner.invoke(app, ["bench", *arguments]).stdout
+        )
     assert "--plot-only RECORD" in runner.invoke(app, ["bench", "growth", "--help"]).stdout
     wrong = runner.invoke(app, ["bench", "train"])
     assert (wrong.exit_code, wrong.stderr.strip()) == (

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeAlias, final
 
 import torch
@@ -227,7 +228,10 @@ class Variational(nn.Module):
 
     def _now(self) -> list[int]:
         """Numbers that change whenever the posterior does."""
-        return [p._version for p in self.posterior.parameters()]
+        # Most leaves have no modules, through which parameters() would walk.
+        leaves = self.posterior.blocks.values()
+        own = (leaf.parameters() if leaf._modules else leaf._parameters.values() for leaf in leaves)
+        return [p._version for p in chain.from_iterable(own) if p is not None]
 
 
 @takes(module=MODULE, std_scale=NUMBER, std_init=NUMBER, deterministic=FILTER, seed=WHOLE)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import posterity
 from conformance.rules import loss_fn
 from posterity.train import compiled, cuda_graph
-from posterity.train.rule import RuleReplays
+from posterity.train.replays import RuleReplays
 from posterity.train.step import TrainStep
 
 

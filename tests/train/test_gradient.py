@@ -27,6 +27,8 @@ from posterity import (
     variational,
     warmup,
 )
+from posterity.optim.state import FlatGroup
+from posterity.train import blocks
 from posterity.train.compiled import CapturedStep
 from posterity.train.gradient import ByGradient
 from posterity.train.step import TrainStep
@@ -147,6 +149,23 @@ def test_masks_and_buffers_are_as_in_a_plain_loop(
         assert torch.equal(m.module.words.weight[0], row)
         assert int(m.module.norm.num_batches_tracked) == 3
         results.append(everything(m, opt))
+    near(*results)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("make", [pruned, model], ids=["pruned", "whole"])
+@pytest.mark.parametrize("prior", ["gaussian", "mixture"])
+def test_padding_between_blocks_as_a_gpu_has_it_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, prior: str, make: Callable[[], Variational], samples: int
+) -> None:
+    monkeypatch.setattr(blocks, "FlatGroup", lambda *given, align: FlatGroup(*given))
+    results = []
+    for compiled in (False, True):
+        m = make()
+        opt, p = OPTIMISERS["Adam"](m.parameters()), PRIORS[prior]()
+        step = posterity.compile_step(m, loss_fn, opt, prior=p, num_data=N, mc_samples=samples)
+        losses = [step(X, Y) if compiled else by_hand(m, opt, p, samples, 1.0, i) for i in range(3)]
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
     near(*results)
 
 
@@ -306,6 +325,7 @@ def test_steps_with_other_priors_leaves_and_parameters_are_followed() -> None:
         if i == 3:
             for each in (m, other):
                 each.module.last.bias.requires_grad_(False)
+                each.posterior.block("first.weight").raw.requires_grad_(False)
         step(X, Y)
         by_hand(other, opts[1], same, 1, 1.0, i)
         near(everything(m, opts[0]), everything(other, opts[1]))

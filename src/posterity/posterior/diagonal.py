@@ -79,7 +79,8 @@ class DiagonalGaussian(Leaf):
         """A leaf whose means and ρ are these very tensors, which may be part of a graph, as are its masks."""
         leaf = cls.__new__(cls)
         Leaf.__init__(leaf, loc.shape)
-        leaf._trainable, leaf.loc, leaf.raw, leaf.keep, leaf.held = True, loc, raw, keep, held
+        leaf._trainable, leaf.loc, leaf.raw = True, loc, raw
+        leaf._buffers.update(keep=keep, held=held)
         return leaf
 
     @property

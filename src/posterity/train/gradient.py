@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count
 from operator import is_
 from typing import Any, final
@@ -32,9 +32,9 @@ from posterity.posterior import ByName, Density, DiagonalGaussian, Leaf, Posteri
 from posterity.posterior.divergence import formula_of
 from posterity.posterior.matching import prior_of
 from posterity.posterior.together import alike
-from posterity.train.blocks import Diagonal, Other, as_it_is, give
-from posterity.train.cuda_graph import fused
+from posterity.train.blocks import Diagonal, Other, give
 from posterity.train.learner import Drawn, Learner, Replays
+from posterity.train.replays import GradientReplays
 from posterity.variational import PRIOR, Variational
 
 # Entries of a group that a graph does not read.
@@ -77,8 +77,8 @@ class ByGradient(Learner):
             )
         if other := sorted({each for each in model.estimators.values() if each != "weight"}):
             raise ValueError(
-                f"compile_step draws one set of weights for a batch, and estimator={other[0]!r} does not: train "
-                "this model in a loop, or build it with estimator='weight'"
+                f"compile_step draws one set of weights for a batch, and estimator={other[0]!r} does not: "
+                "train this model in a loop, or build it with estimator='weight'"
             )
         if num_data is None:
             raise ValueError("num_data is missing: pass the number of training examples, which scales the KL")
@@ -181,6 +181,7 @@ class ByGradient(Learner):
             for number, pairs in enumerate(plain.values())
         ]
         self._params: list[Tensor] = list(params.values())
+        self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
         self._generation = next(_generations)
 
     def _blocks(self) -> list[Diagonal | Other]:
@@ -255,6 +256,8 @@ class ByGradient(Learner):
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Give all parameters their gradients; the negative ELBO."""
         share, scale = self._share, self._behind.scale
+        for p in self._own:
+            p.grad = None  # of the last step, or of before it was frozen
         for each in self._diagonal:
             each.finish(self.sums, share, scale)
         for other in self._other:
@@ -346,7 +349,7 @@ class ByGradient(Learner):
 
     def devices(self) -> set[torch.device]:
         """Of all parameters."""
-        return {p.device for p in self.model.parameters()}
+        return {p.device for p in self._own}
 
     def make_capturable(self) -> None:
         """Let the optimiser's steps be captured, or say why they cannot be."""
@@ -373,11 +376,10 @@ class ByGradient(Learner):
 
     def fixed(self) -> tuple[object, ...]:
         """Where parameters and the optimiser's state lie, and its settings."""
-        own = list(self.model.parameters())
         return (
             self._generation,
-            tuple(tensor.data_ptr() for tensor in chain(own, self._state())),
-            tuple(p.requires_grad for p in own),
+            tuple(tensor.data_ptr() for tensor in chain(self._own, self._state())),
+            tuple(p.requires_grad for p in self._own),
             tuple(
                 value if isinstance(value, Hashable) else str(value)
                 for group in self.optimizer.param_groups
@@ -407,76 +409,6 @@ class ByGradient(Learner):
         """Refuse what is not finite."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss:g}; {UNTOUCHED}")
-
-
-@final
-class GradientReplays(Replays):
-    """The step's number, the KL's share and learning rates, where a graph reads them.
-
-    Args:
-        learner: Whose.
-        device: Of its parameters.
-    """
-
-    def __init__(self, learner: ByGradient, device: torch.device) -> None:
-        self._learner, self._groups = learner, learner.optimizer.param_groups
-        self.clock = torch.zeros((), dtype=torch.int32, device=device)
-        self._share = torch.zeros((), device=device)
-        self._rates = [torch.zeros((), device=device) for _ in self._groups]
-        self._known: list[float] = [math.nan] * (1 + len(self._rates))
-        self._reads = -1
-        self.refresh()
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """The learner's numbers and the optimiser's rates are tensors; no step is counted."""
-        learner, draws = self._learner, self._learner.model.draws
-        rates = [group["lr"] for group in self._groups]
-        learner._share, learner._clock = self._share, self.clock
-        for each in learner._diagonal:
-            each.run = fused
-        try:
-            for group, rate in zip(self._groups, self._rates, strict=True):
-                group["lr"] = rate
-            yield
-        finally:
-            learner.model.draws = draws
-            for each in learner._diagonal:
-                each.run = as_it_is
-            for group, rate in zip(self._groups, rates, strict=True):
-                group["lr"] = rate
-
-    def captured(self, graph: Any) -> None:
-        """Nothing but memory of the graph's own."""
-
-    def restored(self) -> None:
-        """The clock has counted."""
-        self._reads = -1
-
-    def stale(self) -> bool:
-        """What would make it so has another key."""
-        return False
-
-    def refuse(self) -> None:
-        """Gradients from elsewhere would be dropped by any step."""
-
-    def refresh(self) -> None:
-        """Bring what has changed to the device."""
-        learner = self._learner
-        if learner.model.draws != self._reads:
-            self.clock.fill_(learner.model.draws)
-        self._reads = learner.model.draws + 1
-        values: list[Any] = [learner._share_now(), *(group["lr"] for group in self._groups)]
-        for i, (value, there) in enumerate(zip(values, (self._share, *self._rates), strict=True)):
-            if isinstance(value, Tensor):
-                there.copy_(value, non_blocking=True)
-            elif value != self._known[i]:
-                self._known[i] = value
-                there.fill_(value)
-
-    def replayed(self) -> None:
-        """Count the draw."""
-        self._learner.model.draws += 1
 
 
 def _elementwise(prior: Leaf | Density) -> bool:

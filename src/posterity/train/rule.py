@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -14,8 +14,8 @@ from posterity.optim import VariationalOptimizer
 from posterity.optim.counting import Behind, behind
 from posterity.optim.statistics import Sink
 from posterity.optim.step import absorb, apply, collecting, draw
-from posterity.train.cuda_graph import DeviceNumbers
 from posterity.train.learner import Drawn, Learner, Replays
+from posterity.train.replays import RuleReplays
 
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "param_names", "initial_lr", "steps")
@@ -183,78 +183,3 @@ class ByRule(Learner):
     def seen(self, loss: float) -> None:
         """The optimiser's watch looks at every loss."""
         self.opt.watch(loss)
-
-
-@final
-class RuleReplays(Replays):
-    """What surrounds the replays of a rule's step.
-
-    Args:
-        opt: The rule's optimiser.
-        device: Of its parameters.
-    """
-
-    def __init__(self, opt: VariationalOptimizer, device: torch.device) -> None:
-        self.opt, self.numbers = opt, DeviceNumbers(opt, device)
-
-    @property
-    def clock(self) -> Tensor:  # type: ignore[override]
-        """The optimiser's count of steps."""
-        return self.numbers.clock
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """The optimiser has numbers of the device."""
-        eager, self.opt.numbers = self.opt.numbers, self.numbers
-        try:
-            yield
-        finally:
-            self.opt.numbers = eager
-
-    def captured(self, graph: Any) -> None:
-        """What every replay writes anew, and which parameters it moves."""
-        opt, params = self.opt, self.opt.parameters()
-        self.grads = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
-        self.unused = [p for p in params if p.grad is None]
-        self.moved = [
-            (flat, [i for i, p in enumerate(flat.params) if p.grad is not None])
-            for flat in opt.cache.groups()
-        ]
-        opt.graphs.add(graph)
-
-    def restored(self) -> None:
-        """How far updates are ahead of steps."""
-        self.counts = self._counts()
-
-    def stale(self) -> bool:
-        """Whether a parameter that it moves was left out of steps since: its count of updates is fixed."""
-        return self._counts() != self.counts
-
-    def _counts(self) -> list[int]:
-        """How far each moved parameter's updates are ahead of the optimiser's steps."""
-        steps = self.opt.param_groups[0]["steps"]
-        return [int(flat.steps[i]) - steps for flat, moved in self.moved for i in moved]
-
-    def refuse(self) -> None:
-        """Gradients that a replay would lose."""
-        self.opt.refuse_inside("a training step")
-        changed = not all(p.grad is grad and grad._version == version for p, grad, version in self.grads)
-        self._fresh = changed or any(p.grad is not None for p in self.unused)
-        if self._fresh:  # something happened to the gradients since the last replay
-            self.opt.refuse_foreign()
-        self.opt.settle_step()
-
-    def refresh(self) -> None:
-        """Learning rates and their like."""
-        self.numbers.refresh(self.opt)
-
-    def replayed(self) -> None:
-        """Count updates, and show the gradients."""
-        for flat, moved in self.moved:
-            flat.count(moved)
-        self.opt.advance()
-        if self._fresh:
-            self.grads = [(p, grad, grad._version) for p, grad, _ in self.grads]
-            for p, grad, _ in self.grads:
-                p.grad = grad
-            self.opt.reset()

@@ -22,11 +22,17 @@ QUICK = ["--rounds", "2", "--round-seconds", "1e-4"]
 # Options that make a benchmark small, and the columns that it has on a CPU.
 LOOP, ADAM, NOISE = "loop over samples", "Adam", "drawing the noise alone"
 FLOORS = {"floor from bytes", "floor from FLOPs"}
+BBB_PEERS = {"bayesian-torch": "bayesian_torch", "BLiTZ": "blitz"}
+BBB = {name for name, package in BBB_PEERS.items() if importlib.util.find_spec(package)}
 BACKPACK = {"BackPACK's squares, Adam"} if importlib.util.find_spec("backpack") else set()
 SMOKE = {
     "train_step": (["--widths", "8", "--samples", "2"], {LOOP, "compile_step", ADAM, NOISE}),
     "conv_step": (["--nets", "lenet5", "--samples", "2", "--batch", "4"], {LOOP, "compile_step", ADAM}),
     "ivon_step": (["--net", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, "ivon-opt"}),
+    "gradient_step": (
+        ["--nets", "mlp-8", "lenet5", "--batch", "2", "--samples", "1"],
+        {"plain loop", "compile_step", ADAM, *BBB},
+    ),
     "vogn_step": (
         ["--nets", "lenet5", "--batches", "4", "--samples", "1", "2"],
         {"eager step", "compile_step", ADAM, *BACKPACK},
@@ -44,6 +50,10 @@ SMOKE = {
     "first_try": (
         ["--tasks", "digits-mlp", "--methods", "adamw", "ivon", "--seeds", "0", "--epochs", "1"],
         {"step", "AdamW"},
+    ),
+    "gradient_variance": (
+        ["--nets", "mlp", "--scales", "0.1", "--batches", "4", "--draws", "3", "--epochs", "1"],
+        {"weight", "local", "flipout", "random batches"},
     ),
     "growth": (
         ["--width", "8", "--samples", "1", "3", "--widths", "8", "9", "--copy-mib", "1", "--matmul", "9"],
@@ -352,7 +362,8 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 def test_bench_command_lists_and_refuses_names() -> None:
     runner = CliRunner()
     for arguments in ([], ["--help"]):
-        assert "conv_step, first_try, growth" in runner.invoke(app, ["bench", *arguments]).stdout
+        said = runner.invoke(app, ["bench", *arguments]).stdout
+        assert "conv_step, first_try, gradient_step, gradient_variance, growth" in said
     assert "--plot-only RECORD" in runner.invoke(app, ["bench", "growth", "--help"]).stdout
     wrong = runner.invoke(app, ["bench", "train"])
     assert (wrong.exit_code, wrong.stderr.strip()) == (

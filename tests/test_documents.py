@@ -98,6 +98,7 @@ def names() -> dict[str, Any]:
         "README.md",
         "docs/conventions.md",
         "docs/families.md",
+        "docs/estimators.md",
         "docs/laplace.md",
         "docs/loss.md",
         "docs/settings.md",

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from posterity.arguments import TENSOR, takes
 
+
+@takes(accuracy=TENSOR)
 def average_accuracy(accuracy: Tensor) -> float:
     """Mean accuracy over all tasks at the end: the mean of the last row.
 
@@ -25,6 +28,7 @@ def average_accuracy(accuracy: Tensor) -> float:
     return float(_checked(accuracy)[-1].mean())
 
 
+@takes(accuracy=TENSOR)
 def forgetting(accuracy: Tensor) -> float:
     """How much worse a task is at the end than it was at its best, mean over all tasks but the last.
 
@@ -37,6 +41,7 @@ def forgetting(accuracy: Tensor) -> float:
     return float((matrix[:-1, :-1].max(0).values - matrix[-1, :-1]).mean())
 
 
+@takes(accuracy=TENSOR)
 def backward_transfer(accuracy: Tensor) -> float:
     """What later tasks did to a task after it was learned, mean over all but the last; below 0 is forgetting.
 
@@ -49,6 +54,7 @@ def backward_transfer(accuracy: Tensor) -> float:
     return float((matrix[-1] - matrix.diagonal())[:-1].mean())
 
 
+@takes(accuracy=TENSOR, untrained=TENSOR)
 def forward_transfer(accuracy: Tensor, untrained: Tensor) -> float:
     """What earlier tasks did for a task before it was learned, mean over all tasks but the first.
 
@@ -78,6 +84,7 @@ def _square(accuracy: Tensor) -> Tensor:
 
 
 def _checked(accuracy: Tensor) -> Tensor:
+    accuracy = accuracy if accuracy.is_floating_point() else accuracy.float()
     if accuracy.dim() != 2 or accuracy.numel() == 0:
         raise ValueError(f"accuracy must be a matrix [tasks, tasks], not {list(accuracy.shape)}")
     if not bool(((accuracy >= 0) & (accuracy <= 1)).all()):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posterity.arguments import instance, takes
 from posterity.optim import VariationalOptimizer
 from posterity.optim.state import members
 from posterity.optim.watch import PosteriorWarning
@@ -25,6 +26,7 @@ COLLAPSED = 2.0**-9
 NOISY = 10.0
 # or where it is so much larger altogether. Biases that start at zero may well grow a hundredfold.
 RUN_AWAY = 1000.0
+_POSTERIOR = instance("a Factorised posterior", Factorised)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Histogram:
 
 
 @torch.no_grad()
+@takes(posterior=_POSTERIOR, start=_POSTERIOR)
 def check(
     posterior: Factorised, start: Factorised, optimizer: VariationalOptimizer | None = None
 ) -> dict[str, Health]:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from posterity import noise
+from posterity.arguments import NUMBER, described, is_number, takes
 from posterity.posterior.base import Networks, Run
 
 _SCALING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -84,6 +85,7 @@ class MCDropout:
         return masked
 
 
+@takes(prior_precision=NUMBER)
 def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_precision: float = 1.0) -> Tensor:
     """KL(q ‖ N(0, 1/prior_precision)) of weights under dropout, but for a constant: an L2 term.
 
@@ -125,8 +127,8 @@ def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_preci
             raise TypeError(
                 f"a {type(layer).__name__} has no weight: pass the layer that follows the dropout"
             )
-        if not 0.0 <= p < 1.0:
-            raise ValueError(f"a drop rate must be at least 0 and less than 1, not {p}")
+        if not (is_number(p) and 0.0 <= p < 1.0):
+            raise ValueError(f"a drop rate must be at least 0 and less than 1, not {described(p)}")
         terms.append(weight.square().sum() * (0.5 * prior_precision / (1.0 - p)))
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # Blocks start at multiples of this, so that wide loads are aligned.
-_ALIGN = 64
+ALIGN = 64
 # Numbers that a CPU draws from one seed: in fewer the seeding shows, more leave threads too little to share.
 CHUNK = 1 << 17
 # Numbers that a program of a kernel has: four of each Philox counter, one in every quarter of the tile.
@@ -46,6 +46,7 @@ class Layout:
         shapes: Of the blocks.
         wholes: Shapes of what the blocks are slices of; by default they are whole.
         offsets: Where in their wholes the blocks begin, along every axis.
+        align: Blocks start at multiples of this; with 1 there is no padding.
 
     Example:
         >>> layout = Layout(["weight", "bias"], [(2, 3), (2,)])
@@ -61,10 +62,11 @@ class Layout:
         shapes: Sequence[Sequence[int]],
         wholes: Sequence[Sequence[int]] | None = None,
         offsets: Sequence[Sequence[int]] | None = None,
+        align: int = ALIGN,
     ) -> None:
         self.names, self.shapes = list(names), [torch.Size(shape) for shape in shapes]
         self.sizes = [shape.numel() for shape in self.shapes]
-        padded = [-(-size // _ALIGN) * _ALIGN for size in self.sizes]
+        padded = [-(-size // align) * align for size in self.sizes]
         *self.starts, self.size = accumulate(padded, initial=0)
         # Of contiguous tensors; one operation makes a view from them, two would slice and shape.
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from posterity.arguments import described
+
 T = TypeVar("T")
 Inputs: TypeAlias = Any
 # A key or attribute, an index, or a function.
@@ -114,7 +116,15 @@ def length(x: Inputs) -> int:
         4
     """
     shapes: list[tuple[int, ...]] = []
-    mapped(x, lambda each: shapes.append(tuple(each.shape)))
+
+    def look(each: Any) -> None:
+        if isinstance(each, Tensor) and each.layout is not torch.strided:
+            raise TypeError(
+                f"the inputs have {described(each)}, which cannot be cut into batches: pass .to_dense()"
+            )
+        shapes.append(tuple(each.shape))
+
+    mapped(x, look)
     if not shapes:
         raise TypeError(f"the inputs must hold tensors or arrays, which a {type(x).__name__} does not")
     if len({shape[:1] for shape in shapes}) > 1 or not shapes[0]:
@@ -131,6 +141,8 @@ def moved(x: Inputs, model: nn.Module) -> Inputs:
 
     def move(each: Any) -> Tensor:
         dtype = None
+        if isinstance(each, Tensor) and each.is_meta:
+            raise TypeError("the inputs have a tensor on the device 'meta', which holds no numbers")
         if not isinstance(each, Tensor):
             each = torch.as_tensor(each.__array__().copy())  # torch takes no read-only or reversed arrays
             dtype = like.dtype if like is not None and each.is_floating_point() else None

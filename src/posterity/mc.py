@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
 
 from posterity import buffers
+from posterity.arguments import MODULE, TENSORS, TEXT, WHOLE, described, is_dense, takes
 from posterity.inputs import Pick, arguments, batches, is_loader, moved, tensor_of
 from posterity.layers import Intercept
 from posterity.replica import origin, replica
@@ -30,6 +31,7 @@ _unstackable: WeakSet[nn.Module] = WeakSet()
 _forward_derivatives = threading.RLock()
 
 
+@takes(model=MODULE, how=TEXT, chunk=WHOLE, around=TENSORS)
 def run(
     model: nn.Module,
     weights: Mapping[str, Tensor],
@@ -94,6 +96,9 @@ def run_replica(
     samples = _count(weights)
     if around is not None:
         # Before rounding to the model's dtype: in half precision a difference of rounded weights is coarse.
+        if missing := weights.keys() - around.keys():
+            raise ValueError(f"around= has no value of {min(missing)!r}: give one for each of the weights")
+        weights = _checked(model, weights, samples)
         shifts = _checked(model, {name: each - around[name] for name, each in weights.items()}, samples)
         return _linear_pass(model, shifts, around, args, kwargs, how, chunk, output)
     weights = _checked(model, weights, samples)
@@ -240,6 +245,8 @@ def _count(weights: Mapping[str, Tensor]) -> int:
         )
     if not weights:
         raise ValueError("no weights were given: pass the draws of a posterior")
+    if not all(isinstance(value, Tensor) and value.dim() for value in weights.values()):
+        raise TypeError("pass draws of the weights, tensors with one row per sample")
     return len(next(iter(weights.values())))
 
 
@@ -249,6 +256,8 @@ def _checked(model: nn.Module, weights: Mapping[str, Tensor], samples: int) -> d
     for name, value in weights.items():
         if name not in params:
             raise ValueError(f"the model has no parameter {name!r}")
+        if not is_dense(value):
+            raise TypeError(f"the weights of {name!r} must be a dense tensor, not {described(value)}")
         if value.shape != (samples, *params[name].shape):
             raise ValueError(
                 f"the weights of {name!r} have shape {tuple(value.shape)}, not "

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from posterity.arguments import WHOLE, described, is_dense, takes
+
 
 @dataclass(frozen=True)
 class Reliability:
@@ -67,6 +69,8 @@ def nll(probs: Tensor | HasLogProbs, target: Tensor) -> float:
     if isinstance(probs, Tensor):
         logs = _checked(probs, target).clamp_min(torch.finfo(probs.dtype).tiny).log()
     else:
+        if not hasattr(probs, "log_probs"):
+            raise TypeError(f"nll() takes probabilities or a prediction, not {described(probs)}")
         logs = probs.log_probs
         _checked(logs.exp(), target)
     return float(-logs.gather(-1, target.long().expand(logs.shape[:-1])[..., None]).mean())
@@ -84,6 +88,7 @@ def brier(probs: Tensor, target: Tensor) -> float:
     return float((probs - hot).square().sum(-1).mean())
 
 
+@takes(bins=WHOLE)
 def ece(probs: Tensor, target: Tensor, bins: int = 15) -> float:
     """Expected calibration error: mean gap of confidence and accuracy over bins of equal width.
 
@@ -96,6 +101,7 @@ def ece(probs: Tensor, target: Tensor, bins: int = 15) -> float:
     return float(torch.stack(gaps).mean() / len(target))
 
 
+@takes(bins=WHOLE)
 def reliability(probs: Tensor, target: Tensor, bins: int = 15) -> Reliability:
     """The table behind ``ece`` and behind a reliability diagram.
 
@@ -145,8 +151,8 @@ def fpr95(inside: Tensor, outside: Tensor) -> float:
 def _checked(probs: Tensor, target: Tensor) -> Tensor:
     """``[S, B, C]``, after refusing what is not probabilities of these targets."""
     for given in (probs, target):
-        if not isinstance(given, Tensor):
-            raise TypeError(f"metrics take tensors, such as prediction.probs, not a {type(given).__name__}")
+        if not is_dense(given):
+            raise TypeError(f"metrics take tensors, such as prediction.probs, not {described(given)}")
     if probs.dim() not in (2, 3) or target.dim() != 1 or probs.shape[-2] != len(target):
         raise ValueError(
             f"probs must be [B, C] or [S, B, C] with targets [B], not {tuple(probs.shape)} and "
@@ -164,6 +170,9 @@ def _checked(probs: Tensor, target: Tensor) -> Tensor:
 
 
 def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    for given in (inside, outside):
+        if not is_dense(given) or given.dim() != 1:
+            raise TypeError(f"scores are tensors with a number for each input, not {described(given)}")
     scores = torch.cat([inside, outside])
     if not len(inside) or not len(outside):
         raise ValueError("telling inputs apart needs some of both: one of the two sets is empty")

@@ -8,10 +8,13 @@ from typing import TypeAlias, TypeVar, cast
 
 from torch import Tensor, nn
 
+from posterity.arguments import FILTER, MODULE, described, takes
+
 T = TypeVar("T")
 NameFilter: TypeAlias = str | Iterable[str] | Callable[[str], bool]
 
 
+@takes(chosen=FILTER)
 def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
     """The names that a filter picks: a glob pattern, several, or a function of the name.
 
@@ -48,6 +51,7 @@ def first_match(patterns: Mapping[str, T], name: str) -> T:
     raise KeyError(f"no pattern matches {name!r}: add one, or '*' as the last")
 
 
+@takes(model=MODULE)
 def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     """Names of the trainable parameters that belong directly to modules of the given kinds.
 
@@ -56,6 +60,11 @@ def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
         >>> names_of(net, nn.BatchNorm1d)
         ['1.weight', '1.bias']
     """
+    for kind in kinds:
+        if not isinstance(kind, type):
+            raise TypeError(
+                f"names_of() takes types of modules, such as nn.BatchNorm2d, not {described(kind)}"
+            )
     known = {p: name for name, p in model.named_parameters() if p.requires_grad}  # tied ones once
     owned = (
         p for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)

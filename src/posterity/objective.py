@@ -16,9 +16,13 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from posterity.arguments import NUMBER, TENSOR, WHOLE, Kind, described, is_number, takes
+
 Factor: TypeAlias = float | Callable[[int], float]
+_FACTOR = Kind("a number, or a function of the step", lambda factor: is_number(factor) or callable(factor))
 
 
+@takes(nll=TENSOR, divergence=TENSOR, num_data=NUMBER, factor=_FACTOR, step=WHOLE)
 def elbo(
     nll: Tensor, divergence: Tensor, *, num_data: int, factor: Factor = 1.0, step: int | None = None
 ) -> Tensor:
@@ -36,15 +40,32 @@ def elbo(
         >>> elbo(torch.tensor(0.5), torch.tensor(100.0), num_data=1000)
         tensor(0.6000)
     """
-    if num_data < 1:
+    refuse_num_data(num_data)
+    if divergence.dim() and divergence.shape != nll.shape:
+        raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
+    return nll + (factor_at(factor, step) / num_data) * divergence
+
+
+def refuse_num_data(num_data: int) -> None:
+    """Raise for a number of examples that cannot be."""
+    if not 1 <= num_data < math.inf:
         raise ValueError(f"num_data must be at least 1, not {num_data}")
+
+
+def factor_at(factor: Factor, step: int | None) -> float:
+    """A KL's factor at a step; it is a number of 0 or more."""
     if callable(factor):
         if step is None:
             raise ValueError("factor is a function of the step: pass step=, the number of the batch")
         factor = factor(step)
-    return nll + (factor / num_data) * divergence
+        if not is_number(factor):
+            raise TypeError(f"factor must give a number at every step, not {described(factor)}")
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"factor must be 0 or more, and finite, not {factor}: it scales the KL")
+    return factor
 
 
+@takes(num_batches=WHOLE)
 def blundell(num_batches: int) -> Callable[[int], float]:
     """Blundell et al. 2015, eq. (9): batch i of M weighs the KL by 2^(M−i) / (2^M − 1), early ones most.
 
@@ -55,9 +76,15 @@ def blundell(num_batches: int) -> Callable[[int], float]:
     """
     if num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, not {num_batches}")
-    return lambda step: num_batches * 0.5 ** (step % num_batches + 1) / (1.0 - 0.5**num_batches)
+
+    @takes(step=WHOLE)
+    def factor(step: int) -> float:
+        return num_batches * 0.5 ** (step % num_batches + 1) / (1.0 - 0.5**num_batches)
+
+    return factor
 
 
+@takes(steps=WHOLE, delay=WHOLE, start=NUMBER, end=NUMBER)
 def warmup(steps: int, *, delay: int = 0, start: float = 0.0, end: float = 1.0) -> Callable[[int], float]:
     """``start`` for ``delay`` steps, then a straight line to ``end`` over ``steps`` more.
 
@@ -71,4 +98,9 @@ def warmup(steps: int, *, delay: int = 0, start: float = 0.0, end: float = 1.0) 
         raise ValueError(f"steps must be at least 1, not {steps}")
     if not (0 <= start < math.inf and 0 <= end < math.inf):
         raise ValueError(f"start and end must be 0 or more, and finite, not {start} and {end}")
-    return lambda step: start + (end - start) * min(max((step - delay) / steps, 0.0), 1.0)
+
+    @takes(step=WHOLE)
+    def factor(step: int) -> float:
+        return start + (end - start) * min(max((step - delay) / steps, 0.0), 1.0)
+
+    return factor

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from posterity.arguments import FLAG, PICK, WHOLE, described, instance, takes
 from posterity.distributed import World
 from posterity.inputs import (
     Inputs,
@@ -54,6 +55,19 @@ class Predictive(Protocol):
         """The networks of the given numbers; without numbers, the one at the mean."""
 
 
+@takes(
+    model=instance("a module, or a list of them", nn.Module, Sequence),
+    samples=WHOLE,
+    batch_size=WHOLE,
+    seed=WHOLE,
+    chunk=WHOLE,
+    keep_samples=FLAG,
+    output=PICK,
+    inputs=PICK,
+    class_dim=WHOLE,
+    binary=FLAG,
+    linearise=FLAG,
+)
 def predict(
     model: nn.Module | Sequence[nn.Module],
     posterior: Predictive | None = None,
@@ -123,12 +137,14 @@ def predict(
         >>> p.probs.shape, p.mutual_information.shape
         (torch.Size([5, 2]), torch.Size([5]))
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {described(mode)}")
     check_call(x, samples, batch_size)
     if mode == "single" and keep_samples is False:
         raise ValueError("mode='single' is about the outputs of every network: leave keep_samples=False out")
     given = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(each, nn.Module) for each in given):
+        raise TypeError("an ensemble is a list of modules alone")
     models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
     replicas = set(map(id, models))
     source = _Ensemble(models) if posterior is None else posterior

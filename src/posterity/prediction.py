@@ -20,6 +20,8 @@ from typing import Literal, TypeAlias, final, get_args
 import torch
 from torch import Tensor, nn
 
+from posterity.arguments import described, is_dense
+
 Mode: TypeAlias = Literal["average", "mean", "single", "vote"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -93,6 +95,12 @@ class Prediction:
     mode: Mode = "average"
     class_dim: int | None = None
     binary: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.outputs, Statistics) or is_dense(self.outputs)):
+            raise TypeError(f"outputs must be a dense tensor, not {described(self.outputs)}")
+        if not isinstance(self.mode, str) or self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {described(self.mode)}")
 
     @property
     def samples(self) -> Tensor:

@@ -42,6 +42,8 @@ wrap_script: Callable[[Any], nn.Module] = torch.jit._recursive.wrap_cpp_module
 attention_in_parts: Callable[..., tuple[Tensor, Tensor]] = (
     torch.ops.aten._scaled_dot_product_attention_math.default
 )
+# Operations inside that take a tensor of a class of ours for a plain one.
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # The number of the backward pass that is running, -1 outside of one.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # Whether autocast is on for any device: one call where torch.is_autocast_enabled() needs one for each.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeAlias, final
 
 import torch
@@ -26,7 +27,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, described, instance, takes
 from posterity.distributed import World, several
+from posterity.estimators import Sampled, by_block, parameters_of
+from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
@@ -41,8 +45,9 @@ from posterity.posterior import (
     Posterior,
     kl,
 )
+from posterity.posterior.together import Joined, Together, together
 from posterity.replica import replica
-from posterity.torch_private import graph_task_id
+from posterity.torch_private import graph_task_id, is_compiled
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
 _drawing = threading.Lock()
@@ -69,6 +74,11 @@ class Variational(nn.Module):
         posterior: Of its weights; a block that is not trained by gradient, such as K-FAC's, is refused.
         seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
             layer is built; training never draws from it.
+        estimator: How a layer's outputs are drawn: by one draw of its weights for all examples
+            (``"weight"``), or for each example by its own, ``"local"`` or ``"flipout"``; or estimators by
+            name patterns of blocks. docs/estimators.md says what each of them serves.
+        batch_dim: The axis that counts examples in the inputs of linear layers, for ``"flipout"``, where
+            these have several axes to choose from.
 
     Example:
         >>> import torch
@@ -77,12 +87,32 @@ class Variational(nn.Module):
         (torch.Size([4, 2]), torch.Size([5, 4, 2]))
     """
 
-    def __init__(self, module: nn.Module, posterior: Factorised, seed: int | None = None) -> None:
+    @takes(
+        module=MODULE, posterior=instance("a Factorised posterior", Factorised), seed=WHOLE, batch_dim=WHOLE
+    )
+    def __init__(
+        self,
+        module: nn.Module,
+        posterior: Factorised,
+        seed: int | None = None,
+        *,
+        estimator: Estimator | Mapping[str, Estimator] = "weight",
+        batch_dim: int = 0,
+    ) -> None:
         super().__init__()
         if isinstance(module, DistributedDataParallel):
             raise TypeError(
                 "the module is in DistributedDataParallel, which would not see its posterior: wrap what this "
                 "returns, DistributedDataParallel(variational(net))"
+            )
+        if batch_dim < 0:
+            raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
+        self.estimators, self.batch_dim = by_block(posterior, estimator), batch_dim
+        self._one_draw = set(self.estimators.values()) == {"weight"}
+        if not self._one_draw and is_compiled(module):
+            raise ValueError(
+                f"estimator={estimator!r} must see the layers of the module, which torch.compile hides: pass "
+                "the module as it was before, or estimator='weight'"
             )
         self.module = module
         self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
@@ -91,7 +121,10 @@ class Variational(nn.Module):
         self.draws = 0
         self._seeded, self._met, self._peeks = seed is not None, False, 0
         self._weights: dict[str, Tensor] | None = None
+        self._joined: list[Joined] = []
+        self._grouped: tuple[list[Any], list[Together]] = [], []
         self._versions: list[int] = []
+        self._runner: tuple[Sampled] | None = None
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
             owner = module.get_submodule(path)
             if _refuse_again not in owner._forward_pre_hooks.values():  # of another Variational around it
@@ -99,26 +132,38 @@ class Variational(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
-        weights = self._draw(1)
+        self._meet()
         # In training the module's own, whose forward() may leave things in it, such as terms of the loss.
         module = self.module if self.training else replica(self.module)
-        return functional_call(module, {name: w[0] for name, w in weights.items()}, args, kwargs)
+        if self._one_draw:
+            return functional_call(module, self._draw_one(), args, kwargs)
+        with Intercept():
+            return functional_call(module, self._given(range(1), None, self._count()), args, kwargs)
 
+    @takes(samples=WHOLE, chunk=WHOLE)
     def outputs(
         self, *args: Any, samples: int, how: How = "stack", chunk: int | None = None, **kwargs: Any
     ) -> Tensor:
         """The module's outputs ``[samples, B, ...]`` under as many draws of the weights."""
-        return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
+        self._meet()
+        if self._one_draw or samples < 1:  # which is refused there
+            return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
+        self._sampled.step = self._count()
+        return run(self._sampled, {"sample": torch.arange(samples)}, *args, how=how, chunk=chunk, **kwargs)
 
     def kl(self, prior: Posterior | Density | ByName = PRIOR) -> Tensor:
         """KL(posterior ‖ prior); estimated where there is no closed form. The prior is N(0, 1) by default.
 
-        The weights are those that were drawn last, if the posterior is as it was then; else others.
+        The weights are those that were drawn last, if the posterior is as it was then; else others. With an
+        estimator that draws none for all examples they are always others, the same for one forward pass.
         """
+        if not self._one_draw:
+            return kl(self.posterior, prior, seed=self.seed, step=self.draws)
         # Weights of what the posterior was before it changed would give no KL.
         if self._weights is None or self._versions != self._now():
             return kl(self.posterior, prior)
-        return kl(self.posterior, prior, weights=self._weights, seed=self.seed, step=self.draws)
+        at = {"seed": self.seed, "step": self.draws}
+        return kl(self.posterior, prior, weights=self._weights, **at, joined=self._joined)
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
@@ -130,11 +175,12 @@ class Variational(nn.Module):
         self._met = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weights": None}  # part of an autograd graph, which cannot be copied
+        # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
+        return {**self.__dict__, "_weights": None, "_joined": [], "_grouped": ([], []), "_runner": None}
 
     def _meet(self) -> None:
         """Before the first draw: let all processes draw by one seed, and refuse those that would not."""
-        if self._met:
+        if self._met or not (torch.is_grad_enabled() and several()):
             return
         self._met, world = True, World(None)
         if not (self._seeded or self.draws):
@@ -142,27 +188,81 @@ class Variational(nn.Module):
         world.refuse_others(self.get_extra_state(), "the Variational's")
 
     def _draw(self, samples: int) -> dict[str, Tensor]:
+        """Weights ``[samples, ...]`` of every tensor, which the next KL is taken at."""
         if samples < 1:
             raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
-        together = several()
-        if together and torch.is_grad_enabled():
-            self._meet()
+        weights = self.posterior._sample(range(samples), self.seed, self._count(), Domain.TRAIN)
+        self._drawn(weights, [])
+        return weights
+
+    def _draw_one(self) -> dict[str, Tensor]:
+        """The same of one sample, without the leading dimension; diagonal leaves are drawn all at once."""
+        at: dict[str, Any] = {"seed": self.seed, "step": self._count(), "domain": Domain.TRAIN}
+        joined = [each.draw(**at) for each in self._together()]
+        done = {name for each in joined for name in each.together.leaves}
+        left = {name: leaf for name, leaf in self.posterior.blocks.items() if name not in done}
+        draws = {name: leaf.draw(leaf.noise(range(1), block=name, **at)) for name, leaf in left.items()}
+        weights = {
+            name: part
+            for block, draw in draws.items()
+            for name, part in zip(self.posterior.tensors[block], left[block].split(draw), strict=True)
+        }
+        self._drawn(weights, joined)
+        one = {name: each[0] for name, each in weights.items()}
+        for each in joined:  # whose blocks are single tensors
+            one |= each.apart()
+        return one
+
+    def _drawn(self, weights: dict[str, Tensor], joined: list[Joined]) -> None:
+        # For kl(): weights drawn without a graph would give it no gradient.
+        self._weights, self._joined = (weights, joined) if torch.is_grad_enabled() else (None, [])
+        self._versions = self._now()
+
+    def _together(self) -> list[Together]:
+        """The diagonal leaves end to end, anew where leaves were replaced, moved or cast."""
+        leaves = self.posterior.blocks
+        kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
+        if self._grouped[0] != kinds:
+            self._grouped = kinds, together(leaves)
+        return self._grouped[1]
+
+    def _count(self) -> int:
+        """The number of this draw."""
         with _drawing:  # two threads must not get the same number
-            if together and not torch.is_grad_enabled():  # one process alone may look
+            if several() and not torch.is_grad_enabled():  # one process alone may look
                 number, self._peeks = _PEEKS + self._peeks, self._peeks + 1
             else:
                 number, self.draws = self.draws, self.draws + 1
-        weights = self.posterior._sample(range(samples), self.seed, number, Domain.TRAIN)
-        # For kl(): weights drawn without a graph would give it no gradient.
-        self._weights = weights if torch.is_grad_enabled() else None
-        self._versions = self._now()
-        return weights
+        return number
+
+    def _given(self, samples: range, level: int | None, step: int) -> dict[str, Tensor]:
+        """What the module gets for its parameters, by the blocks' estimators."""
+        return parameters_of(
+            self.posterior,
+            self.estimators,
+            samples,
+            level=level,
+            batch_dim=self.batch_dim,
+            seed=self.seed,
+            step=step,
+        )
+
+    @property
+    def _sampled(self) -> Sampled:
+        """The module as a model of sample numbers."""
+        if self._runner is None:
+            self._runner = (Sampled(self.module, self._given),)  # in a tuple: it is no submodule
+        return self._runner[0]
 
     def _now(self) -> list[int]:
         """Numbers that change whenever the posterior does."""
-        return [p._version for p in self.posterior.parameters()]
+        # Most leaves have no modules, through which parameters() would walk.
+        leaves = self.posterior.blocks.values()
+        own = (leaf.parameters() if leaf._modules else leaf._parameters.values() for leaf in leaves)
+        return [p._version for p in chain.from_iterable(own) if p is not None]
 
 
+@takes(module=MODULE, std_scale=NUMBER, std_init=NUMBER, deterministic=FILTER, seed=WHOLE)
 def variational(
     module: nn.Module,
     *,
@@ -171,6 +271,8 @@ def variational(
     std_init: float | None = None,
     deterministic: NameFilter = (),
     seed: int | None = None,
+    estimator: Estimator | Mapping[str, Estimator] = "weight",
+    batch_dim: int = 0,
 ) -> Variational:
     """Give a module's weights a posterior that is trained by gradient.
 
@@ -184,6 +286,9 @@ def variational(
         std_init: Std of every weight at the start, instead.
         deterministic: Filter of names that stay plain parameters.
         seed: Seed of the weight noise; see :class:`Variational` for the default.
+        estimator: ``"weight"``, ``"local"`` or ``"flipout"``, or these by name patterns, as for families; see
+            :class:`Variational`.
+        batch_dim: The axis that counts examples; see :class:`Variational`.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -208,8 +313,15 @@ def variational(
         raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
     families = family if isinstance(family, Mapping) else {"*": family}
     std = start_std(found, drawn.values())
-    leaves = {name: first_match(families, name)(p, std) for name, p in drawn.items()}
-    return Variational(module, Factorised(leaves), seed)
+    leaves = {}
+    for name, p in drawn.items():
+        made = first_match(families, name)
+        if not callable(made):
+            raise TypeError(
+                f"family= makes a leaf of a parameter and its std, which {described(made)} does not"
+            )
+        leaves[name] = made(p, std)
+    return Variational(module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim)
 
 
 def _refuse_again(module: nn.Module, args: object) -> None:

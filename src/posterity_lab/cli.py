@@ -388,7 +388,7 @@ def reproduce(
 
     if name is None:
         for each in EXPERIMENTS.values():
-            typer.echo(f"{each.name:13} {each.title}")
+            typer.echo(f"{each.name:22} {each.title}")
         return
     with _stoppable("the same command goes on where this one was"):
         run(

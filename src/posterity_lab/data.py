@@ -21,7 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from posterity_lab.files import SETS, DataError, File, files_of, folder_of, known_md5, locate, remedy
+from posterity_lab.files import (
+    SETS,
+    DataError,
+    File,
+    content_of,
+    files_of,
+    folder_of,
+    known_md5,
+    locate,
+    remedy,
+)
 
 _Arrays = dict[str, NDArray[np.uint8]]
 _UNREADABLE = (
@@ -33,6 +43,8 @@ _UNREADABLE = (
 @dataclass(frozen=True, eq=False)
 class Split:
     """Examples `x` (float32; images [N, C, H, W], pixels in [0, 1]) with labels `y` (int64), on one device.
+
+    Features that are no images are `[N, D]`.
 
     >>> split = Split(torch.zeros(3, 1, 8, 8), torch.tensor([2, 0, 1]))
     >>> len(split), split.to("cpu").subset([0, 2]).y.tolist()
@@ -58,7 +70,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A named data set; `train` is empty where a set is for testing only.
+    """A named data set; `train` is empty where a set is for testing only, `test` where it has no split.
 
     >>> digits = load("digits")
     >>> digits.name, digits.classes, len(digits.train), len(digits.test)
@@ -84,7 +96,11 @@ def load(name: str, root: Path | None = None, device: torch.device | str = "cpu"
     if name == "digits":
         return _digits(device)
     train_files = [file for file in files if file.split == "train"]
-    test = _read_split(name, [file for file in files if file.split == "test"], folder, device)
+    test_files = [file for file in files if file.split == "test"]
+    if not test_files:
+        train = _read_split(name, train_files, folder, device)
+        return Dataset(name, train, train.subset([]), SETS[name].classes)
+    test = _read_split(name, test_files, folder, device)
     train = _read_split(name, train_files, folder, device) if train_files else test.subset([])
     return Dataset(name, train, test, SETS[name].classes)
 
@@ -147,12 +163,23 @@ def _read_npz(content: bytes, file: File) -> _Arrays:
     return {"x": np.ascontiguousarray(images.transpose(0, 3, 1, 2)), "y": labels}
 
 
+def _read_mushrooms(content: bytes, file: File) -> _Arrays:
+    """One-hot features of every value that occurs, 117 in all; poisonous is 1, edible 0."""
+    rows = np.array([line.split(",") for line in content.decode().splitlines()])
+    hot = [column[:, None] == np.unique(column) for column in rows[:, 1:].T]
+    return {
+        "x": 255 * np.concatenate(hot, 1).astype(np.uint8),  # pixels are divided by this
+        "y": (rows[:, 0] == "p").astype(np.uint8),
+    }
+
+
 _READERS: dict[str, Callable[[bytes, File], _Arrays]] = {
     "mnist": _read_idx,
     "cifar10": _read_cifar,
     "cifar100": _read_cifar,
     "notmnist": _read_idx,
     "omniglot": _read_idx,
+    "mushrooms": _read_mushrooms,
     "svhn": _read_npz,
 }
 
@@ -179,7 +206,7 @@ def _read_split(name: str, files: list[File], folder: Path, device: torch.device
 
 def _checked(path: Path, file: File) -> bytes:
     """The content of a file that is the known one; nothing else is parsed, or unpickled."""
-    content = path.read_bytes()
+    content = content_of(path, file)
     if (seen := hashlib.md5(content, usedforsecurity=False).hexdigest()) != (md5 := known_md5(path, file)):
         raise ValueError(f"its md5 is {seen}, not the known {md5}")
     return content

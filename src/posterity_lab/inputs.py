@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -39,6 +40,10 @@ def read_inputs(file: Path, shape: list[int]) -> Tensor:
         raise FileNotFoundError(f"there is no file {file}: choose another")
     try:
         content = readers[file.suffix]()
+    except UnpicklingError:  # torch's own advice is to load it nevertheless
+        raise ValueError(
+            f"{file} holds more than tensors, which might run code: save the tensor alone, or as .safetensors"
+        ) from None
     except Exception as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to load it unsafely

@@ -17,18 +17,23 @@ from posterity_lab.residual import resnet18
 Recipe: TypeAlias = Callable[[Sequence[int], int], nn.Module]
 
 # What a misspelled name is compared with; an MLP of any depth and width has a name of this form.
-EXAMPLES = ("mlp-400-400", "lenet5", "conv4", "alexnet", "vgg11", "resnet18")
+EXAMPLES = ("mlp-400-400", "lenet5", "conv3fc3", "conv4", "alexnet", "vgg11", "resnet18")
+# Of inputs and of hidden units of an MLP: Hinton et al. 2012, which Blundell et al. 2015 compare with.
+_DROPOUT = (0.2, 0.5)
 # Channels of VGG11's convolutions; a pooling that halves the image follows where a stage ends.
 _VGG11_STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
 
-def mlp(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
+def mlp(
+    inputs: int, hidden: Sequence[int], classes: int, dropout: tuple[float, float] | None = None
+) -> nn.Sequential:
     """A fully connected net with ReLU between its layers; it flattens its input.
 
     Args:
         inputs: Numbers per example, such as 784 for a 28x28 image.
         hidden: Width of every hidden layer; none gives a linear classifier.
         classes: Outputs (logits).
+        dropout: Rates of dropping an input and a hidden unit.
 
     Example:
         >>> mlp(64, [20], 10)(torch.zeros(3, 1, 8, 8)).shape
@@ -38,7 +43,8 @@ def mlp(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
     if min(sizes) < 1:
         raise ValueError(f"every layer of an MLP needs at least one unit, not {sizes}")
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in pairwise(sizes):
+    for number, (before, after) in enumerate(pairwise(sizes)):
+        layers += [] if dropout is None else [nn.Dropout(dropout[min(number, 1)])]
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -76,6 +82,30 @@ def lenet5(channels: int, size: int, classes: int) -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(84, classes),
     )
+
+
+def conv3fc3(channels: int, size: int, classes: int) -> nn.Sequential:
+    """The net of Bayesian incremental learning for CIFAR-10: conv 32-64-128, then 1000 and 1000 units.
+
+    Convolutions of 5x5, 5x5 and 3x3, each followed by max-pooling over 3x3 with stride 2.
+
+    Args:
+        channels: Channels of the image.
+        size: Height and width of the image.
+        classes: Outputs (logits).
+
+    Example:
+        >>> conv3fc3(3, 32, 10)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    features, layers = size, list[nn.Module]()
+    for width, kernel in ((32, 5), (64, 5), (128, 3)):
+        layers += [nn.Conv2d(channels, width, kernel, padding=kernel // 2), nn.ReLU(), nn.MaxPool2d(3, 2)]
+        channels, features = width, (features - 1) // 2
+    if features < 1:
+        raise ValueError(f"conv3fc3 needs images of at least 15x15 pixels, not {size}x{size}: use an mlp")
+    layers += [nn.Flatten(), nn.Linear(channels * features * features, 1000), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, classes))
 
 
 def conv4(channels: int, size: int, classes: int) -> nn.Sequential:
@@ -225,6 +255,20 @@ def initialise(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def uniform(model: nn.Module, reach: float, seed: int) -> nn.Module:
+    """Draw every parameter from U(−reach, reach), in place, and return the model; else as `initialise`.
+
+    Example:
+        >>> bool((uniform(mlp(4, [3], 2), 0.03, seed=0)[1].weight.abs() < 0.03).all())
+        True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.copy_(reach * (2.0 * torch.rand(p.shape, generator=generator, dtype=p.dtype) - 1.0))
+    return model
+
+
 def recipe(name: str) -> Recipe:
     """What makes the net of a name from shape and classes: a misspelled name is refused before any data.
 
@@ -237,9 +281,11 @@ def recipe(name: str) -> Recipe:
     kind, *sizes = name.split("-")
     if name in _BY_NAME:
         return _BY_NAME[name]
+    dropout = _DROPOUT if sizes[-1:] == ["dropout"] else None
+    sizes = sizes if dropout is None else sizes[:-1]
     if kind == "mlp" and sizes and all(size.isdecimal() and int(size) > 0 for size in sizes):
         hidden = [int(size) for size in sizes]
-        return lambda shape, classes: mlp(math.prod(shape), hidden, classes)
+        return lambda shape, classes: mlp(math.prod(shape), hidden, classes, dropout)
     # The sizes of an MLP would outweigh its misspelled name, so only the names are compared.
     near = hint(name, EXAMPLES, "name one like", key=lambda each: each.lower().split("-")[0])
     raise ValueError(f"there is no net {name!r}{near}")
@@ -249,10 +295,11 @@ def build(name: str, shape: Sequence[int], classes: int) -> nn.Module:
     """The net of that name, with torch's default weights.
 
     Args:
-        name: ``lenet5``, ``conv4``, ``alexnet``, ``vgg11``, ``vgg11-bn``, ``resnet18``, or ``mlp-`` and the
-            widths of the hidden layers: ``mlp-400-400``. ``resnet18-imagenet`` has the stem for large images,
-            and BatchNorm unless ``-nobn`` follows; ``-dropout`` after it, ``lenet5`` or ``alexnet`` adds what
-            MC dropout needs, at the rates of the VOGN paper's authors.
+        name: ``lenet5``, ``conv3fc3``, ``conv4``, ``alexnet``, ``vgg11``, ``vgg11-bn``, ``resnet18``, or
+            ``mlp-`` and the widths of the hidden layers: ``mlp-400-400``. ``resnet18-imagenet`` has the stem
+            for large images, and BatchNorm unless ``-nobn`` follows; ``-dropout`` after it, ``lenet5`` or
+            ``alexnet`` adds what MC dropout needs, at the rates of the VOGN paper's authors, and after an MLP
+            drops inputs at 0.2 and hidden units at 0.5.
         shape: Of one input, such as [1, 28, 28].
         classes: Outputs (logits).
 
@@ -272,6 +319,10 @@ def build(name: str, shape: Sequence[int], classes: int) -> nn.Module:
 
 def _lenet5(shape: Sequence[int], classes: int) -> nn.Module:
     return lenet5(*_square("LeNet-5", shape), classes)
+
+
+def _conv3fc3(shape: Sequence[int], classes: int) -> nn.Module:
+    return conv3fc3(*_square("conv3fc3", shape), classes)
 
 
 def _conv4(shape: Sequence[int], classes: int) -> nn.Module:
@@ -321,6 +372,7 @@ _resnet18_imagenet: Recipe = partial(_resnet18, stem="imagenet")
 _BY_NAME: dict[str, Recipe] = {
     "lenet5": _lenet5,
     "lenet5-dropout": _lenet5_dropout,
+    "conv3fc3": _conv3fc3,
     "conv4": _conv4,
     "alexnet": _alexnet,
     "alexnet-dropout": partial(_dropping, _alexnet, 0.5),

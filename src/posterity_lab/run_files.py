@@ -241,8 +241,8 @@ def load(path: Path, device: str | torch.device, remedy: str = _ELSE) -> dict[st
         whole = isinstance(checkpoint, dict) and record.fits(checkpoint)
     except OSError:
         raise
-    except Exception as error:  # what torch raises depends on where the damage is
-        raise foreign(path, remedy) from error
+    except Exception:  # what torch raises depends on where the damage is, and may advise to trust the file
+        raise foreign(path, remedy) from None
     if not whole:
         raise foreign(path, remedy)
     return dict(checkpoint)

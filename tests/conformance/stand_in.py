@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import posterity
 from conformance.rules import loss_fn
 from posterity.train import compiled, cuda_graph
+from posterity.train.replays import RuleReplays
 from posterity.train.step import TrainStep
 
 
@@ -35,17 +36,29 @@ class Graph(cuda_graph.Graph):  # type: ignore[misc]
     def __init__(self, step: TrainStep, batch: Any, count: float | None) -> None:
         super().__init__(step, batch, count)
         self.graph = self
-        self.captured_at = step.optimizer.param_groups[0]["steps"]
         self.replays: list[int] = []
+        if isinstance(self.live, RuleReplays):
+            self.captured_at = self.live.opt.param_groups[0]["steps"]
 
     def replay(self) -> None:
-        opt = self.step.optimizer
+        self._by_rule(self.live) if isinstance(self.live, RuleReplays) else self._by_gradient()
+
+    def _by_gradient(self) -> None:
+        learner = self.learner
+        held = [p.grad for p in learner.optimizer.param_groups[0]["params"]]
+        with self.live.inside():
+            self.loss.data.copy_(self._body())
+        for p, grad in zip(learner.optimizer.param_groups[0]["params"], held, strict=True):
+            p.grad = grad
+
+    def _by_rule(self, live: RuleReplays) -> None:
+        opt = live.opt
         self.replays.append(opt.param_groups[0]["steps"])
-        held = {p: grad for p, grad, _ in self.grads}
+        held = {p: grad for p, grad, _ in live.grads}
         counts = [step.clone() for flat in opt.cache.groups() for step in flat.steps]
-        shown = {p: p.grad for p in self.params}
+        shown = {p: p.grad for p in opt.parameters()}
         entries = [{key: group[key] for key in (*opt.scheduled, "steps")} for group in opt.param_groups]
-        eager, opt.numbers = opt.numbers, self.numbers
+        eager, opt.numbers = opt.numbers, live.numbers
         try:
             for group in opt.param_groups:
                 group.update(dict.fromkeys(opt.scheduled, torch.nan))  # a device cannot read them
@@ -64,7 +77,7 @@ class Graph(cuda_graph.Graph):  # type: ignore[misc]
                 step.copy_(before)
             for p, grad in shown.items():
                 p.grad = grad
-            opt._ledger.remember(self.params)
+            opt._ledger.remember(opt.parameters())
 
 
 class _Stream:

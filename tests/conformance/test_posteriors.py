@@ -428,3 +428,31 @@ def test_a_posterior_and_its_copy_share_nothing() -> None:
             p.add_(1.0)
     assert torch.equal(frozen.mean()["fc.bias"], before)
     assert not any(p.requires_grad for p in frozen.parameters())
+
+
+@pytest.mark.parametrize("estimated", [False, True])
+def test_all_but_a_point_mass_is_infinitely_far_from_it(estimated: bool) -> None:
+    point, wide = (DiagonalGaussian(torch.zeros(2), std) for std in (0.0, 1.0))
+    elsewhere, half = (
+        DiagonalGaussian(torch.ones(2), 0.0),
+        DiagonalGaussian(torch.zeros(2), torch.tensor([0.0, 1.0])),
+    )
+    if estimated:  # a prior without a formula sees densities alone
+        assert kl(point, posterity.ScaleMixture()).item() == torch.inf
+        assert point.log_prob(torch.zeros(2)).item() == torch.inf
+        assert half.log_prob(torch.ones(2)).item() == -torch.inf
+        assert elsewhere.log_prob(torch.stack([torch.ones(2), torch.tensor([1.0, 0.0])])).tolist() == [
+            torch.inf,
+            -torch.inf,
+        ]
+        return
+    for q, p in ((wide, point), (wide, half), (point, wide), (half, wide), (half, point), (point, elsewhere)):
+        assert kl(q, p).item() == torch.inf
+    assert kl(point, point).item() == kl(half, half).item() == 0.0
+    mean = nn.Parameter(torch.zeros(2))
+    loss = kl(
+        DiagonalGaussian(mean, 0.5, trainable=True), DiagonalGaussian(torch.ones(2), torch.tensor([0.5, 0.0]))
+    )
+    loss.backward()
+    assert mean.grad is not None
+    assert mean.grad[0] == -4.0

@@ -48,7 +48,7 @@ def test_a_run_goes_on_from_its_files(tmp_path: Path, rule: str) -> None:
     weights, state = get_state_dict(again, other)
     checkpoint.load({"model": weights, "opt": state}, checkpoint_id=tmp_path)
     if rule == "noisy-kfac":
-        with pytest.raises(ValueError, match=r"lacks the matrices of the block of '0.weight'"):
+        with pytest.raises(ValueError, match=r"the state is empty, after 2 steps: .* by torch.save"):
             set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
         return
     set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)

@@ -321,6 +321,24 @@ def test_predict_refuses_a_damaged_file(run, tmp_path):
     assert "cannot be read as .npy" in refused("predict", run, tmp_path / "x.npy")
 
 
+class Evil:
+    """Would make a folder where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_predict_does_not_run_code_of_a_file_nor_advise_to(run, tmp_path):
+    torch.save(Evil(tmp_path / "made"), tmp_path / "x.pt")
+    told = refused("predict", run, tmp_path / "x.pt")
+    assert "holds more than tensors, which might run code" in told
+    assert "weights_only" not in told
+    assert not (tmp_path / "made").exists()
+
+
 def test_data_lists_and_verifies(tmp_path, monkeypatch):
     monkeypatch.setenv("POSTERITY_DATA", str(tmp_path))
     listed = dict(line.split(maxsplit=1) for line in call("data", "list").stdout.splitlines())

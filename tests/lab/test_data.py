@@ -272,6 +272,29 @@ def test_cifar_pickle_cannot_call_anything_even_with_the_right_md5(tmp_path, mon
     assert not (tmp_path / "sprung").exists()
 
 
+MUSHROOMS = b"p,x,?\ne,x,s\ne,b,s\n"
+
+
+@pytest.mark.parametrize("gzipped", [True, False])
+def test_mushrooms_are_one_hot_and_poisonous_is_one(tmp_path, monkeypatch, gzipped):
+    path = tmp_path / "uci" / f"agaricus-lepiota.data{'.gz' if gzipped else ''}"
+    write(path, gzip.compress(MUSHROOMS) if gzipped else MUSHROOMS)
+    assert list(verify("mushrooms", tmp_path).values()) == ["wrong checksum"]
+    with pytest.raises(DataError, match=r"md5 is .*, not the known"):
+        load("mushrooms", tmp_path)
+    publish(monkeypatch, {"uci/agaricus-lepiota.data": MUSHROOMS})
+    assert list(verify("mushrooms", tmp_path).values()) == ["ok"]
+    found = load("mushrooms", tmp_path)
+    assert found.train.x.tolist() == [[0, 1, 1, 0], [0, 1, 0, 1], [1, 0, 0, 1]]
+    assert found.train.y.tolist() == [1, 0, 0]
+    assert (len(found.test), found.classes) == (0, 2)
+    if gzipped:
+        write(path, gzip.compress(MUSHROOMS)[:-9])
+        assert list(verify("mushrooms", tmp_path).values()) == ["wrong checksum"]
+        with pytest.raises(DataError, match="is damaged"):
+            load("mushrooms", tmp_path)
+
+
 def test_missing_file_says_which_where_and_what_to_do(tmp_path):
     with pytest.raises(DataError) as raised:
         load("mnist", tmp_path)
@@ -312,6 +335,7 @@ def small_sets() -> dict[str, dict[str, bytes]]:
             "omniglot/raw/images-idx3-ubyte.gz": images,
             "omniglot/raw/labels-idx1-ubyte.gz": labels,
         },
+        "mushrooms": {"uci/agaricus-lepiota.data": MUSHROOMS},
         "svhn": {
             "svhn/test.npz": npz(
                 images=np.zeros((3, 32, 32, 3), np.uint8), labels=np.arange(3, dtype=np.uint8)

@@ -5,9 +5,20 @@ import pytest
 import torch
 from torch import nn
 
-from posterity_lab.nets import alexnet, build, conv4, initialise, lenet5, mlp, recipe, resnet18, vgg11
+from posterity_lab.nets import (
+    alexnet,
+    build,
+    conv3fc3,
+    conv4,
+    initialise,
+    lenet5,
+    mlp,
+    recipe,
+    resnet18,
+    vgg11,
+)
 
-NAMES = "mlp-400-400, lenet5, conv4, alexnet, vgg11, resnet18"
+NAMES = "mlp-400-400, lenet5, conv3fc3, conv4, alexnet, vgg11, resnet18"
 
 
 def test_mlp_flattens_and_has_relu_between_its_layers():
@@ -19,6 +30,14 @@ def test_mlp_flattens_and_has_relu_between_its_layers():
         (3, 4),
     ]
     assert net(torch.zeros(2, 3, 2, 2)).shape == (2, 3)
+
+
+def test_an_mlp_may_drop_inputs_less_often_than_hidden_units():
+    net = build("mlp-5-4-dropout", [12], 3)
+    assert [layer.p for layer in net if isinstance(layer, nn.Dropout)] == [0.2, 0.5, 0.5]
+    assert [type(layer) for layer in net][-2:] == [nn.Dropout, nn.Linear]  # no logit is dropped
+    with pytest.raises(ValueError, match="there is no net 'mlp-dropout'"):
+        build("mlp-dropout", [12], 3)
 
 
 def test_mlp_refuses_an_empty_layer():
@@ -56,6 +75,16 @@ def test_vgg11_has_the_published_convolutions_and_one_linear_layer(batch_norm):
     assert any(isinstance(layer, nn.BatchNorm2d) for layer in net) == batch_norm
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert vgg11(1, 64, 5)(torch.zeros(2, 1, 64, 64)).shape == (2, 5)
+
+
+def test_conv3fc3_has_three_convolutions_and_a_thousand_units_twice():
+    net = conv3fc3(3, 32, 10)
+    shapes = [tuple(p.shape) for p in net.parameters() if p.dim() > 1]
+    convolutions = [(32, 3, 5, 5), (64, 32, 5, 5), (128, 64, 3, 3)]
+    assert shapes == [*convolutions, (1000, 128 * 3 * 3), (1000, 1000), (10, 1000)]
+    with pytest.raises(ValueError, match="at least 15x15 pixels, not 14x14"):
+        conv3fc3(1, 14, 10)
+    assert conv3fc3(1, 15, 4)(torch.zeros(2, 1, 15, 15)).shape == (2, 4)
 
 
 def test_conv4_halves_the_image_twice_and_drops_out_in_training_alone():
@@ -210,7 +239,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("name", ["lenet5", "conv4", "alexnet", "vgg11", "vgg11-bn"])
+@pytest.mark.parametrize("name", ["lenet5", "conv3fc3", "conv4", "alexnet", "vgg11", "vgg11-bn"])
 def test_a_net_for_square_images_refuses_others(name):
     with pytest.raises(ValueError, match=r"square images \[C, H, W\], not \[1, 28, 32\]"):
         build(name, [1, 28, 32], 10)

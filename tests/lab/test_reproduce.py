@@ -15,10 +15,21 @@ from typer.testing import CliRunner
 
 from posterity_lab import baselines, cli, data
 from posterity_lab.data import Split
-from posterity_lab.reproduce import EXPERIMENTS, images, records, reproduce, tasks, training
+from posterity_lab.reproduce import (
+    EXPERIMENTS,
+    blundell,
+    doubt,
+    images,
+    incremental,
+    records,
+    reproduce,
+    tasks,
+    training,
+)
 from posterity_lab.reproduce import driver as driving
 from posterity_lab.reproduce.calibration import CALIBRATION
 from posterity_lab.reproduce.learners import NAMES, learner, scale_lr
+from posterity_lab.reproduce.page import write
 from posterity_lab.reproduce.study import TRIAL_SEED, Cell, Outcome, Study, Unit
 
 STUDIES = {each.study.name: each.study for each in EXPERIMENTS.values()}
@@ -64,6 +75,14 @@ def test_every_experiment_leaves_a_record_of_every_unit(out: Path, name: str) ->
         assert len(record["environment"]["source"]) == 64
         assert "default" in record["chosen"]
         assert not (unit.cache(out) / "checkpoint.pt").exists()
+
+
+def test_the_page_shows_every_experiment_that_was_run(out: Path, tmp_path: Path) -> None:
+    write(out, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "It was not run yet." not in text
+    for name in EXPERIMENTS:
+        assert f"posterity reproduce {name} --out" in text
 
 
 def test_a_rerun_skips_what_is_there(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,6 +289,10 @@ TRIALS = [
     (tasks.PERMUTED, "24", "sgd"),
     (tasks.SEQUENCE, "sequence", "sgd"),
     (CALIBRATION, "digits", "adam"),
+    (blundell.BLUNDELL, "24", "bbb-mixture"),
+    (incremental.MNIST, "digits", "fine-tuning"),
+    (incremental.PRETRAINED, "pretrained", "ffg-laplace"),
+    (doubt.DOUBT, "digits", "ffg"),
 ]
 
 
@@ -355,6 +378,7 @@ def test_cells_and_their_grids_fit_together() -> None:
     ("name", "epochs", "batch_size", "settings"),
     [
         ("bgd-table1", 600, 128, {"400", "800", "1200"}),
+        ("bbb-table1", 600, 128, {"400", "800", "1200"}),
         ("bgd-figure1", 10, 128, {"200", "400", "1000", "2000"}),
         ("bgd-figure3", 400, 128, {"vgg11", "vgg11-bn"}),
         ("bgd-figure4", 150, 256, {"sequence"}),
@@ -366,7 +390,7 @@ def test_at_full_size_the_settings_are_the_papers(
     cells = EXPERIMENTS[name].cells(quick=False)
     assert {cell.setting for cell in cells if "fading" not in cell.setting} == settings
     assert {(cell.config["epochs"], cell.config["batch_size"]) for cell in cells} == {(epochs, batch_size)}
-    assert {cell.config["mc_samples"] for cell in cells if cell.method == "bgd"} == {10}
+    assert {cell.config["mc_samples"] for cell in cells if cell.method == "bgd"} <= {10}
     papers = {(cell.setting, cell.method) for cell in cells}
     assert EXPERIMENTS[name].paper.keys() <= papers
 

@@ -27,7 +27,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     replay = cuda_graph.Graph.__call__
 
     def noted(self: cuda_graph.Graph, *given: Any) -> Tensor:
-        found.append(self.step.optimizer.param_groups[0]["steps"])
+        found.append(self.live.opt.param_groups[0]["steps"])  # type: ignore[attr-defined]
         return replay(self, *given)
 
     monkeypatch.setattr(cuda_graph.Graph, "__call__", noted)

@@ -14,14 +14,17 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from posterity.arguments import FILTER, FUNCTION, MODULE, NUMBER, TEXT, described, instance, is_dense, takes
 from posterity.names import NameFilter, select
 from posterity.posterior import DiagonalGaussian, Factorised
 
 Score: TypeAlias = Callable[[Factorised], Mapping[str, Tensor]]
 Scope: TypeAlias = Literal["global", "layer"]
 Groups: TypeAlias = Literal["outputs", "inputs"]
+_POSTERIOR = instance("a Factorised posterior", Factorised)
 
 
+@takes(posterior=_POSTERIOR)
 def snr(posterior: Factorised) -> dict[str, Tensor]:
     """Signal-to-noise ratio |mean| / std of every weight; pruned weights have 0.
 
@@ -38,6 +41,7 @@ def snr(posterior: Factorised) -> dict[str, Tensor]:
     return ratios
 
 
+@takes(posterior=_POSTERIOR)
 def magnitude(posterior: Factorised) -> dict[str, Tensor]:
     """|mean| of every weight: the usual score where nothing is known of its uncertainty.
 
@@ -48,6 +52,7 @@ def magnitude(posterior: Factorised) -> dict[str, Tensor]:
     return {name: mean.detach().abs() for name, mean in posterior.mean().items()}
 
 
+@takes(model=MODULE)
 def point_mass(model: nn.Module) -> Factorised:
     """The weights of a plain net (trained by SGD, Adam, …) as a posterior that is sure of them: std 0.
 
@@ -61,6 +66,7 @@ def point_mass(model: nn.Module) -> Factorised:
     return Factorised({name: DiagonalGaussian(p.detach(), 0.0) for name, p in model.named_parameters()})
 
 
+@takes(posterior=_POSTERIOR)
 def sparsity(posterior: Factorised) -> dict[str, float]:
     """Share of every tensor's weights that is pruned.
 
@@ -73,6 +79,14 @@ def sparsity(posterior: Factorised) -> dict[str, float]:
     return {name: 1.0 - float(kept.double().mean()) for name, kept in posterior.kept().items()}
 
 
+@takes(
+    posterior=_POSTERIOR,
+    fraction=NUMBER,
+    threshold=NUMBER,
+    scope=TEXT,
+    score=FUNCTION,
+    spare=FILTER,
+)
 def prune(
     posterior: Factorised,
     fraction: float | None = None,
@@ -132,7 +146,7 @@ def prune(
     ranks = {name: _Ranks.of(scores[name], sizes[name], groups) for name in names}
     keep = {name: torch.ones_like(scores[name], dtype=torch.bool) for name in spared}
     if threshold is not None:
-        keep |= {name: ranks[name].of_weights(ranks[name].score >= threshold) for name in names}
+        keep |= {name: ranks[name].of_weights(ranks[name].score >= float(threshold)) for name in names}
     if fraction is not None:
         for members in _together(names, scope):
             keep |= _strongest({name: ranks[name] for name in members}, fraction)
@@ -143,8 +157,10 @@ def prune(
 def _scores(posterior: Factorised, score: Score) -> dict[str, Tensor]:
     """The score of every weight, refused unless there is one; pruned weights rank below all others."""
     given, scores = score(posterior), {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"score= must give scores by name, not {described(given)}")
     for name, kept in posterior.kept().items():
-        if name not in given or given[name].shape != kept.shape:
+        if name not in given or not is_dense(given[name]) or given[name].shape != kept.shape:
             raise ValueError(f"score= must give one number for each weight of {name!r}, {tuple(kept.shape)}")
         if bool(given[name].isnan().any()):
             raise ValueError(f"the score of a weight of {name!r} is nan: look for nan in the posterior")

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, final, get_args
 import torch
 from torch import Tensor
 
+from posterity.arguments import described, is_number
 from posterity.curvature import Curvature, Kronecker
 from posterity.curvature.fisher import Likelihood
 from posterity.posterior import DiagonalGaussian, EigenGaussian, Factorised, Leaf
@@ -153,7 +154,7 @@ class Laplace:
 
 def check_prior(prior_precision: Prior) -> None:
     """Raise unless it is one of the ways to choose, or a number above 0."""
-    if prior_precision not in get_args(get_args(Prior)[1]):
+    if not isinstance(prior_precision, str) or prior_precision not in get_args(get_args(Prior)[1]):
         if isinstance(prior_precision, str):
             raise ValueError(
                 "prior_precision must be a number, 'marginal', 'marginal-by-block', or, for fit(), "
@@ -164,8 +165,8 @@ def check_prior(prior_precision: Prior) -> None:
 
 def positive(name: str, value: float) -> None:
     """Raise unless a number is finite and above 0."""
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and greater than 0, not {value}")
+    if not (is_number(value) and 0.0 < value < math.inf):
+        raise ValueError(f"{name} must be finite and greater than 0, not {described(value)}")
 
 
 @final

@@ -11,6 +11,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from posterity.arguments import FILTER, MODULE, NUMBER, TEXT, WHOLE, takes
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
 from posterity.inputs import Inputs, Pick, called, moved, pairs, random_numbers_kept, shown
@@ -32,6 +33,20 @@ _GRID = tuple(10.0 ** (0.5 * k) for k in range(-4, 13))
 _COST, _MEASURED = 0.0005, 512
 
 
+@takes(
+    model=MODULE,
+    likelihood=TEXT,
+    structure=TEXT,
+    kind=TEXT,
+    fallback=TEXT,
+    names=FILTER,
+    noise_variance=NUMBER,
+    temperature=NUMBER,
+    num_data=WHOLE,
+    samples=WHOLE,
+    seed=WHOLE,
+    batch_size=WHOLE,
+)
 def fit(
     model: nn.Module,
     loader: Any,

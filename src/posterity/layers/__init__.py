@@ -1,6 +1,17 @@
 """The one place that knows layers: arguments, forms for stacks, and what single examples say of weights."""
 
 from posterity.layers.calls import Found, LayerCall, Multiplying, Part, Sink, chunks, wide_dtype
+from posterity.layers.estimators import Estimator
 from posterity.layers.intercept import Intercept
 
-__all__ = ["Found", "Intercept", "LayerCall", "Multiplying", "Part", "Sink", "chunks", "wide_dtype"]
+__all__ = [
+    "Estimator",
+    "Found",
+    "Intercept",
+    "LayerCall",
+    "Multiplying",
+    "Part",
+    "Sink",
+    "chunks",
+    "wide_dtype",
+]

@@ -274,12 +274,22 @@ class LayerCall(Call, ABC):
 
 
 class Multiplying(LayerCall):
-    """A layer whose weight is a matrix that multiplies inputs, so that it has Kronecker factors."""
+    """A layer whose weight is a matrix that multiplies inputs: it has Kronecker factors, and estimators."""
+
+    @property
+    def channel_axis(self) -> int:
+        """The axis of channels or features, of inputs and outputs, from the end."""
+        assert self.weight is not None
+        return 1 - self.weight.dim()
 
     @property
     def matrix(self) -> bool:
         """Whether it is one; filters in groups are several."""
         return True
+
+    def by_channel(self, x: Tensor) -> Tensor:
+        """Numbers ``[O]``, such as biases, so that they broadcast to outputs."""
+        return x.view(-1, *[1] * (-1 - self.channel_axis))
 
     @abstractmethod
     def columns(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:

@@ -31,6 +31,7 @@ from posterity.layers.embedding import (
     shares_positions,
     with_batch_axis,
 )
+from posterity.layers.estimators import StandIn, drawn_arguments, estimate
 from posterity.layers.linear import Linear
 from posterity.layers.losses import TERMS
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
@@ -112,6 +113,8 @@ class Intercept(TorchFunctionMode):
         handle = _HANDLERS.get(func)
         if handle is None:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if types and StandIn in types:
+            return self._estimated(func, args, kwargs or {})
         return handle(self, func, args, kwargs or {})
 
     # Who listens to what.
@@ -332,6 +335,19 @@ class Intercept(TorchFunctionMode):
                 return out
         return func(*args, **kwargs)
 
+    def _estimated(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operation that is given stand-ins: by their estimator, or at one draw of their weights."""
+        if func is F.multi_head_attention_forward:
+            return self._attention(func, args, kwargs, estimated=True)
+        if func in LAYERS:
+            out = estimate(func, LAYERS[func](*args, **kwargs), self._attending)
+            if out is not NotImplemented:
+                return out
+        args, kwargs, drawn = drawn_arguments(args, kwargs)
+        for each in drawn:
+            each.use()
+        return _HANDLERS[func](self, func, args, kwargs)
+
     def _find(self, tensor: Tensor | None) -> Watched | None:
         """What is watched of a layer's weight: all of it, some rows, or one sample."""
         found = self._watched.get(id(tensor))
@@ -424,9 +440,12 @@ class Intercept(TorchFunctionMode):
         self._reasons.update(dict.fromkeys(call.names, reason))
         return False
 
-    def _attention(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _attention(
+        self, func: Function, args: Sequence[Any], kwargs: dict[str, Any], estimated: bool = False
+    ) -> Any:
         """Attention with its layers in sight: torch turns its examples to axis 1 before it calls it."""
-        if functorch.peek_interpreter_stack() is None and not (self._watched and torch.is_grad_enabled()):
+        listened = self._watched and torch.is_grad_enabled()
+        if not (listened or estimated) and functorch.peek_interpreter_stack() is None:
             return func(*args, **kwargs)
         query = args[0] if args else kwargs["query"]
         examples, counted = 1, None

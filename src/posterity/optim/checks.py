@@ -231,11 +231,11 @@ def refuse_unfit(
         values = {key: value for key, value in flat.state.items() if key != "keep"} | {"mean": flat.mean}
         for span in spans:
             ends = {key: _ends(value if span is None else value[span]) for key, value in values.items()}
-            if _unfit(opt, ends, group, flat.dtype) is None:
+            if unfit(opt, ends, group, flat.dtype) is None:
                 continue
             for i in numbers:  # ends of two tensors may be of different weights, and no weight is unfit
                 own = {key: value[flat.layout.span(i)] for key, value in values.items()}
-                if what := _unfit(opt, own, group, flat.dtype):
+                if what := unfit(opt, own, group, flat.dtype):
                     raise FloatingPointError(opt.overshot(f"{flat.layout.names[i]!r} {what}"))
 
 
@@ -244,7 +244,7 @@ def _ends(values: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(values))
 
 
-def _unfit(
+def unfit(
     opt: VariationalOptimizer, values: Mapping[str, Tensor], group: Group, dtype: torch.dtype
 ) -> str | None:
     """What is wrong with a mean, of a parameter of a type, and its state."""

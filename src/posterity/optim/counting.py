@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from posterity.arguments import described, is_dense, is_number
 from posterity.layers import Intercept
 from posterity.torch_private import add_hook, graph_task_id, is_compiled, tree_leaves
 
@@ -58,6 +59,10 @@ class Behind(NamedTuple):
 
 def as_count(count: float | Tensor | None) -> float | None:
     """What a user gives as ``count=``."""
+    if count is not None and not (
+        is_number(count) or (isinstance(count, Tensor) and is_dense(count) and count.numel() == 1)
+    ):
+        raise TypeError(f"count must be a number, or a tensor of one, not {described(count)}")
     if count is not None and not 0 < float(count) < math.inf:
         raise ValueError(f"count must be greater than 0, not {float(count):g}")
     return None if count is None else float(count)
@@ -74,8 +79,8 @@ def refuse_unknown(
         count: Likewise.
         runs: Whether the module will run, or else has run.
     """
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    if batch_size is not None and not (is_number(batch_size) and 1 <= batch_size < math.inf):
+        raise ValueError(f"batch_size must be at least 1, not {described(batch_size)}")
     told = batch_size or count or opt.param_groups[0].get("batch_size") or opt.sums.counted()
     waits = opt.module is not None and (runs or not opt.sums.samples)
     if opt.asks_batch_size() and not told and not waits:

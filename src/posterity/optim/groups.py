@@ -6,12 +6,13 @@ import math
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from itertools import count
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from posterity.arguments import described, is_dense, is_number, is_whole
 from posterity.optim.state import Group
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
@@ -26,6 +27,9 @@ _OURS = {
     "momentum": ("betas", "(momentum, …)"),
     "eps": ("damping", "eps"),
 }
+# A bound on steps, in stds, that is as good as none, and with which single precision still reckons.
+_FAR = 1e12
+_SINGLE = torch.finfo(torch.float32).max
 _FOREIGN = (
     *("amsgrad", "centered", "dampening", "nesterov", "maximize"),
     *("foreach", "fused", "capturable", "differentiable"),
@@ -45,17 +49,38 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
         return [{"params": unwrapped(owned)}]
     if isinstance(params, Tensor):
         raise TypeError("pass a module, model.named_parameters() or groups, not a single tensor")
+    if isinstance(params, str | bytes | dict) or not isinstance(params, Iterable):
+        raise TypeError(f"pass a module, model.named_parameters() or groups, not {described(params)}")
     entries: list[Any] = list(params)
     if not entries:
         raise ValueError("the optimiser got an empty list of parameters")
-    groups = [dict(entry) for entry in entries] if isinstance(entries[0], dict) else [{"params": entries}]
+    several = isinstance(entries[0], dict)
+    if several and not all(isinstance(entry, dict) for entry in entries):
+        raise TypeError("pass groups alone, each a dict with 'params', or parameters alone")
+    groups = [dict(entry) for entry in entries] if several else [{"params": entries}]
     unnamed = count(numbered)
     for group in groups:
-        members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        given = group.get("params")
+        alone = isinstance(given, Tensor) or not isinstance(given, Iterable)
+        members: list[Any] = [given] if alone else list(given or ())
+        for member in members:
+            _refuse_member(member)
         group["params"] = unwrapped(
             (f"param.{next(unnamed)}", member) if isinstance(member, Tensor) else member for member in members
         )
     return groups
+
+
+def _refuse_member(member: object) -> None:
+    """Raise for what is neither a tensor nor its name and it."""
+    pair = isinstance(member, tuple | list) and len(member) == 2 and isinstance(member[0], str)
+    tensor = member[1] if pair and isinstance(member, tuple | list) else member
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"a group's 'params' are tensors, or pairs of a name and a tensor, not {described(tensor)}"
+        )
+    if not is_dense(tensor) and not tensor.is_complex():
+        raise TypeError(f"a parameter must be a dense tensor, not {described(tensor)}")
 
 
 def unwrapped(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -107,6 +132,7 @@ def split_groups(groups: list[Group], deterministic: set[str], without_noise: Gr
 def checked_group(group: Group, held: list[Group]) -> Group:
     """A group with named members that may join those an optimiser holds; otherwise an error says why not."""
     names = {name for other in held for name in other["param_names"]}
+    owned = {id(p) for other in held for p in other["params"]}
     group = named_groups([group], numbered=len(names))[0]
     for name, p in group["params"]:
         if name in names:
@@ -119,6 +145,15 @@ def checked_group(group: Group, held: list[Group]) -> Group:
                 f"{name!r} is a DTensor, as fully_shard() makes them: wrap the model in "
                 "DistributedDataParallel, or leave it whole and pass mesh="
             )
+        if id(p) in owned:
+            raise ValueError(f"{name!r} is in the optimiser twice: give each parameter once")
+        owned.add(id(p))
+        if not bool(torch.isfinite(p).all()):
+            raise ValueError(f"{name!r} has values that are not finite: build or load the model again")
+        if not p.is_leaf:
+            raise ValueError(f"{name!r} is the result of an operation: pass the parameter itself")
+    if not group["params"]:
+        raise ValueError("a group has no parameters: leave it out")
     if held:
         group["steps"] = held[0]["steps"]
     return group
@@ -151,38 +186,65 @@ def check_common(group: Group, first: Group) -> None:
     at_least_zero(group, "lr")
     if "betas" in group:
         _check_betas(group["betas"])
-    if not isinstance(group["seed"], Integral):
-        raise ValueError(f"seed must be a whole number, not {_shown(group['seed'])}")
+    if not is_whole(group["seed"]):
+        raise ValueError(f"seed must be a whole number, not {described(group['seed'])}")
     whole(group, "mc_samples")
     for key in ("max_step", "settle_after"):
-        if key in group and not number(group, key) > 0:
-            raise ValueError(f"{key} must be greater than 0, not {group[key]}")
+        if key in group and not (0 < number(group, key) <= _FAR or group[key] == math.inf):
+            raise ValueError(f"{key} must be greater than 0, not {described(group[key])}")
     above_zero(group, *(key for key in ("std_scale", "std_init") if group.get(key) is not None))
     for key in _SHARED:
+        if group.get(key) is not None:
+            whole(group, key)
         if group.get(key) != first.get(key):
             raise ValueError(f"{key} must be one number for the whole optimiser: set it outside the groups")
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy as one of Python, also in a tuple or list: what is saved can be loaded safely then.
+
+    So are fractions, and whole numbers that torch cannot take.
+
+    Example:
+        >>> import numpy as np
+        >>> plain((np.float64(0.5), 2))
+        (0.5, 2)
+    """
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    foreign = not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item")
+    found = value.item() if foreign else value
+    huge = isinstance(found, int) and not is_whole(found) and not isinstance(found, bool)
+    odd = isinstance(found, Real) and not isinstance(found, int | float)
+    return float(found) if (huge or odd) and is_number(found) else found
 
 
 def above_zero(group: Group, *keys: str) -> None:
     """Refuse what is no finite number greater than 0."""
     for key in keys:
         if not 0 < number(group, key) < math.inf:
-            raise ValueError(f"{key} must be finite and greater than 0, not {group[key]}")
+            raise ValueError(f"{key} must be finite and greater than 0, not {described(group[key])}")
+
+
+def moderate(what: str, value: Any) -> None:
+    """Refuse a factor with which single precision does not reckon."""
+    if not 1e-30 < float(value) < 1e30:
+        raise ValueError(f"{what} must lie between 1e-30 and 1e30, and is {float(value):g}")
 
 
 def at_least_zero(group: Group, *keys: str) -> None:
     """Refuse what is no finite number of at least 0."""
     for key in keys:
         if not 0 <= number(group, key) < math.inf:
-            raise ValueError(f"{key} must be 0 or more, and finite, not {group[key]}")
+            raise ValueError(f"{key} must be 0 or more, and finite, not {described(group[key])}")
 
 
 def whole(group: Group, *keys: str) -> None:
     """Refuse what is no whole number of at least 1."""
     for key in keys:
         value = group[key]
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{key} must be a whole number of at least 1, not {_shown(value)}")
+        if not is_whole(value) or value < 1:
+            raise ValueError(f"{key} must be a whole number of at least 1, not {described(value)}")
 
 
 def representable(precision: Tensor, rule: str) -> None:
@@ -194,19 +256,15 @@ def representable(precision: Tensor, rule: str) -> None:
 def number(group: Group, key: str) -> Any:
     """A value that is a number, or a tensor of one; else an error says so."""
     value = group[key]
-    if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+    if is_number(value) and _SINGLE < abs(value) < math.inf:
+        raise ValueError(f"{key} must be a number that single precision holds, not {value:g}")
+    if is_number(value) or (is_dense(value) and value.numel() == 1):
         return value
-    raise ValueError(f"{key} must be a number, not {_shown(value)}")
+    raise ValueError(f"{key} must be a number, not {described(value)}")
 
 
 def _check_betas(betas: Any) -> None:
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(isinstance(b, Real) for b in betas):
-        raise ValueError(f"betas must be two numbers, such as (0.9, 0.999), not {_shown(betas)}")
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(map(is_number, betas)):
+        raise ValueError(f"betas must be two numbers, such as (0.9, 0.999), not {described(betas)}")
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must lie in [0, 1), not {betas}")
-
-
-def _shown(value: object) -> str:
-    """A value as users write it; of an object, its kind."""
-    plain = value is None or isinstance(value, str | Real | tuple | list)
-    return repr(value) if plain else f"a {type(value).__name__}"

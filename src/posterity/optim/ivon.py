@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
-from posterity.optim.groups import Params, above_zero, number, representable
+from posterity.optim.groups import Params, above_zero, moderate, number, representable
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import above_prior, settings, start_std
 from posterity.optim.state import Group, State
@@ -142,6 +142,7 @@ class IVON(VariationalOptimizer):
     def check(self, group: Group) -> None:
         """Refuse values for which the rule is undefined."""
         above_zero(group, "num_data", "prior_precision", "temperature", "hess_init")
+        moderate("num_data / temperature", float(group["num_data"]) / float(group["temperature"]))
         if not number(group, "clip_radius") > 0:
             raise ValueError(f"clip_radius must be greater than 0, not {group['clip_radius']}")
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from posterity.arguments import described, instance, is_dense, takes
 from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.distributed import World, several
@@ -137,7 +138,8 @@ class VariationalOptimizer(Optimizer, ABC):
         self._seeded = seed is not None
         if seed is None:  # one for all groups, and saved with them
             seed = new_seed() if self.draws else 0
-        shared: Group = {"seed": seed, "steps": 0, "deterministic": False}
+        defaults = {key: groups.plain(value) for key, value in defaults.items()}
+        shared: Group = {"seed": groups.plain(seed), "steps": 0, "deterministic": False}
         if self.matrices:
             shared["blocks"] = ()  # which tensors are one, once their layers have reported
         entries = self.without_noise if deterministic_lr is None else None
@@ -307,6 +309,8 @@ class VariationalOptimizer(Optimizer, ABC):
                 the posterior, raises, and drops what was gathered for a step of its own.
         """
         self.refuse_inside("step()")
+        if closure is not None and not callable(closure):
+            raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
         if closure is None and self._asked_for_state():
             self.cache.groups()
             return None
@@ -340,9 +344,14 @@ class VariationalOptimizer(Optimizer, ABC):
                 loss = closure()
                 if not isinstance(loss, Tensor | float | int):
                     raise TypeError(f"the closure must return the loss, not {type(loss).__name__}")
+                if isinstance(loss, Tensor) and not (is_dense(loss) and loss.numel() == 1):
+                    raise ValueError(
+                        f"the closure must return the mean loss, one number, not {described(loss)} of shape "
+                        f"{list(loss.shape)}"
+                    )
                 if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in params):
                     loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
+                losses.append(_number(loss))
         if self.pools:
             losses = pool(self, losses, behind)
         elif self.world.size > 1:
@@ -406,7 +415,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """Whether the rule must know the number of examples behind a step."""
         return self.needs_batch_size and not all(group["deterministic"] for group in self.param_groups)
 
-    # The posterior, shown and taken up.
+    # The posterior, described and taken up.
 
     def posterior(self, model: nn.Module | None = None) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes.
@@ -472,6 +481,7 @@ class VariationalOptimizer(Optimizer, ABC):
         return watch.noise_of(self._leaves({name: name for name, _ in self.named()}).values())
 
     @torch.no_grad()
+    @takes(posterior=instance("a Factorised posterior", Factorised))
     def load_posterior(self, posterior: Factorised) -> None:
         """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
         self.refuse_inside("load_posterior()")
@@ -498,6 +508,12 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
+        if not isinstance(param_group, dict):
+            raise TypeError(
+                f"a group is a dict with its parameters under 'params', not {described(param_group)}"
+            )
+        if not isinstance(param_group.get("deterministic", False), bool):
+            raise TypeError(f"deterministic is True or False, not {described(param_group['deterministic'])}")
         built = hasattr(self, "cache")  # else there are neither samples nor a cache
         if built:
             self.refuse_inside("add_param_group()")
@@ -510,7 +526,8 @@ class VariationalOptimizer(Optimizer, ABC):
         elif param_group.get("deterministic"):
             defaults = {**defaults, **(self.without_noise or {})}
         groups.refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
-        group = groups.checked_group(overridden(defaults, param_group, self.widths), self.param_groups)
+        given = {key: value if key == "params" else groups.plain(value) for key, value in param_group.items()}
+        group = groups.checked_group(overridden(defaults, given, self.widths), self.param_groups)
         by_rule = not self.by_adam(group)
         left_open = {key: 1.0 for key in self.derived if by_rule and group[key] is None}
         self._check([*self.param_groups, {**group, **left_open}])
@@ -524,17 +541,22 @@ class VariationalOptimizer(Optimizer, ABC):
         """All there is to resume from."""
         self.refuse_inside("state_dict()")
         self.settle()
-        return super().state_dict()
+        found = super().state_dict()
+        for group in found["param_groups"]:  # users and schedulers may have put others there
+            group.update({key: groups.plain(value) for key, value in group.items()})
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
         self.refuse_inside("load_state_dict()")
+        saved.refuse_foreign(state_dict)
         self.settle()
         used: list[dict[str, Any]] = []
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
             saved.refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
             self._check(given["param_groups"])
+            saved.refuse_unfit(self, given)
             used.append(given)
 
         # After the hooks of others, so that what they made of the state is what counts.
@@ -586,7 +608,14 @@ class VariationalOptimizer(Optimizer, ABC):
     def check_changed(self) -> None:
         """Refuse entries for which a rule is undefined, if one has changed since they were last checked."""
         entries = self._entries_now()
-        if entries != self._checked:
+        try:
+            changed = bool(entries != self._checked)
+        except (RuntimeError, ValueError):  # several numbers, which are not to be compared, nor what is meant
+            changed = True
+        if changed:
+            for group in self.param_groups:
+                group.update({key: groups.plain(group[key]) for key in self._keys if key in group})
+            entries = self._entries_now()
             self._check(self.param_groups)
             self._checked = entries
 
@@ -701,6 +730,12 @@ class VariationalOptimizer(Optimizer, ABC):
         self.settle_step()
         for graph in list(self.graphs):
             graph.wait()
+
+
+def _number(loss: Tensor | float) -> Tensor:
+    """A loss as a real number, without its graph."""
+    found = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+    return found if found.is_floating_point() else found.float()
 
 
 def runs_ahead_of(devices: Collection[torch.device]) -> bool:

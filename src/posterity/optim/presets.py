@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from posterity.arguments import described
 from posterity.optim.state import Group
 
 TABLE: Mapping[str, Mapping[str, Group]] = tomllib.loads(
@@ -30,8 +31,10 @@ def settings(rule: str, preset: str, given: Group, widths: Sequence[str]) -> Gro
         (0.1, 0.001, None)
     """
     presets = TABLE[rule]
-    if preset not in presets:
-        raise ValueError(f"there is no preset {preset!r}: choose one of {', '.join(map(repr, presets))}")
+    if not isinstance(preset, str) or preset not in presets:
+        raise ValueError(
+            f"there is no preset {described(preset)}: choose one of {', '.join(map(repr, presets))}"
+        )
     found = {**dict.fromkeys(given), **presets["default"], **presets[preset]}
     if "betas" in found:
         found["betas"] = tuple(found["betas"])
@@ -82,6 +85,10 @@ def start_std(group: Group, params: Collection[Tensor]) -> float:
 
 def above_prior(std: float, ess: float, decay: float) -> float:
     """What to add to the prior's part of a curvature so that ``1 / sqrt(ess · (it + decay))`` is a std."""
+    if not ess * std * std > 1e-30:
+        raise ValueError(
+            f"a std of {std:g} at the start is too small for a precision: raise std_init or std_scale"
+        )
     found = 1.0 / (ess * std * std) - decay
     if not found > 0:
         raise ValueError(

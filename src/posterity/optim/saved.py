@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from posterity.arguments import described, is_dense, is_whole
+from posterity.optim.adam import adam_init
+from posterity.optim.checks import unfit
 from posterity.optim.state import COUNTS, Group, State, state_dtype, zero
 from posterity.posterior import Factorised
 
@@ -43,6 +47,7 @@ def refuse_mismatch(
         defaults: Names of hyper-parameters.
         matrices: Keys of tensors that have no value for each weight.
     """
+    refuse_foreign(state_dict)
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError(f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}")
@@ -53,30 +58,144 @@ def refuse_mismatch(
                     f"the state has no {key!r}: it was saved by another kind of optimiser, or by an older "
                     "version, in which case add it to the state's param_groups"
                 )
-        if mine["deterministic"] != theirs.get("deterministic"):
+        if mine["deterministic"] is not theirs.get("deterministic"):
             raise ValueError(f"{mine['param_names'][0]!r} is deterministic on one side only")
         names = theirs.get("param_names", [])
-        if len(names) != len(mine["param_names"]):
+        if not len(names) == len(theirs["params"]) == len(mine["param_names"]):
             raise ValueError(
                 f"a group has {len(names)} parameters in the state, {len(mine['param_names'])} here"
             )
         for here, there in zip(mine["param_names"], names, strict=True):
-            if here != there:
-                raise ValueError(f"the state has {there!r} where this optimiser has {here!r}")
+            if not isinstance(there, str) or here != there:
+                raise ValueError(f"the state has {described(there)} where this optimiser has {here!r}")
+        _refuse_blocks(theirs, matrices, state_dict["state"])
     names = [name for group in groups for name in group["param_names"]]
-    blocks = {block[0] for group in saved for block in group.get("blocks", ())}
     for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
-        if name in blocks and state.keys().isdisjoint(matrices):
-            raise ValueError(
-                f"the state lacks the matrices of the block of {name!r}: torch.distributed.checkpoint reads "
-                "only what an optimiser has, which gets them in its first step; save state_dict() by "
-                "torch.save, load it by torch.load"
-            )
         for key, value in state.items():
+            if not (isinstance(value, Tensor) and is_dense(value)):
+                raise TypeError(f"{key!r} of {name!r} must be a tensor in the state, not {described(value)}")
+            if not (
+                key in COUNTS or (value.dtype == torch.bool if key == "keep" else value.is_floating_point())
+            ):
+                raise TypeError(f"{key!r} of {name!r} is {described(value)} in the state")
             if key not in (*COUNTS, *matrices) and value.shape != p.shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(value.shape)} in the state, {tuple(p.shape)} here"
                 )
+
+
+def _refuse_blocks(group: Group, matrices: Collection[str], states: Mapping[Any, State]) -> None:
+    """Raise for blocks that are none of a group's, or whose matrices are missing."""
+    blocks, index = group.get("blocks", ()), dict(zip(group["param_names"], group["params"], strict=True))
+    if not isinstance(blocks, tuple | list):
+        raise ValueError(f"the state has a group whose 'blocks' are {described(blocks)}")
+    for names in blocks:
+        if not (
+            isinstance(names, tuple | list)
+            and names
+            and all(isinstance(name, str) and name in index for name in names)
+        ):
+            raise ValueError(
+                f"the state has a block {described(names)}, which names no parameters of its group"
+            )
+        if missing := {*matrices} - states.get(index[names[0]], {}).keys():
+            raise ValueError(
+                f"the state of {names[0]!r} has no {min(missing)!r}: it is another rule's, or cut, as by "
+                "torch.distributed.checkpoint, which reads what a fresh optimiser has: use torch.save"
+            )
+
+
+def refuse_foreign(state_dict: object) -> None:
+    """Raise for what no ``state_dict()`` has returned."""
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"a state is what state_dict() returns, a dict, not a {type(state_dict).__name__}")
+    for key, kind in (("param_groups", list), ("state", dict)):
+        if not isinstance(state_dict.get(key), kind):
+            raise ValueError(f"the state has no {key!r}: pass what state_dict() has returned")
+    for group in state_dict["param_groups"]:
+        if not (isinstance(group, dict) and isinstance(group.get("params"), list)):
+            raise ValueError("the state has a group without 'params': pass what state_dict() has returned")
+        if not isinstance(group.get("param_names", []), list):
+            raise ValueError("the state has a group whose 'param_names' are no list")
+        steps = group.get("steps", 0)
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"the state has a group whose 'steps' are {described(steps)}, no count")
+    # torch.distributed.checkpoint has names in the place of numbers.
+    indices = (index for group in state_dict["param_groups"] for index in group["params"])
+    known = {index for index in indices if is_whole(index) or isinstance(index, str)}
+    for index, each in state_dict["state"].items():
+        if not isinstance(each, dict) or index not in known:
+            raise ValueError(
+                f"the state has {described(each)} for {described(index)}, no state of a parameter"
+            )
+    taken = max((group.get("steps", 0) for group in state_dict["param_groups"]), default=0)
+    if taken and not any(state_dict["state"].values()):
+        raise ValueError(
+            f"the state is empty, after {taken} steps: save what state_dict() returns, by torch.save"
+        )
+
+
+def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None:
+    """Raise, naming the parameter, for a state with which no step can be taken.
+
+    Args:
+        rule: The optimiser, which says what its state is.
+        state_dict: Of its parameters and settings.
+    """
+    saved, groups = state_dict["param_groups"], rule.param_groups
+    given = iter(list(saved_states(groups, state_dict)))
+    for group, theirs in zip(groups, saved, strict=True):
+        wanted = (
+            adam_init(torch.zeros(1)) if rule.by_adam(theirs) else rule.init(torch.zeros(1), None, theirs)
+        )
+        for name, (p, state) in zip(group["param_names"], given, strict=False):
+            if not state:  # one that was added since the last step
+                continue
+            if missing := {"step", *wanted} - state.keys():
+                raise ValueError(
+                    f"the state of {name!r} has no {min(missing)!r}: it is another rule's, or cut"
+                )
+            for key in state.keys() & {*COUNTS}:
+                if state[key].numel() != 1 or not 0 <= float(state[key]) < math.inf:
+                    raise ValueError(f"{key!r} of {name!r} is no count of updates in the state")
+            values = {key: value for key, value in state.items() if key not in (*COUNTS, "keep")}
+            if bad := _unfit(rule, values, theirs, state.get("keep"), state_dtype(p)):
+                raise ValueError(f"the state of {name!r} has {bad}: load one from before it went wrong")
+        for names in theirs.get("blocks", ()):
+            _refuse_block(
+                rule, names, dict(zip(group["param_names"], group["params"], strict=True)), state_dict
+            )
+
+
+def _refuse_block(
+    rule: VariationalOptimizer, names: Sequence[str], params: Mapping[str, Tensor], state_dict: dict[str, Any]
+) -> None:
+    """Raise, naming the block, unless its matrices make a posterior of it."""
+    states = {id(p): state for p, state in saved_states(rule.param_groups, state_dict)}
+    state, means = (
+        states[id(params[names[0]])],
+        [torch.zeros_like(params[name], device="cpu") for name in names],
+    )
+    values = {key: value.detach().cpu() for key, value in state.items()}
+    try:
+        rule.leaf([mean.to(values["rows"].dtype) for mean in means], values, None, rule.param_groups[0])
+        if len({values[key].shape for key in rule.matrices}) > 2:
+            raise ValueError("its matrices are not those of rows and of columns")
+    except ValueError as error:
+        raise ValueError(f"the state of the block {'+'.join(names)!r}: {error}") from error
+
+
+def _unfit(
+    rule: VariationalOptimizer, values: State, group: Group, keep: Tensor | None, dtype: torch.dtype
+) -> str | None:
+    """What is wrong with a parameter's state, if something is; weights that are pruned do not count."""
+    single = {key: value for key, value in values.items() if key not in rule.matrices}
+    if keep is not None:
+        single = {key: value[keep.bool()] for key, value in single.items()}
+    for key in values.keys() & {*rule.matrices}:
+        if values[key].dim() != 2 or not bool(torch.isfinite(values[key]).all()):
+            return f"{key!r} that is no matrix of finite numbers"
+    return unfit(rule, single, group, dtype)
 
 
 def states_from(
@@ -107,6 +226,10 @@ def states_from(
                 )
         if len({id(params[name][1]) for name in names}) > 1:
             raise ValueError(f"{block!r} is one block, whose tensors are in different groups here")
+        if not bool(torch.isfinite(leaf.mean()).all()):
+            raise ValueError(
+                f"the posterior's means of {block!r} are not finite: nothing could go on from them"
+            )
     states = {}
     for block, leaf in posterior.blocks.items():
         names = posterior.tensors[block]

@@ -17,7 +17,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from posterity.flat import Layout, largest
+from posterity.flat import ALIGN, Layout, largest
 from posterity.noise import Room, addresses, alike, kernels
 from posterity.optim.adam import adam_init
 from posterity.torch_private import foreach_add_, foreach_copy_
@@ -46,6 +46,7 @@ class FlatGroup:
         params: The parameters.
         states: The optimiser's state.
         apart: Keys of tensors that do not have a value for every weight.
+        align: Blocks start at multiples of this; by default as kernels like it.
 
     Attributes:
         weights: The parameters' values, while samples take their place in the model.
@@ -60,9 +61,10 @@ class FlatGroup:
         params: Sequence[Tensor],
         states: Mapping[Tensor, State],
         apart: Collection[str] = (),
+        align: int = ALIGN,
     ) -> None:
         self.number, self.params = number, list(params)
-        self.layout = Layout(names, [p.shape for p in params])
+        self.layout = Layout(names, [p.shape for p in params], align=align)
         self.device, self.dtype = params[0].device, params[0].dtype
         self.weights = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         self._weights = self.layout.views(self.weights)

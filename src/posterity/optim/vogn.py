@@ -58,7 +58,7 @@ from torch import Tensor
 
 from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
-from posterity.optim.groups import Params, above_zero, at_least_zero, representable
+from posterity.optim.groups import Params, above_zero, at_least_zero, moderate, representable
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import above_prior, settings, start_std
 from posterity.optim.state import Group, State, zero
@@ -161,6 +161,8 @@ class GaussNewton(VariationalOptimizer):
         """Refuse values for which the rule is undefined."""
         above_zero(group, "num_data", "temperature", "augmentation", "lr_unit")
         at_least_zero(group, "prior_precision", "damping", "hess_init")
+        size = float(group["num_data"]) * float(group["augmentation"]) / float(group["temperature"])
+        moderate("num_data · augmentation / temperature", size)
         if not group["prior_precision"] + group["damping"] > 0:
             raise ValueError("damping must be greater than 0 where there is no prior_precision")
         if not self.draws and group["mc_samples"] != 1:

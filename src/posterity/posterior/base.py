@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from posterity import noise
+from posterity.arguments import MODULE, WHOLE, described, is_dense, takes
 
 
 class Run(Protocol):
@@ -48,6 +49,7 @@ class Posterior(nn.Module, ABC):
 
     linearised: bool = False
 
+    @takes(n=WHOLE, seed=WHOLE, step=WHOLE)
     def sample(self, n: int = 1, *, seed: int | None = None, step: int = 0) -> dict[str, Tensor]:
         """Draw ``n`` sets of weights; every tensor gets a leading dimension ``n``.
 
@@ -59,6 +61,7 @@ class Posterior(nn.Module, ABC):
             seed, step = noise.fresh()
         return self._sample(range(n), seed, step)
 
+    @takes(model=MODULE)
     def check(self, model: nn.Module) -> Self:
         """Raise, naming the first tensor that differs, unless every tensor fits a parameter of the model."""
         params = dict(model.named_parameters())
@@ -116,7 +119,8 @@ class Leaf(nn.Module, ABC):
 
     A family implements ``_draw``, ``std``, ``pruned``, ``config`` and ``restore``; ``log_prob`` if it has a
     density; ``noise_shapes`` if it needs more than one normal per weight. One that is trained by gradient
-    holds parameters, ``loc`` among them.
+    holds parameters, ``loc`` among them. It names its ``estimators``: ``"local"`` needs ``_independent``,
+    ``"flipout"`` that or ``_deviation``.
 
     Args:
         shape: Shape of the block.
@@ -130,6 +134,7 @@ class Leaf(nn.Module, ABC):
         (True, tensor([[1., 0.]]))
     """
 
+    estimators: ClassVar[frozenset[str]] = frozenset({"weight"})
     loc: Tensor  # means, or what gives them; of pruned weights too
     keep: Tensor | None
     held: Tensor | None  # mask of the weights that are certain, at their means
@@ -143,6 +148,8 @@ class Leaf(nn.Module, ABC):
         super().__init__()
         self.shape = shape
         self.shapes = (shape,) if shapes is None else tuple(shapes)
+        if keep is not None and not is_dense(keep):
+            raise TypeError(f"a mask must be a dense tensor, not {described(keep)}")
         if keep is not None and keep.shape != shape:
             raise ValueError(
                 f"a mask of shape {tuple(keep.shape)} does not fit a block of shape {tuple(shape)}"
@@ -180,14 +187,22 @@ class Leaf(nn.Module, ABC):
         return {"": self.shape}
 
     def noise(
-        self, samples: range, *, block: str, seed: int, step: int, domain: noise.Domain = noise.Domain.SAMPLE
+        self,
+        samples: range,
+        *,
+        block: str,
+        seed: int,
+        step: int,
+        domain: noise.Domain = noise.Domain.SAMPLE,
+        but: str | None = None,
     ) -> dict[str, Tensor]:
-        """Standard normals ``[n, ...]`` for the given sample numbers, by name."""
+        """Standard normals ``[n, ...]`` for the given sample numbers, by name, but for those of one name."""
         at: dict[str, Any] = {"domain": domain, "seed": seed, "step": step}
         at |= {"device": self.device, "dtype": self.dtype}
         return {
             name: noise.normal(samples, shape, block=f"{block}|{name}" if name else block, **at)
             for name, shape in self.noise_shapes.items()
+            if name != but
         }
 
     def draw(self, noise: Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -196,6 +211,35 @@ class Leaf(nn.Module, ABC):
         Where one normal per weight is all that a family needs, a tensor ``[n, *shape]`` will do.
         """
         return self._settled(self._draw({"": noise} if isinstance(noise, Tensor) else noise))
+
+    def independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Means and stds of the weights, given all normals of a draw but those called ``""``.
+
+        With these alone left, weights must be independent normals: what the estimator ``"local"`` needs.
+        Either is ``[n, *shape]``, or ``shape`` if all draws share it.
+
+        Example:
+            >>> from posterity import DiagonalGaussian
+            >>> DiagonalGaussian(torch.ones(2), 0.1).independent({})
+            (tensor([1., 1.]), tensor([0.1000, 0.1000]))
+        """
+        mean, std = self._independent(noise)
+        return self._settled(mean), self.masked(std)
+
+    def deviation(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The two parts of ``draw(noise)``: a mean, and what is added to it, ``[n, *shape]``.
+
+        What is added may have the signs of whole kernels changed, those of one output and one input channel,
+        and has the same distribution: what the estimator ``"flipout"`` needs. Kernels must be independent of
+        each other then, given the mean.
+
+        Example:
+            >>> from posterity import DiagonalGaussian
+            >>> DiagonalGaussian(torch.ones(2), 0.1).deviation({"": torch.ones(1, 2)})
+            (tensor([1., 1.]), tensor([[0.1000, 0.1000]]))
+        """
+        mean, deviation = self._deviation(noise)
+        return self._settled(mean), self.masked(deviation)
 
     def copy(self) -> Self:
         """The same distribution in memory of its own."""
@@ -318,6 +362,15 @@ class Leaf(nn.Module, ABC):
         """Build the leaf again from all tensors of ``state_dict`` and ``config``."""
         own = {key: value for key, value in tensors.items() if key != "held"}
         return cls.restore(own, config).hold(tensors.get("held"))
+
+    def _independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Means and stds as if all weights varied; of families with the estimator ``"local"``."""
+        raise NotImplementedError
+
+    def _deviation(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean and deviation as if all weights varied; of families with the estimator ``"flipout"``."""
+        mean, std = self._independent(noise)
+        return mean, std * noise[""]
 
     @abstractmethod
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from posterity.arguments import TENSOR, Kind, is_dense, is_number, takes
 from posterity.posterior.base import Leaf
+
+_STD = Kind("a number, or a dense tensor of real numbers", lambda std: is_number(std) or is_dense(std))
 
 
 def inverse_softplus(std: Tensor) -> Tensor:
@@ -38,8 +41,10 @@ class DiagonalGaussian(Leaf):
         torch.Size([4, 2, 3])
     """
 
+    estimators = frozenset({"weight", "local", "flipout"})
     raw: Tensor
 
+    @takes(mean=TENSOR, std=_STD, keep=TENSOR)
     def __init__(
         self, mean: Tensor, std: Tensor | float, *, trainable: bool = False, keep: Tensor | None = None
     ) -> None:
@@ -69,6 +74,20 @@ class DiagonalGaussian(Leaf):
             self.register_buffer("loc", mean.detach().clone())
             self.register_buffer("raw", spread.clone())
 
+    @classmethod
+    def made_of(cls, loc: Tensor, raw: Tensor, *, keep: Tensor | None, held: Tensor | None) -> Self:
+        """A leaf whose means and ρ are these very tensors, which may be part of a graph, as are its masks."""
+        leaf = cls.__new__(cls)
+        Leaf.__init__(leaf, loc.shape)
+        leaf._trainable, leaf.loc, leaf.raw = True, loc, raw
+        leaf._buffers.update(keep=keep, held=held)
+        return leaf
+
+    @property
+    def stores_raw(self) -> bool:
+        """Whether it stores ρ, so that gradients can reach it, and not the std itself."""
+        return self._trainable
+
     def std(self) -> Tensor:
         """Standard deviation of each weight."""
         return self.masked(self.filled_std())
@@ -80,9 +99,14 @@ class DiagonalGaussian(Leaf):
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density summed over the weights that vary; leading dimensions stay."""
         std = self.filled_std()
-        return self.total(
-            -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
-        )
+        logs = -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
+        if self._trainable:
+            return self.total(logs)
+        # Of a weight that is known exactly: infinite at its mean, and nothing elsewhere.
+        hit, missed = value == self.loc, self.varying & (std == 0) & (value != self.loc)
+        logs = torch.where(std > 0, logs, torch.where(hit, math.inf, 0.0))
+        nowhere = self.total(missed.to(logs.dtype)) > 0
+        return torch.where(nowhere, -math.inf, self.total(logs))
 
     def trainable(self) -> Self:
         """This leaf if gradients reach it, else a copy that they reach."""
@@ -116,6 +140,9 @@ class DiagonalGaussian(Leaf):
         if len(unfit):
             raise ValueError(f"a saved std is {float(unfit.min()):g}: the file is damaged")
         return leaf
+
+    def _independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.loc, self.filled_std()
 
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
         return torch.addcmul(self.loc, self.filled_std(), noise[""])

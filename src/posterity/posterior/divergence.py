@@ -7,7 +7,7 @@ The library's own formulas are in :mod:`posterity.posterior.formulas`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from posterity import noise
+from posterity.arguments import TENSORS, WHOLE, instance, takes
 from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.factorised import Factorised
 from posterity.posterior.matching import matched
 from posterity.posterior.priors import ByName, Density
+from posterity.posterior.together import Joined, Together
 
 Formula: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Formula)
@@ -52,6 +55,13 @@ def register_kl(q_type: type, p_type: type, *, needs_draw: bool = False) -> Call
     return add
 
 
+@takes(
+    q=instance("a posterior or a leaf", Posterior, Leaf),
+    weights=TENSORS,
+    samples=WHOLE,
+    seed=WHOLE,
+    step=WHOLE,
+)
 def kl(
     q: Posterior | Leaf,
     p: Posterior | Leaf | Density | ByName,
@@ -60,6 +70,7 @@ def kl(
     samples: int = 1,
     seed: int | None = None,
     step: int = 0,
+    joined: Sequence[Joined] = (),
 ) -> Tensor:
     """KL(q ‖ p), summed over all weights of q; differentiable.
 
@@ -74,6 +85,7 @@ def kl(
         samples: How many, then; and how many a formula gets that needs a draw.
         seed: Makes what is drawn a pure function of it; without one every call draws anew.
         step: Chooses, with the seed, what is drawn.
+        joined: Blocks of q that are there as one leaf, with its weights, which ``weights`` then lacks.
 
     Example:
         >>> from posterity import DiagonalGaussian, IsotropicGaussian
@@ -87,26 +99,50 @@ def kl(
         (seed, step), domain = noise.fresh(), noise.Domain.FRESH
     at: dict[str, Any] = {"samples": range(samples), "seed": seed, "step": step, "domain": domain}
     if isinstance(q, Leaf):
-        return _leaf_kl(q, cast("Leaf | Density", p), None, partial(q.noise, **at, block="kl"))
+        return leaf_kl(q, cast("Leaf | Density", p), None, partial(q.noise, **at, block="kl"))
     if not isinstance(q, Factorised):
         raise TypeError(f"kl() has no rule for a {type(q).__name__}: pass a Factorised posterior or a leaf")
-    given: Mapping[str, Tensor] = {} if weights is None else q.join(weights)
-    terms = [
-        _leaf_kl(leaf, prior, given.get(name), partial(leaf.noise, **at, block=f"kl|{name}"))
-        for name, leaf, prior in matched(q, p)
-    ]
+    pairs = {name: (leaf, prior) for name, leaf, prior in matched(q, p)}
+    terms, given = [], dict[str, Tensor]()
+    for each in joined:
+        # A block of several tensors of the prior takes these leaves together already.
+        alone = all(pairs.get(name, (None,))[0] is leaf for name, leaf in each.together.leaves.items())
+        priors = {name: pairs[name][1] for name in each.together.leaves} if alone else {}
+        if alone and (whole := one_prior(each.together, priors)) is not None:
+            terms.append(leaf_kl(each.leaf, whole, each.weights[None], dict))
+            pairs = {name: pair for name, pair in pairs.items() if name not in priors}
+        else:
+            given |= {name: one[None] for name, one in each.apart().items()}
+    if weights is not None and not joined:
+        given = q.join(weights)
+    elif weights is not None:
+        left = (name for name in q.blocks if name in pairs and name not in given)
+        given |= {name: q.block(name).join([weights[each] for each in q.tensors[name]]) for name in left}
+    for name, (leaf, prior) in pairs.items():
+        draw = partial(leaf.noise, **at, block=f"kl|{name}")
+        terms.append(leaf_kl(leaf, prior, given.get(name), draw))
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
-def _leaf_kl(
+def one_prior(blocks: Together, priors: Mapping[str, Leaf | Density]) -> Leaf | Density | None:
+    """The prior of blocks that are one leaf; None where it must be taken block by block."""
+    whole = blocks.prior([priors[name] for name in blocks.leaves])
+    if whole is None:
+        return None
+    for name, leaf in blocks.leaves.items():
+        refuse_misfit(leaf, priors[name])
+    formula, needs_draw = formula_of(DiagonalGaussian, type(whole))
+    if formula is None:
+        return whole if isinstance(whole, Density) else None
+    return None if needs_draw else whole
+
+
+def leaf_kl(
     q: Leaf, p: Leaf | Density, weights: Tensor | None, draw: Callable[[], Mapping[str, Tensor]]
 ) -> Tensor:
-    if isinstance(p, Leaf):
-        if p.shape != q.shape:
-            raise ValueError(f"q has shape {tuple(q.shape)} and p {tuple(p.shape)}: they must be equal")
-        if not p.whole and bool((q.varying & ~p.varying).any()):
-            raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
-    formula, needs_draw = _formula(type(q), type(p))
+    """KL(q ‖ p) of one block: at the weights, or else at a draw of its noise, if it must be estimated."""
+    refuse_misfit(q, p)
+    formula, needs_draw = formula_of(type(q), type(p))
     if formula is not None:
         return formula(q, p, draw()) if needs_draw else formula(q, p)
     if not isinstance(p, Leaf | Density):
@@ -122,7 +158,16 @@ def _leaf_kl(
     return (q.log_prob(weights) - log_p).mean()
 
 
-def _formula(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
+def refuse_misfit(q: Leaf, p: Leaf | Density) -> None:
+    """Raise unless p has a density wherever q has weights."""
+    if isinstance(p, Leaf):
+        if p.shape != q.shape:
+            raise ValueError(f"q has shape {tuple(q.shape)} and p {tuple(p.shape)}: they must be equal")
+        if not p.whole and bool((q.varying & ~p.varying).any()):
+            raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
+
+
+def formula_of(q_type: type, p_type: type) -> tuple[Formula | None, bool]:
     """The registered formula of the nearest pair of ancestors, and whether it needs a draw."""
     for q_base in q_type.__mro__:
         for p_base in p_type.__mro__:

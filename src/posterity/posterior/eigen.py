@@ -25,8 +25,9 @@ from typing import Self, cast, final
 import torch
 from torch import Tensor
 
+from posterity.arguments import TENSOR, takes
 from posterity.posterior.algebra import full_precision
-from posterity.posterior.kronecker import KroneckerGaussian, Means
+from posterity.posterior.kronecker import MEANS, KroneckerGaussian, Means
 from posterity.posterior.matrix import MatrixGaussian
 
 
@@ -57,6 +58,7 @@ class EigenGaussian(KroneckerGaussian):
     parts = ("rows", "columns", "scale")
     scale: Tensor
 
+    @takes(mean=MEANS, rows=TENSOR, columns=TENSOR, scale=TENSOR, keep=TENSOR)
     def __init__(
         self, mean: Means, rows: Tensor, columns: Tensor, scale: Tensor, *, keep: Tensor | None = None
     ) -> None:

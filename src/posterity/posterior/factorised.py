@@ -16,11 +16,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from posterity import noise
+from posterity.arguments import MODULE, PATH, TENSORS, Kind, described, takes
 from posterity.disk import replacing, write_tensors
 from posterity.posterior.base import Leaf, Posterior
 
 Key: TypeAlias = str | tuple[str, ...]
 
+_KEY = Kind(
+    "a name or a tuple of names",
+    lambda key: (
+        isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(each, str) for each in key))
+    ),
+)
 _FORMAT = "posterity.Factorised"
 # 2: the header has a digest, without which no file of this version is read.
 _VERSION = 2
@@ -57,12 +64,16 @@ class Factorised(Posterior):
     ) -> None:
         super().__init__()
         self.linearised = linearised
+        if not (isinstance(blocks, Mapping) and all(isinstance(leaf, Leaf) for leaf in blocks.values())):
+            raise TypeError(f"a posterior is made of leaves by name, not of {described(blocks)}")
         if not blocks:
             raise ValueError("a posterior needs at least one block")
         self.tensors: dict[str, tuple[str, ...]] = {}
         seen: set[str] = set()
         for key, leaf in blocks.items():
-            names = (key,) if isinstance(key, str) else tuple(key)
+            if not _KEY.fits(key):
+                raise TypeError(f"a block is called by {_KEY.words}, not {described(key)}")
+            names = (key,) if isinstance(key, str) else key
             if len(names) != len(leaf.shapes):
                 raise ValueError(f"{key!r} names {len(names)} tensors, and its leaf holds {len(leaf.shapes)}")
             if len({*names} - seen) < len(names):
@@ -77,6 +88,7 @@ class Factorised(Posterior):
         """The leaves by their blocks' names: that of the tensor, or those of several joined by ``+``."""
         return dict(zip(self.tensors, cast("list[Leaf]", list(self._leaves)), strict=True))
 
+    @takes(name=_KEY)
     def block(self, name: Key) -> Leaf:
         """The leaf of one block, by its name or a tuple of its tensors' names."""
         called = name if isinstance(name, str) else "+".join(name)
@@ -97,6 +109,7 @@ class Factorised(Posterior):
             for name, part in zip(self.tensors[block], leaf.split(values[block]), strict=True)
         }
 
+    @takes(values=TENSORS)
     def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One value per weight, given by tensor, by block: the inverse of :meth:`split`."""
         for name, shape in self.shapes().items():
@@ -142,6 +155,7 @@ class Factorised(Posterior):
         blocks = {self.tensors[name]: leaf for name, leaf in leaves.items()}
         return Factorised(blocks, linearised=self.linearised)
 
+    @takes(path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
         tensors = {
@@ -158,10 +172,14 @@ class Factorised(Posterior):
         if self.linearised:
             header["linearised"] = True
         header["digest"] = _digest(header, tensors)
-        with replacing(Path(path)) as unfinished:
+        target = Path(path)
+        if not target.name:
+            raise ValueError(f"{str(path)!r} names no file to write")
+        with replacing(target) as unfinished:
             write_tensors(unfinished, tensors, {_FORMAT: json.dumps(header)})
 
     @classmethod
+    @takes(path=PATH, model=MODULE)
     def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Factorised:
         """Read a saved posterior; with a model, refuse one that does not fit it.
 
@@ -177,6 +195,10 @@ class Factorised(Posterior):
             ...     Factorised.load(pathlib.Path(folder) / "q.safetensors").std()["w"]
             tensor([0.1000, 0.1000])
         """
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"there is no file {str(path)!r}: a posterior is written by .save()")
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is not a safetensors file, but a folder: name a file in it")
         tensors: dict[str, dict[str, Tensor]] = {}
         try:
             with safe_open(path, framework="pt") as file:
@@ -184,7 +206,7 @@ class Factorised(Posterior):
                 for key in file.keys():  # noqa: SIM118 (the handle is no mapping)
                     name, _, part = key.rpartition("|")
                     tensors.setdefault(name, {})[part] = file.get_tensor(key)
-        except (SafetensorError, IsADirectoryError) as error:
+        except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file, or is cut short: {error}") from error
         if _FORMAT not in metadata:
             raise ValueError(f"{path} is a safetensors file but holds no posterior: save one with .save()")

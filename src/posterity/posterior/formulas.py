@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -24,13 +24,19 @@ from posterity.posterior.priors import Density, IsotropicGaussian
 from posterity.posterior.scaled import ScaledGaussian
 
 Gaussian: TypeAlias = DiagonalGaussian | IsotropicGaussian
+# Numbers that a CPU works on at once.
+_IN_CACHE = 1 << 16
 
 
 def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: Gaussian) -> Tensor:
     """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the weights that vary; leading dimensions stay."""
     p_mean, p_std = (p.mean, p.std) if isinstance(p, IsotropicGaussian) else (p.mean(), p.filled_std())
     growth, shift = (std - p_std) / p_std, (mean - p_mean) / p_std
-    return 0.5 * q.total(shift * shift + _spread_gap(growth))
+    gap = shift * shift + _spread_gap(growth)
+    if isinstance(p_std, Tensor):  # all but a point itself is infinitely far from it
+        same = (std == 0) & (mean == p_mean)
+        gap = torch.where(p_std > 0, gap, torch.where(same, 0.0, math.inf))
+    return 0.5 * q.total(gap)
 
 
 def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tensor:
@@ -48,11 +54,43 @@ def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tens
 
 def _spread_gap(growth: Tensor) -> Tensor:
     """r² − 1 − 2 log r of r = 1 + growth, to all digits where it is next to 1."""
-    near = growth.abs() < 0.05
-    small = torch.where(near, growth, 0.0)
-    # 2 g − 2 log(1 + g) = Σ 2 (−g)^k / k from k = 2 on; what is left out is below a single's last digit.
-    series = sum(2.0 / k * (-small) ** k for k in range(2, 9))
-    return torch.where(near, small * small + series, growth * (2.0 + growth) - 2.0 * torch.log1p(growth))
+    gap: Tensor = _SpreadGap.apply(growth)  # type: ignore[no-untyped-call]
+    return gap
+
+
+@final
+class _SpreadGap(torch.autograd.Function):
+    """Its derivative, 2 (r − 1/r), takes a few operations and one tensor; autograd would keep twenty."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(growth: Tensor) -> Tensor:
+        if growth.device.type != "cpu" or growth.numel() <= _IN_CACHE:
+            return _gap(growth)
+        parts = torch.split(growth.reshape(-1), _IN_CACHE)
+        return torch.cat([_gap(part) for part in parts]).view(growth.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (growth,) = ctx.saved_tensors
+        slope: Tensor = growth * (growth + 2.0) / (growth + 1.0)
+        return grad * slope * 2.0
+
+
+def _gap(growth: Tensor) -> Tensor:
+    # g − log(1 + g) = g s − 2 s³ (1/3 + s²/5 + …) with s = g / (2 + g); what is left out is below the last
+    # digit for so small a g.
+    s = growth / (growth + 2.0)
+    square = s * s
+    tail = square * s * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square / 9)))
+    near = growth * growth + 2.0 * (growth * s - 2.0 * tail)
+    far = growth * (growth + 2.0) - 2.0 * torch.log1p(growth)
+    return torch.where(growth.abs() < 0.05, near, far)
 
 
 def _independent_kl(

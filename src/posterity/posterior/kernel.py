@@ -70,6 +70,7 @@ class KernelGaussian(Leaf):
         (torch.Size([2, 4, 3, 5, 5]), torch.Size([4, 3, 25, 25]))
     """
 
+    estimators = frozenset({"weight", "flipout"})
     raw: Tensor
     below: Tensor
 
@@ -200,12 +201,16 @@ class KernelGaussian(Leaf):
 
     @full_precision
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
+        mean, deviation = self._deviation(noise)
+        return mean + deviation
+
+    def _deviation(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         eps = noise[""]
-        drawn = torch.addcmul(self.loc, self.diagonal(), eps)
+        drawn = self.diagonal() * eps
         if not self.below.numel():  # kernels of one weight
-            return drawn
+            return self.loc, drawn
         columns = eps.flatten(3).movedim(0, -1)  # one product for all draws
-        return drawn + (self._strict() @ columns).movedim(-1, 0).reshape(eps.shape)
+        return self.loc, drawn + (self._strict() @ columns).movedim(-1, 0).reshape(eps.shape)
 
 
 def _among(lower: Tensor, varying: Tensor) -> Tensor:

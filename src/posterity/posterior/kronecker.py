@@ -13,11 +13,16 @@ from typing import Any, ClassVar, Self, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from posterity.arguments import TENSOR, Kind, is_dense, takes
 from posterity.posterior.algebra import full_precision, solved
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 
 Means: TypeAlias = Tensor | Sequence[Tensor]
+MEANS = Kind(
+    "dense tensors of real numbers",
+    lambda mean: is_dense(mean) or (isinstance(mean, list | tuple) and all(map(is_dense, mean))),
+)
 
 # The covariance of a pruned block is written out up to this many weights: 128 MiB in float64.
 _DENSE = 4096
@@ -50,6 +55,7 @@ class KroneckerGaussian(Leaf):
     rows: Tensor
     columns: Tensor
 
+    @takes(mean=MEANS, rows=TENSOR, columns=TENSOR, keep=TENSOR)
     def __init__(self, mean: Means, rows: Tensor, columns: Tensor, *, keep: Tensor | None = None) -> None:
         tensors = (mean,) if isinstance(mean, Tensor) else tuple(mean)
         shapes = [each.shape for each in tensors]

@@ -33,7 +33,7 @@ def matched(q: Factorised, p: Any) -> Iterator[tuple[str, Leaf, Prior]]:
         source = _source(p, q.tensors[name][0])
         block = None if leaf.joined else _block_around(source, name)
         if block is None:
-            yield name, leaf, _prior(p, name, q.tensors[name], leaf)
+            yield name, leaf, prior_of(p, name, q.tensors[name], leaf)
         elif name not in done:
             done |= {*cast(Factorised, source).tensors[block]}
             yield block, *_together(q, p, cast(Factorised, source), block)
@@ -78,7 +78,7 @@ def _together(q: Factorised, p: Any, source: Factorised, block: str) -> tuple[Le
     return leaf, theirs
 
 
-def _prior(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Prior:
+def prior_of(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Prior:
     """What p says of one of q's blocks, in the block's shape."""
     sources = [_source(p, tensor) for tensor in tensors]
     source = sources[0]

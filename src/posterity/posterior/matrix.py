@@ -22,6 +22,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
+from posterity.arguments import NUMBER, TENSOR, takes
 from posterity.posterior.algebra import (
     SINGULAR,
     damped,
@@ -30,7 +31,7 @@ from posterity.posterior.algebra import (
     inverse_triangle,
     solved,
 )
-from posterity.posterior.kronecker import KroneckerGaussian, Means
+from posterity.posterior.kronecker import MEANS, KroneckerGaussian, Means
 
 
 @final
@@ -55,6 +56,7 @@ class MatrixGaussian(KroneckerGaussian):
     """
 
     @classmethod
+    @takes(mean=MEANS, rows=TENSOR, columns=TENSOR, damping=NUMBER, scale=NUMBER, keep=TENSOR)
     def from_precision(
         cls,
         mean: Means,
@@ -83,6 +85,9 @@ class MatrixGaussian(KroneckerGaussian):
         """
         if not 0.0 < scale < math.inf:
             raise ValueError(f"scale must be finite and greater than 0, not {scale}")
+        for name, factor in (("rows", rows), ("columns", columns)):
+            if factor.dim() != 2 or factor.shape[0] != factor.shape[1]:
+                raise ValueError(f"{name} must be a square matrix, not of shape {tuple(factor.shape)}")
         # In double precision: factors are often nearly singular, and this is done once.
         pair = damped(rows.detach().double(), columns.detach().double(), damping)
         (u, v), failed = inverse_cholesky(pair)

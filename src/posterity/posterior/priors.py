@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from posterity.arguments import NUMBER, described, instance, takes
 from posterity.names import first_match
 from posterity.posterior.base import Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
@@ -44,6 +45,7 @@ class IsotropicGaussian(Density):
         tensor([-1.6121])
     """
 
+    @takes(std=NUMBER, mean=NUMBER)
     def __init__(self, std: float = 1.0, mean: float = 0.0) -> None:
         if not (math.isfinite(std) and std > 0):
             raise ValueError(f"std must be finite and greater than 0, not {std}")
@@ -73,6 +75,7 @@ class ScaleMixture(Density):
         tensor(-100.)
     """
 
+    @takes(weight=NUMBER, std_wide=NUMBER, std_narrow=NUMBER)
     def __init__(
         self, weight: float = 0.5, std_wide: float = 1.0, std_narrow: float = math.exp(-6.0)
     ) -> None:
@@ -109,7 +112,13 @@ class ByName:
         0.1
     """
 
+    @takes(priors=instance("priors by name", Mapping))
     def __init__(self, priors: Mapping[str, Density | Posterior | ByName]) -> None:
+        for pattern, prior in priors.items():
+            if not (isinstance(pattern, str) and isinstance(prior, Density | Posterior | ByName)):
+                raise TypeError(
+                    f"ByName takes densities and posteriors by patterns of names, not {described(prior)}"
+                )
         if not priors:
             raise ValueError('ByName needs at least one pattern, such as {"*": IsotropicGaussian(1.0)}')
         self.priors = dict(priors)

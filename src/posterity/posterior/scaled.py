@@ -104,6 +104,7 @@ class ScaledGaussian(Leaf):
         (torch.Size([4, 1, 1, 1]), torch.Size([4, 3, 5, 5]))
     """
 
+    estimators = frozenset({"weight", "local", "flipout"})
     raw: Tensor
 
     def __init__(
@@ -193,6 +194,10 @@ class ScaledGaussian(Leaf):
             if not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{name} is not finite in the file: it is damaged")
         return leaf
+
+    def _independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        z, _ = self.scales.draw(noise["z"])
+        return z * self.loc, self.filled_std()
 
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
         z, _ = self.scales.draw(noise["z"])

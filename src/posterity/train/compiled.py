@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from posterity import noise
+from posterity.arguments import FUNCTION, MODULE, NUMBER, WHOLE, takes
+from posterity.objective import Factor
 from posterity.optim import VariationalOptimizer
 from posterity.optim.counting import as_count
 from posterity.optim.optimizer import runs_ahead_of
+from posterity.posterior import ByName, Density, Posterior
 from posterity.torch_private import TreeSpec
 from posterity.train.cuda_graph import Graph, flat_batch
+from posterity.train.gradient import ByGradient
+from posterity.train.learner import Learner
+from posterity.train.rule import ByRule
 from posterity.train.step import LossFn, TrainStep
+from posterity.variational import Variational
 
 # Graphs kept for different shapes of batch; each holds the memory of a whole step.
 _GRAPHS = 4
@@ -23,34 +31,41 @@ _GRAPHS = 4
 _LONG = 100
 # Kinds of batch that are remembered as seen once.
 _KEYS = 256
-# Entries of a group that a graph does not read.
-_UNREAD = ("params", "param_names", "initial_lr", "steps")
 
 
+@takes(model=MODULE, loss_fn=FUNCTION, max_norm=NUMBER, chunk=WHOLE, parts=WHOLE)
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn,
-    optimizer: VariationalOptimizer,
+    optimizer: Optimizer,
     *,
     max_norm: float | None = None,
     chunk: int | None = None,
     parts: int = 1,
+    mc_samples: int | None = None,
+    prior: Posterior | Density | ByName | None = None,
+    num_data: int | None = None,
+    factor: Factor | None = None,
 ) -> Callable[..., Tensor]:
     """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
 
-    It draws the same noise and takes the same statistics as ``optimizer.step(closure)``. On a GPU the whole
-    step is a CUDA graph per shape of batch, captured when a shape is seen for the second time; K-FAC's steps
-    with new factors or inverses are none. Learning rates, and what else a rule calls ``scheduled``, may
-    change at any time. In a graph a loss that is not finite leaves the posterior as it is, and is raised by
-    one of the next calls, when its value has reached the host.
+    It draws the same noise and takes the same statistics as ``optimizer.step(closure)``, or, for what
+    :func:`~posterity.variational` gave, as ``elbo(...)`` with ``backward()`` and a torch optimiser's
+    ``step()``. On a GPU the whole step is a CUDA graph per shape of batch, captured when a shape is seen for
+    the second or third time; K-FAC's steps with new factors or inverses are none. Learning rates, the KL's
+    factor, and what else a rule calls ``scheduled``, may change at any time. In a graph a loss that is not
+    finite leaves the posterior as it is, and is raised by one of the next calls, when its value has reached
+    the host.
 
     Args:
-        model: The module whose parameters the optimiser holds.
+        model: The module whose parameters the optimiser holds, or what ``variational()`` gave.
         loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch: of tensors or arrays, or dicts,
             lists and tuples of them, whose examples are on the first axis (or the optimiser's ``batch_dim``).
             The first tensor's are counted. A loss that is a mean of other things than examples needs their
-            number, ``train_step(x, y, count=n)``. A batch that has other things in it is never a graph.
-        optimizer: A rule such as BGD or IVON; it decides the number of samples.
+            number, ``train_step(x, y, count=n)``. A batch that has other things in it is never a graph. The
+            model that it is given is the user's own module, with drawn weights.
+        optimizer: A rule such as BGD or IVON, which decides the number of samples; for a ``variational()``
+            model any torch optimiser of its parameters, whose gradients are dropped before each step.
         max_norm: Clip the norm of the mean gradient E[g] to this, as ``torch.nn.utils.clip_grad_norm_`` would
             between backward and step.
         chunk: At most this many samples at once, to cap memory.
@@ -58,22 +73,58 @@ def compile_step(
             example is still seen by as many, and their noise averages out over more. It costs no more
             arithmetic. Each part has a mean loss and batch statistics of its own, and counts as much as the
             others. A batch that cannot be cut so is cut into as many as divide both.
+        mc_samples: Weight samples per step of a ``variational()`` model: 1. This and the rest are for such a
+            model alone.
+        prior: Anything that ``model.kl()`` takes: N(0, 1).
+        num_data: Training examples; there is no default.
+        factor: Scale of the KL against ``1 / num_data``: 1, another number, or a function of the number of
+            draws so far, ``model.draws``, such as :func:`~posterity.warmup` gives.
 
     Example:
-        >>> from posterity import BGD
+        >>> from posterity import BGD, variational
         >>> model = nn.Linear(4, 2)
         >>> loss_fn = lambda model, x, y: nn.functional.cross_entropy(model(x), y)
         >>> train_step = compile_step(model, loss_fn, BGD(model))
         >>> train_step(torch.randn(8, 4), torch.randint(0, 2, (8,))).shape
         torch.Size([])
+        >>> bayesian = variational(nn.Linear(4, 2))
+        >>> adam = torch.optim.Adam(bayesian.parameters(), lr=1e-3)
+        >>> train_step = compile_step(bayesian, loss_fn, adam, num_data=60_000, factor=0.01, mc_samples=3)
+        >>> train_step(torch.randn(8, 4), torch.randint(0, 2, (8,))).shape
+        torch.Size([])
     """
-    step = TrainStep(model, loss_fn, optimizer, max_norm, chunk, parts)
-    return CapturedStep(step) if can_capture(optimizer) else step
+    learner: Learner
+    if isinstance(model, Variational):
+        learner = ByGradient(
+            model,
+            optimizer,
+            prior=prior,
+            num_data=num_data,
+            factor=1.0 if factor is None else factor,
+            mc_samples=mc_samples,
+        )
+    elif isinstance(optimizer, VariationalOptimizer):
+        own = {"mc_samples": mc_samples, "prior": prior, "num_data": num_data, "factor": factor}
+        for name, value in own.items():
+            if value is not None:
+                raise TypeError(f"{name}= is for variational() models: give it to {type(optimizer).__name__}")
+        learner = ByRule(model, optimizer)
+    else:
+        raise TypeError(
+            f"compile_step needs an optimiser of posterity, such as BGD or IVON, not "
+            f"{type(optimizer).__name__}; or else a model made by variational()"
+        )
+    step = TrainStep(learner, loss_fn, max_norm, chunk, parts)
+    if not can_capture(learner.devices()):
+        return step
+    if isinstance(learner, ByGradient):
+        learner.make_capturable()
+    return CapturedStep(step)
 
 
-def can_capture(optimizer: VariationalOptimizer) -> bool:
+def can_capture(devices: Collection[torch.device]) -> bool:
     """Whether all parameters are on one GPU, and Triton is there to make noise."""
-    return noise.kernels is not None and runs_ahead_of({p.device for p in optimizer.parameters()})
+    return noise.kernels is not None and runs_ahead_of(devices)
 
 
 @final
@@ -92,13 +143,10 @@ class CapturedStep:
         """Learn from a batch, whose loss is a mean of ``count`` terms; that loss, a mean over the samples."""
         self._calls += 1
         self.step.refuse_changed()
-        self.step.optimizer.check_changed()
+        self.step.learner.check()
         batch = self.step.as_tensors(batch)
         tensors, form = flat_batch(batch)
-        opt = self.step.optimizer
-        # Of several processes one might capture a step that another runs as it is, and wait for ever.
-        alone = opt.world.size == 1
-        if not (alone and opt.captures() and all(isinstance(x, Tensor) for x in tensors)):
+        if not self.step.learner.captures() or not all(isinstance(x, Tensor) for x in tensors):
             return self.step(*batch, count=count)
         count = as_count(count)
         key = (count is None, *self._key(tensors, form))
@@ -117,9 +165,7 @@ class CapturedStep:
         return graph(tensors, count)
 
     def _capture(self, key: Any, batch: tuple[Any, ...], count: float | None) -> Graph | None:
-        opt = self.step.optimizer
-        opt.settle_step()
-        opt.refuse_foreign()
+        self.step.learner.settle()
         self._drop(key)
         try:
             self._graphs[key] = Graph(self.step, batch, count)
@@ -134,7 +180,7 @@ class CapturedStep:
 
     def _has_room(self) -> bool:
         """Whether one more graph may be made, after those that nobody has used for long have gone."""
-        generation = self.step.optimizer.cache.generation
+        generation = self.step.learner.generation
         for key, graph in list(self._graphs.items()):
             old = graph.generation != generation or graph.stale()
             if old or (len(self._graphs) >= _GRAPHS and self._calls - graph.used > _LONG):
@@ -148,7 +194,7 @@ class CapturedStep:
 
     def _key(self, tensors: Sequence[Tensor], form: TreeSpec | None) -> Any:
         """What a graph has fixed: shapes, modes, where weights and state lie, fixed hyper-parameters."""
-        opt, params = self.step.optimizer, self.step.names
+        params = self.step.names
         return (
             form,
             tuple((x.shape, x.dtype, x.device) for x in tensors),
@@ -161,13 +207,7 @@ class CapturedStep:
                 for each in part._buffers.values()
                 if each is not None
             ),
-            opt.cache.generation,
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
-            tuple(
-                value if isinstance(value, Hashable) else str(value)
-                for group in opt.param_groups
-                for key, value in group.items()
-                if key not in (*_UNREAD, *opt.scheduled)
-            ),
+            *self.step.learner.fixed(),
         )

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from posterity import buffers
 from posterity.noise import kernels
-from posterity.optim.counting import Behind, behind
-from posterity.optim.step import Numbers, apply
+from posterity.optim.counting import Behind
+from posterity.optim.step import Numbers
 from posterity.torch_private import TreeSpec, dynamo_config, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ _SETTINGS = 64
 
 
 @cache
-def fused(function: Any, kind: Any) -> Callable[..., Any]:
-    """A function of a rule and tensors as one kernel, for rules of one kind.
+def fused(function: Any, kind: Any = None) -> Callable[..., Any]:
+    """A function of a rule and tensors as one kernel, for rules of one kind; or one that has no rule.
 
     A compilation serves all sizes and optimisers; each setting has its own. Given an optimiser it would be
     compiled anew for every other one. A rule is made of pure functions, so one that was never begun serves
@@ -95,12 +95,18 @@ def fused(function: Any, kind: Any) -> Callable[..., Any]:
         function.__defaults__,
         function.__closure__,
     )
-    method: Callable[..., Any] = MethodType(own, object.__new__(kind))
+    method: Callable[..., Any] = own if kind is None else MethodType(own, object.__new__(kind))
     compiled = torch.compile(method, dynamic=True, options=_ONE_KERNEL)
 
     def run(*args: Any) -> Any:
         # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.
-        with dynamo_config(specialize_float=True, recompile_limit=_SETTINGS):
+        with dynamo_config(
+            specialize_float=True,
+            recompile_limit=_SETTINGS,
+            # Leaves that a function is given are modules, of any size.
+            force_nn_module_property_static_shapes=False,
+            allow_unspec_int_on_nn_module=True,
+        ):
             return compiled(*args)
 
     return run
@@ -120,86 +126,58 @@ class Graph:
     """
 
     def __init__(self, step: TrainStep, batch: tuple[Any, ...], count: float | None) -> None:
-        self.step = step
-        opt = step.optimizer
-        device = opt.param_groups[0]["params"][0].device
-        opt.cache.groups()  # makes sure that every parameter has its state
-        self.params = opt.parameters()
-        self.numbers = DeviceNumbers(opt, device)
+        self.step, self.learner = step, step.learner
+        learner = step.learner
+        (device,) = learner.devices()
+        before = self._snapshot()  # makes sure that every parameter has its state
+        self.live = learner.replays(device)
         tensors, self.form = flat_batch(batch)
         self.tensors = [x.to(device).clone() for x in tensors]
         self.examples = step.examples(batch)
-        size, scale = behind(opt, None, self.examples, count)
+        size, scale = learner.behind(self.examples, count)
         self.behind = Behind(size, None if scale is None else torch.tensor(scale, device=device))
         self.host_loss = torch.zeros(()).pin_memory()
         self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
         self.keeper = buffers.Keeper(step.target)
-        self.generation, self.used = opt.cache.generation, 0
-        before = self._snapshot()
+        self.generation, self.used = learner.generation, 0
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        eager, opt.numbers = opt.numbers, self.numbers
         try:
-            with torch.cuda.stream(stream), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's own
-                for _ in range(2):
-                    self._body()
-                    self._restore(before)
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.loss = self._body()
-            # What every replay writes anew, and which parameters it moves.
-            self.grads = [(p, p.grad, p.grad._version) for p in self.params if p.grad is not None]
-            self.unused = [p for p in self.params if p.grad is None]
-            self.moved = [
-                (flat, [i for i, p in enumerate(flat.params) if p.grad is not None])
-                for flat in opt.cache.groups()
-            ]
+            with self.live.inside():
+                with torch.cuda.stream(stream), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's own
+                    for _ in range(2):
+                        self._body()
+                        self._restore(before)
+                torch.cuda.current_stream().wait_stream(stream)
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.loss = self._body()
+                self.live.captured(self)
         finally:
-            opt.numbers = eager
-            opt.reset()
+            learner.reset()
             torch.cuda.synchronize()
             self._restore(before)
             self.poison.zero_()
-        self.counts = self._counts()
-        opt.graphs.add(self)
+        self.live.restored()
 
     def stale(self) -> bool:
-        """Whether a parameter that it moves was left out of steps since: its count of updates is fixed."""
-        return self._counts() != self.counts
-
-    def _counts(self) -> list[int]:
-        """How far each moved parameter's updates are ahead of the optimiser's steps."""
-        steps = self.step.optimizer.param_groups[0]["steps"]
-        return [int(flat.steps[i]) - steps for flat, moved in self.moved for i in moved]
+        """Whether it no longer does what a step would do."""
+        return self.live.stale()
 
     def __call__(self, tensors: Sequence[Tensor], count: float | None) -> Tensor:
         """Replay it on a batch; the mean loss."""
-        opt = self.step.optimizer
-        opt.refuse_inside("a training step")
-        fresh = not all(p.grad is grad and grad._version == version for p, grad, version in self.grads)
-        fresh = fresh or any(p.grad is not None for p in self.unused)
-        if fresh:  # something happened to the gradients since the last replay
-            opt.refuse_foreign()
-        opt.settle_step()
+        self.live.refuse()
         self._look()
-        self.numbers.refresh(opt)
+        self.live.refresh()
         if isinstance(self.behind.scale, Tensor):
-            scale = behind(opt, None, self.examples, count).scale
+            scale = self.learner.behind(self.examples, count).scale
             assert scale is not None
             self.behind.scale.fill_(scale)
         for mine, given in zip(self.tensors, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
         self.graph.replay()
-        for flat, moved in self.moved:
-            flat.count(moved)
-        opt.advance()
-        if fresh:
-            self.grads = [(p, grad, grad._version) for p, grad, _ in self.grads]
-            for p, grad, _ in self.grads:
-                p.grad = grad
-            opt.reset()
+        self.live.replayed()
         return self.loss.clone()
 
     def _look(self) -> None:
@@ -210,9 +188,9 @@ class Graph:
             self.poison.zero_()
         self.host_loss.zero_()
         if loss == -math.inf:  # all that the step has seen was finite
-            raise FloatingPointError(self.step.optimizer.overshot())
+            raise FloatingPointError(self.learner.overshot())
         if loss:  # else it has not come yet
-            self.step.optimizer.watch(loss)
+            self.learner.seen(loss)
 
     def wait(self) -> None:
         """Raise what there is to be known of all steps up to here."""
@@ -221,34 +199,28 @@ class Graph:
 
     def _body(self) -> Tensor:
         """What is captured: the eager step, with its checks done on the device."""
-        opt = self.step.optimizer
         torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
         self.keeper.keep()
         # Made anew, since loss functions may take things out of dicts.
         batch = tuple(self.tensors) if self.form is None else tree_unflatten(self.tensors, self.form)
-        losses = self.step.gather(self.keeper.copies, batch)
-        opt.sums.finish()
-        poisons = [sums.poison for sums in opt.sums]
-        loss, ok = verdict(losses, poisons, self.poison, self.numbers.clock)
-        apply(opt, self.behind, ok)
+        self.learner.expect(self.behind)
+        losses, poisons = self.learner.finish(self.step.gather(self.keeper.copies, batch))
+        loss, ok = verdict(losses, poisons, self.poison, self.live.clock)
+        self.learner.move(self.behind, ok)
         report(loss, ok, self.poison, self.host_loss)
         self.keeper.restore_unless(ok)
-        opt.reset()
+        self.learner.reset()
         return loss
 
     def _snapshot(self) -> list[tuple[Tensor, Tensor]]:
-        tensors = [
-            *self.params,
-            *self.step.optimizer.cache.tensors(),
-            *buffers.writable(self.step.target).values(),
-        ]
+        tensors = [*self.learner.tensors(), *buffers.writable(self.step.target).values()]
         return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     @torch.no_grad()
     def _restore(self, before: list[tuple[Tensor, Tensor]]) -> None:
         for tensor, value in before:
             tensor.copy_(value)
-        self.step.optimizer.cache.groups()  # else a capture would begin with what the cache reads anew
+        self.learner.tensors()  # else a capture would begin with what is to be read anew
 
 
 def flat_batch(batch: tuple[Any, ...]) -> tuple[Sequence[Any], TreeSpec | None]:

@@ -11,18 +11,14 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 from posterity import buffers
+from posterity.arguments import described
 from posterity.inputs import moved
 from posterity.layers import Intercept
 from posterity.mc import chunks, stacked_pass
-from posterity.optim import VariationalOptimizer
-from posterity.optim.counting import as_count, examples_of
-from posterity.optim.statistics import Sink
-from posterity.optim.step import absorb, collecting, draw
-from posterity.optim.together import pool
+from posterity.optim.counting import examples_of
+from posterity.train.learner import Learner
 
 LossFn: TypeAlias = Callable[..., Tensor]
 
@@ -32,35 +28,19 @@ class TrainStep:
     """One training step over all weight samples, as a function of a batch."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        optimizer: VariationalOptimizer,
-        max_norm: float | None,
-        chunk: int | None,
-        parts: int,
+        self, learner: Learner, loss_fn: LossFn, max_norm: float | None, chunk: int | None, parts: int
     ) -> None:
-        if not isinstance(optimizer, VariationalOptimizer):
-            raise TypeError(
-                f"compile_step needs an optimiser of posterity, such as BGD or IVON, not "
-                f"{type(optimizer).__name__}"
-            )
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be greater than 0, not {max_norm}")
         if not isinstance(parts, int) or parts < 1:
             raise ValueError(f"parts must be a whole number of at least 1, not {parts}")
-        if parts > 1 and optimizer.batch_dim:
-            raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {optimizer.batch_dim}")
-        model = model.module if isinstance(model, DistributedDataParallel) else model
-        self.target, self.optimizer = _Loss(model, loss_fn), optimizer
+        if parts > 1 and learner.batch_dim:
+            raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {learner.batch_dim}")
+        self.target, self.learner = _Loss(learner.module, loss_fn), learner
         self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
         self._keeper = buffers.Keeper(self.target)
         self._ones: dict[tuple[object, ...], Tensor] = {}
         self.names: dict[Tensor, str] = {p: name for name, p in self.target.named_parameters()}
-        for group in optimizer.param_groups:
-            for name, p in zip(group["param_names"], group["params"], strict=True):
-                if p not in self.names:
-                    raise ValueError(f"the optimiser holds {name!r}, which is no parameter of this model")
         self._held: list[tuple[Mapping[str, Any], str, Any]] = [
             (held, name, each)
             for module in self.target.modules()
@@ -77,83 +57,69 @@ class TrainStep:
 
     def __call__(self, *batch: Any, count: float | Tensor | None = None) -> Tensor:
         """Learn from a batch, whose loss is a mean of ``count`` terms; that loss, a mean over the samples."""
-        opt = self.optimizer
+        learner = self.learner
         self.refuse_changed()
-        opt.check_changed()
-        if opt.taken():
-            raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
-        opt.refuse_foreign()
-        if opt.world.size > 1 and not opt.pools:  # a wrapper's averaging is passed by
-            with opt.pooling():
-                return self._learn(batch, count)
-        return self._learn(batch, count)
-
-    def _learn(self, batch: tuple[Any, ...], count: float | Tensor | None) -> Tensor:
-        opt, batch = self.optimizer, self.as_tensors(batch)
+        learner.check()
+        batch = self.as_tensors(batch)
+        size = self.examples(batch)  # loss functions may take things out of dicts
+        learner.begin(size, count)
         self._keeper.keep()
         try:
-            loss = self.gather(self._keeper.copies, batch, count).mean()
-            opt.sums.losses.append(loss)
-            opt.step(count=count)
+            with learner.pooling():
+                loss = learner.learn(self.gather(self._keeper.copies, batch), size, count)
         except BaseException:
             self._keeper.restore()
-            opt.zero_grad()
+            learner.drop()
             raise
-        if opt.ok is not None:
-            self._keeper.restore_unless(opt.ok)
+        if learner.ok is not None:
+            self._keeper.restore_unless(learner.ok)
         return loss
 
     def as_tensors(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """The batch with NumPy's arrays as tensors, alone or in dicts and lists, where the model is."""
+        for x in batch:
+            if isinstance(x, Tensor) and (x.is_meta or x.layout is not torch.strided):
+                raise TypeError(f"a batch is made of dense tensors, not of {described(x)}")
+        if any(isinstance(x, Tensor) and x.is_inference() for x in batch):  # no backward pass could keep them
+            batch = tuple(x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in batch)
         return batch if all(isinstance(x, Tensor) for x in batch) else moved(batch, self.target)
 
     def examples(self, batch: tuple[Any, ...]) -> int | None:
         """Those of the first tensor that has their axis."""
-        return examples_of(batch, self.optimizer.batch_dim)
+        return examples_of(batch, self.learner.batch_dim)
 
     @torch.enable_grad()
-    def gather(
-        self, before: Mapping[str, Tensor], batch: tuple[Any, ...], count: float | Tensor | None = None
-    ) -> Tensor:
+    def gather(self, before: Mapping[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
         """Draw, run forward and backward, hand the statistics to the optimiser; the samples' losses."""
         losses: list[Tensor] = []
-        opt = self.optimizer
-        params = opt.parameters()
-        parts, samples = 1, 1
-        if opt.draws and not all(group["deterministic"] for group in opt.param_groups):
-            parts = self._dealt_to(batch)
-            samples = parts * opt.own_samples()
-        opt.local.parts = parts
-        size = self.examples(batch)  # before loss functions take things out of dicts
-        note = opt.terms.note(lambda: size and size // parts)
+        learner = self.learner
+        params, asked = learner.parameters(), learner.samples()
+        parts = self._dealt_to(batch) if asked else 1
+        samples = parts * asked or 1
+        learner.sums.parts = parts
+        size = self.examples(batch)
+        note = learner.terms.note(lambda: size and size // parts)
         for rows in chunks(samples, self.chunk):
-            drawn = draw(opt, opt.numbered(rows, samples), 1 / samples)
+            drawn = learner.draw(rows, 1 / samples)
             one = len(rows) == 1
-            theta: dict[Tensor, Tensor] = {}
-            sinks: dict[Tensor, Sink] = {}
-            for each in drawn:
-                views = each.group.layout.views(each.flat) if one else each.weights()
-                for block, (p, weights) in enumerate(zip(each.group.params, views, strict=True)):
-                    theta[p] = weights.requires_grad_(p.requires_grad)
-                    if p.requires_grad and opt.collects is None:
-                        sinks[weights] = Sink(opt.local, each.group, each.noise, block)
             for p in params:
                 p.grad = None  # of the last step
-            named = {self.names[p]: weights for p, weights in theta.items()}
+            named = {self.names[p]: weights for p, weights in drawn.weights.items()}
             seen = batch if parts == 1 else tuple(_dealt(x, parts, samples // parts, rows) for x in batch)
-            wanted = [p for p in params if p.requires_grad]
-            if not wanted:
+            leaves = {p: drawn.weights.get(p, p) for p in params}
+            leaves = {p: leaf for p, leaf in leaves.items() if leaf.requires_grad}
+            if not leaves:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
-            leaves = [theta.get(p, p) for p in wanted]
+            wanted = list(leaves.values())
             with ExitStack() as modes:
                 if not one or note is not None:
-                    modes.enter_context(Intercept(sinks, note))
-                modes.enter_context(collecting(opt, theta, stacked=not one))
+                    modes.enter_context(Intercept(drawn.sinks, note))
+                modes.enter_context(learner.collecting(drawn, stacked=not one))
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
                     # Layers that are run again in the backward pass must find the drawn weights, too.
-                    then = {"then": partial(self._backward, leaves, samples=1)}
+                    then = {"then": partial(self._backward, wanted, samples=1)}
                     loss, grads = functional_call(self.target, {**named, **state}, mine, then)
                 else:
                     loss, moved = stacked_pass(
@@ -161,19 +127,12 @@ class TrainStep:
                     )
                     if rows.start == 0 and moved is not None:
                         buffers.restore(self.target, moved)
-                    if opt.collects is None:
+                    if not learner.listens:
                         modes.close()  # the backward pass has nobody to tell
-                    loss, grads = self._backward(leaves, loss, len(rows))
+                    loss, grads = self._backward(wanted, loss, len(rows))
                 losses.append(loss.detach())
-            found = dict(zip(wanted, grads, strict=True))
-            absorb(opt, [found.get(p) for p in params], drawn, len(rows), 1 / samples)
-        opt.local.add_inputs(None if size is None else size * samples)
-        if opt.pools:
-            losses = pool(opt, [torch.cat(losses)], as_count(count))
-        opt.sums.publish(last=True)
-        if self.max_norm is not None:
-            clip_grad_norm_(params, self.max_norm)
-        return torch.cat(losses) if len(losses) > 1 else losses[0]
+            learner.absorb(dict(zip(leaves, grads, strict=True)), drawn, rows, 1 / samples)
+        return learner.publish(torch.cat(losses) if len(losses) > 1 else losses[0], self.max_norm)
 
     def _backward(
         self, leaves: list[Tensor], loss: Tensor, samples: int
@@ -183,6 +142,8 @@ class TrainStep:
         if losses.dim() != 1:
             shape = list(losses.shape[1:])
             raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
+        if not losses.requires_grad:
+            raise ValueError("the loss does not depend on a weight that wants a gradient: see loss_fn")
         grads = torch.autograd.grad(losses, leaves, self._ones_like(losses), allow_unused=True)
         return losses, grads
 

@@ -2,21 +2,34 @@
 
 Variational continual learning (Nguyen et al. 2018) is Bayes by Backprop on each task's ELBO with the last
 task's posterior for a prior. Without coresets. A task's posterior starts from the last one's, stds included.
+By families other than the diagonal Gaussian it is Bayesian incremental learning (Kochurov et al. 2018).
 """
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from posterity import Density, DiagonalGaussian, Factorised, elbo, kl, run, variational
-from posterity_lab.baselines.graph import Captured, Watch
+from posterity import (
+    ByName,
+    Density,
+    DiagonalGaussian,
+    Factorised,
+    IsotropicGaussian,
+    Variational,
+    compile_step,
+    variational,
+)
+from posterity.variational import Family
+from posterity_lab.baselines.point import Nll
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
 from posterity_lab.streams import Mask, restricted
+
+Descent: TypeAlias = Literal["adam", "sgd"]
 
 
 def bbb(
@@ -28,30 +41,37 @@ def bbb(
     std_init: float = 0.02,
     samples: int = 1,
     kl_factor: float = 1.0,
+    family: Family = DiagonalGaussian,
+    optimizer: Descent = "adam",
+    nll: Nll = cross_entropy,
     mask: Mask | None = None,
     seed: int = 0,
 ) -> _Backprop:
-    """Adam on the ELBO, through the draw of the weights.
+    """Adam or SGD on the ELBO, through the draw of the weights.
 
     Args:
         model: What to train.
         prior: Of every weight.
         num_data: Training examples.
         lr: Learning rate.
-        std_init: Std of every weight at the start.
+        std_init: Std of every weight at the start, unless the family has its own.
         samples: Weight samples per step.
         kl_factor: Scale of the KL; 1 is Bayes.
+        family: Of the posterior, as in ``variational``.
+        optimizer: ``"adam"`` or ``"sgd"``, on the mean loss per example.
+        nll: Mean negative log-likelihood of outputs ``[B, ...]`` and targets ``[B, ...]``.
         mask: Which logits count in training.
         seed: Of the weight noise.
 
     Example:
-        >>> from posterity import IsotropicGaussian
         >>> method = bbb(nn.Linear(4, 2), prior=IsotropicGaussian(0.1), num_data=8, lr=1e-3)
         >>> loss = method.step(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))
         >>> sorted(method.posterior().blocks)
         ['bias', 'weight']
     """
-    return _Backprop(model, prior, num_data, lr, std_init, samples, kl_factor, mask, seed)
+    net = variational(model, family=family, std_init=std_init, seed=seed)
+    made = _descent(net, optimizer, lr)
+    return _Backprop(net, made, prior, False, num_data, samples, kl_factor, nll, mask)
 
 
 def vcl(
@@ -61,8 +81,10 @@ def vcl(
     lr: float,
     std_init: float = 0.02,
     prior_std: float = 1.0,
+    prior: Density | Factorised | ByName | None = None,
     samples: int = 1,
     kl_factor: float = 1.0,
+    family: Family = DiagonalGaussian,
     mask: Mask | None = None,
     seed: int = 0,
 ) -> _Backprop:
@@ -73,9 +95,11 @@ def vcl(
         num_data: Training examples of one task.
         lr: Learning rate.
         std_init: Std of every weight at the start.
-        prior_std: Std of the first task's prior.
+        prior_std: Std of the first task's prior, around 0.
+        prior: The first task's prior instead, such as one around pretrained weights.
         samples: Weight samples per step.
         kl_factor: Scale of the KL; 1 is Bayes.
+        family: Of the posterior, as in ``variational``.
         mask: Which logits count in training.
         seed: Of the weight noise.
 
@@ -85,99 +109,78 @@ def vcl(
     """
     if not 0 < prior_std < float("inf"):
         raise ValueError(f"prior_std must be finite and greater than 0, not {prior_std:g}")
-    prior = Factorised(
-        {
-            name: DiagonalGaussian(torch.zeros_like(p), prior_std)
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
-    )
-    return _Backprop(model, prior, num_data, lr, std_init, samples, kl_factor, mask, seed)
+    net = variational(model, family=family, std_init=std_init, seed=seed)
+    first = IsotropicGaussian(prior_std) if prior is None else prior
+    made = _descent(net, "adam", lr)
+    return _Backprop(net, made, first, True, num_data, samples, kl_factor, cross_entropy, mask)
 
 
 @final
 class _Backprop(Method):
-    """Bayes by Backprop. On a GPU a step is a CUDA graph, and waits for nothing.
-
-    There a loss that is not finite leaves the weights as they are, and is raised by one of the next steps. A
-    prior that is a posterior stays where it is: a boundary gives it other values, and a graph sees them.
-    """
+    """Bayes by Backprop by `compile_step`: on a GPU a step is a CUDA graph, and waits for nothing."""
 
     def __init__(
         self,
-        model: nn.Module,
-        prior: Density | Factorised,
+        net: Variational,
+        optimizer: torch.optim.Optimizer,
+        prior: Density | Factorised | ByName,
+        hands_over: bool,
         num_data: int,
-        lr: float,
-        std_init: float,
         samples: int,
         kl_factor: float,
+        nll: Nll,
         mask: Mask | None,
-        seed: int,
     ) -> None:
         if samples < 1:
             raise ValueError(f"samples must be at least 1, not {samples}")
-        self.model = self._net = variational(model, std_init=std_init, seed=seed)
-        self._params = [p for p in self._net.parameters() if p.requires_grad]
-        device = self._params[0].device
-        self.optimizer = torch.optim.Adam(self._params, lr=lr, fused=True, capturable=device.type == "cuda")
-        self._prior, self._num_data, self._samples = prior, num_data, samples
-        self._factor, self._mask = kl_factor, mask
-        # torch's noise, not the library's: on a CPU that is addressed by numbers which a graph would fix.
-        self._noise = torch.Generator(device).manual_seed(seed)
-        self._watch = Watch(device)
-        self._run = Captured(self._net, self._learn, self._tensors, [self._noise])
+        self.model = self._net = net
+        self.optimizer = optimizer
+        self._prior, self._hands_over, self._handed = prior, hands_over, False
+        self._how: dict[str, Any] = {"num_data": num_data, "mc_samples": samples, "factor": kl_factor}
+        self._nll, self._mask = nll, mask
+        self._begin()
+
+    def _begin(self) -> None:
+        """Compile the step for the prior that there is."""
+        self._train_step = compile_step(self._net, self._loss, self.optimizer, prior=self._prior, **self._how)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        self._watch.refuse()
-        return self._run(x, y)
+        return self._train_step(x, y)
 
-    @torch.no_grad()
     def boundary(self, data: Split) -> None:
-        """A task is over: a prior that is a posterior becomes what is known now."""
-        if isinstance(self._prior, Factorised):
-            mean, std = self._net.posterior.mean(), self._net.posterior.std()
-            for name, leaf in self._prior.blocks.items():
-                leaf.load_state_dict({"loc": mean[name], "raw": std[name]})
+        """A task is over: what is known now is the next prior, if the method hands it over."""
+        if self._hands_over:
+            self._prior, self._handed = self.posterior(), True
+            self._begin()
 
     def posterior(self) -> Factorised:
         return self._net.posterior.frozen()
 
     def state_dict(self) -> dict[str, Any]:
-        prior = self._prior.state_dict() if isinstance(self._prior, Factorised) else {}
-        return {**super().state_dict(), "prior": prior, "noise": self._noise.get_state()}
+        prior = self._prior.state_dict() if isinstance(self._prior, Factorised) and self._handed else None
+        return {**super().state_dict(), "prior": prior}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if isinstance(self._prior, Factorised):
+        if state["prior"] is not None:
+            self._prior, self._handed = self.posterior(), True
             self._prior.load_state_dict(state["prior"])
-        self._noise.set_state(state["noise"].cpu())
-        self._run.forget()  # the optimiser's state lies elsewhere
+        self._begin()
 
-    def _learn(self, x: Tensor, y: Tensor) -> Tensor:
-        posterior = self._net.posterior
-        weights = posterior.split(
-            {name: leaf.draw(self._normal(leaf)) for name, leaf in posterior.blocks.items()}
-        )
-        logits = run(self._net.module, weights, x)
-        if self._mask is not None:
-            logits = restricted(logits, self._mask(y))
-        nll = cross_entropy(logits.flatten(0, 1), y.repeat(self._samples))
-        divergence = kl(posterior, self._prior, weights=weights)
-        loss = elbo(nll, divergence, num_data=self._num_data, factor=self._factor)
-        # Fused optimisers leave weights and state as they are where this is 1.
-        self.optimizer.found_inf = self._watch.see(loss)  # type: ignore[attr-defined]
-        for p, grad in zip(self._params, torch.autograd.grad(loss, self._params), strict=True):
-            p.grad = grad
-        self.optimizer.step()
-        return loss.detach()
+    def _loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        outputs = model(x)
+        return self._nll(outputs if self._mask is None else restricted(outputs, self._mask(y)), y)
 
-    def _normal(self, leaf: Any) -> Tensor:
-        shape = (self._samples, *leaf.shape)
-        return torch.randn(shape, generator=self._noise, device=leaf.device, dtype=leaf.dtype)
 
-    def _tensors(self) -> list[Tensor]:
-        """All that a step changes."""
-        state = [value for own in self.optimizer.state.values() for value in own.values()]
-        changed = [*self._params, *self._net.buffers(), *state, self._watch.count]
-        return [tensor for tensor in changed if isinstance(tensor, Tensor)]
+def _trained(net: Variational) -> list[nn.Parameter]:
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def _descent(net: Variational, name: Descent, lr: float) -> torch.optim.Optimizer:
+    params = _trained(net)
+    match name:
+        case "adam":
+            return torch.optim.Adam(params, lr=lr, fused=True, capturable=params[0].is_cuda)
+        case "sgd":
+            return torch.optim.SGD(params, lr=lr, fused=True)
+    raise ValueError(f"optimizer must be 'adam' or 'sgd', not {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -46,7 +46,6 @@ class Captured:
         model: Whose modes the step depends on.
         learn: The step; it must do all its work on the device and change tensors in place.
         tensors: All that a step changes.
-        generators: What it draws from, torch's own aside; capturing leaves all of them as they were.
     """
 
     def __init__(
@@ -54,9 +53,8 @@ class Captured:
         model: nn.Module,
         learn: Callable[..., Tensor],
         tensors: Callable[[], list[Tensor]],
-        generators: Sequence[torch.Generator] = (),
     ) -> None:
-        self._model, self._learn, self._tensors, self._generators = model, learn, tensors, generators
+        self._model, self._learn, self._tensors = model, learn, tensors
         self._seen: set[Any] = set()
         self._graphs: dict[Any, _Graph] = {}
         self._eager = False
@@ -74,7 +72,7 @@ class Captured:
             return self._learn(*batch)
         if key not in self._graphs:
             try:
-                self._graphs[key] = _Graph(self._learn, self._tensors(), self._generators, batch)
+                self._graphs[key] = _Graph(self._learn, self._tensors(), batch)
             except Exception as error:
                 self._eager = True
                 reason = str(error).partition("\n")[0]
@@ -98,13 +96,12 @@ class _Graph:
         self,
         learn: Callable[..., Tensor],
         tensors: list[Tensor],
-        generators: Sequence[torch.Generator],
         batch: tuple[Tensor, ...],
     ) -> None:
         self._batch = [x.clone() for x in batch]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        drawn_from = [torch.cuda.default_generators[batch[0].device.index], *generators]
-        states = [generator.get_state() for generator in drawn_from]
+        dropout = torch.cuda.default_generators[batch[0].device.index]  # capturing leaves it as it was
+        state = dropout.get_state()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         try:
@@ -113,8 +110,6 @@ class _Graph:
                     learn(*self._batch)
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
-            for generator in generators:
-                self._graph.register_generator_state(generator)  # else a replay would draw the same again
             with torch.cuda.graph(self._graph):
                 self._loss = learn(*self._batch)
         finally:
@@ -122,8 +117,7 @@ class _Graph:
             with torch.no_grad():
                 for tensor, value in before:
                     tensor.copy_(value)
-            for generator, state in zip(drawn_from, states, strict=True):
-                generator.set_state(state)
+            dropout.set_state(state)
 
     def __call__(self, *batch: Tensor) -> Tensor:
         for mine, given in zip(self._batch, batch, strict=True):

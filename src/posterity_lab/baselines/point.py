@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, final
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from posterity_lab.baselines.penalty import Importance, Penalty, by_fisher, by_p
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
 from posterity_lab.streams import Mask, masked_loss
+
+Nll: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def sgd(model: nn.Module, *, lr: float, momentum: float = 0.0, mask: Mask | None = None) -> _Point:
@@ -31,7 +34,14 @@ def sgd(model: nn.Module, *, lr: float, momentum: float = 0.0, mask: Mask | None
     return _Point(model, torch.optim.SGD(_trained(model), lr=lr, momentum=momentum, fused=True), mask)
 
 
-def adam(model: nn.Module, *, lr: float, weight_decay: float = 0.0, mask: Mask | None = None) -> _Point:
+def adam(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+    nll: Nll | None = None,
+) -> _Point:
     """Adam.
 
     Args:
@@ -39,13 +49,14 @@ def adam(model: nn.Module, *, lr: float, weight_decay: float = 0.0, mask: Mask |
         lr: Learning rate.
         weight_decay: Added to the gradient, times the weight, of all that does not belong to BatchNorm.
         mask: Which logits count in training.
+        nll: Mean negative log-likelihood of outputs and targets, in place of the cross-entropy.
 
     Example:
         >>> method = adam(nn.Linear(4, 2), lr=1e-3)
         >>> method.posterior() is None
         True
     """
-    return _Point(model, _adam(model, lr, weight_decay), mask)
+    return _Point(model, _adam(model, lr, weight_decay), mask, nll=nll)
 
 
 def l2(model: nn.Module, *, lr: float, strength: float, mask: Mask | None = None) -> _Point:
@@ -125,10 +136,11 @@ class _Point(Method):
         mask: Mask | None = None,
         strength: float = 0.0,
         rule: Importance | None = None,
+        nll: Nll | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._params = _trained(model)
-        self._loss = masked_loss(mask)
+        self._loss = masked_loss(mask) if nll is None else lambda net, x, y: nll(net(x), y)
         self._penalty = None if rule is None else Penalty(self._params, strength, rule)
         self._watch = Watch(self._params[0].device)
         self._run = Captured(model, self._learn, self._tensors)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from posterity_lab.hints import hint
+from posterity_lab.reproduce import incremental
+from posterity_lab.reproduce.bandit import BANDIT
+from posterity_lab.reproduce.blundell import BLUNDELL, TO_PRUNE
 from posterity_lab.reproduce.calibration import ABLATED, CALIBRATION
+from posterity_lab.reproduce.curve import CURVE
+from posterity_lab.reproduce.doubt import DOUBT
 from posterity_lab.reproduce.images import CIFAR10, MNIST
 from posterity_lab.reproduce.proofs import THEORY
 from posterity_lab.reproduce.study import Cell, Experiment
@@ -15,6 +20,13 @@ _TABLE1 = {
     "bbb": {"400": "1.82", "800": "1.99", "1200": "2.04"},
     "sgd": {"400": "1.83", "800": "1.84", "1200": "1.88"},
 }
+_BLUNDELL = {
+    "bbb-mixture": {"400": "1.36", "800": "1.34", "1200": "1.32"},
+    "bbb": {"400": "1.82", "800": "1.99", "1200": "2.04"},
+    "sgd": {"400": "1.83", "800": "1.84", "1200": "1.88"},
+    "sgd-dropout": {"400": "1.51", "800": "1.33", "1200": "1.36"},
+}
+_BLUNDELL_PRUNED = "1.24 / 1.24 / 1.24 / 1.29 / 1.39"
 # Train and validation accuracy in per cent, NLL, ECE, AUROC, seconds per epoch.
 _VOGN_TABLE = {
     ("lenet5", "adam"): "71.98 / 67.67 / 0.937 / 0.021 / 0.794 / 6.96",
@@ -36,6 +48,10 @@ _VOGN_TABLE = {
 def _whole(cell: Cell) -> bool:
     """Whether a cell is of a net that is there for what it knows, not for what can be removed of it."""
     return not cell.setting.endswith("to prune")
+
+
+def _whole_of_blundell(cell: Cell) -> bool:
+    return not cell.setting.endswith(TO_PRUNE)
 
 
 EXPERIMENTS = {
@@ -148,6 +164,75 @@ EXPERIMENTS = {
             "VOGN's mean weights draw about the border that Adam's do; away from the data it is in doubt.",
             {},
             TOY,
+        ),
+        Experiment(
+            "bbb-table1",
+            "Bayes by Backprop, table 1: classification error on MNIST",
+            "With a mixture for a prior, Bayes by Backprop errs about as little as SGD with dropout, and "
+            "less than SGD; with a Gaussian prior it errs about as much as SGD.",
+            {(width, method): error for method, row in _BLUNDELL.items() for width, error in row.items()},
+            BLUNDELL,
+            _whole_of_blundell,
+        ),
+        Experiment(
+            "bbb-pruning",
+            "Bayes by Backprop, table 2 and figures 2 and 3: pruning, and histograms of the weights",
+            "With half, three quarters, 95 and 98 % of the weights removed by signal-to-noise ratio, the net "
+            "of 2x1200 units with a mixture prior errs 1.24, 1.24, 1.29 and 1.39 %, and 1.24 % whole. Its "
+            "weights spread wider than those of SGD with and without dropout.",
+            {
+                (setting, "bbb-mixture"): _BLUNDELL_PRUNED
+                for setting in ("1200", *(f"1200 {name}" for name in TO_PRUNE))
+            },
+            BLUNDELL,
+            lambda cell: cell.setting.startswith(("1200", "24")),
+        ),
+        Experiment(
+            "incremental-mnist",
+            "Bayesian incremental learning: MNIST in parts",
+            "Fine-tuning performs poorly, and the fully factorised Gaussian suffices. The paper's plot is "
+            "lost, with its numbers.",
+            {},
+            incremental.MNIST,
+        ),
+        Experiment(
+            "incremental-cifar10",
+            "Bayesian incremental learning: CIFAR-10 in parts",
+            "As on MNIST; here the KL has to count for less to get good performance. The paper's plot is "
+            "lost, with its numbers.",
+            {},
+            incremental.CIFAR10,
+        ),
+        Experiment(
+            "incremental-pretrained",
+            "Bayesian incremental learning: five classes of CIFAR-10 first, then the others in parts",
+            "Pretraining helps Bayesian models and not fine-tuning, and with a Laplace approximation the "
+            "prior's stds need no grid. The paper's plot is lost, with its numbers.",
+            {},
+            incremental.PRETRAINED,
+        ),
+        Experiment(
+            "bbb-regression",
+            "Bayes by Backprop, figure 5: a curve with noise",
+            "Where there is no data, sampled networks go apart; a plain net is sure everywhere.",
+            {},
+            CURVE,
+        ),
+        Experiment(
+            "bbb-bandit",
+            "Bayes by Backprop, figure 6: mushrooms to eat or to pass",
+            "Thompson sampling has less cumulative regret than agents that are greedy, always or but for 1 "
+            "or 5 % of the time. The paper has a plot without numbers, of 50,000 mushrooms.",
+            {},
+            BANDIT,
+        ),
+        Experiment(
+            "uncertainty-samples",
+            "How many networks, and a digit that is turned",
+            "Accuracy stops growing after few networks, and the log-likelihood goes on improving. Of a digit "
+            "that is turned, a plain LeNet is sure of one class or another; sampled networks are in doubt.",
+            {},
+            DOUBT,
         ),
     )
 }

@@ -21,6 +21,7 @@ class Group:
         whole: Records of runs that came to their end.
         diverged: How many did not.
         paper: The paper's number, where it has one.
+        tried: Records of the trials that came to their end.
     """
 
     setting: str
@@ -28,6 +29,7 @@ class Group:
     whole: Sequence[Record]
     diverged: int
     paper: str
+    tried: Sequence[Record] = ()
 
     @property
     def name(self) -> str:
@@ -96,6 +98,13 @@ def groups(experiment: Experiment, records: Sequence[Record]) -> list[Group]:
             whole=sorted((each for each in own if each["diverged"] is None), key=lambda each: each["seed"]),
             diverged=sum(each["diverged"] is not None for each in own),
             paper=experiment.paper.get(key, "–"),
+            tried=[
+                each
+                for each in records
+                if each["trial"] is not None
+                and each["diverged"] is None
+                and (each["setting"], each["method"]) == key
+            ],
         )
         for key, own in sorted(found.items(), key=lambda item: _place(item[0], order))
     ]

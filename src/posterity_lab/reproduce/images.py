@@ -11,14 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from posterity import Factorised
 from posterity.compress import point_mass
 from posterity.diagnostics import histogram
 from posterity.predict import MODES
 from posterity_lab.errors import mode_errors, pruning_curve
-from posterity_lab.methods import Method
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, grid
 from posterity_lab.reproduce.training import Training, fit
 from posterity_lab.run_files import POSTERIOR, save_posterior
@@ -45,37 +42,41 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         >>> outcome.n, sorted(outcome.metrics["errors"])
         (360, ['average', 'mean', 'single', 'vote'])
     """
-    training = fit(unit, device, cache, show, _errors)
-    return Outcome(_metrics(training, cache), len(training.test))
+    training = fit(unit, device, cache, show, errors)
+    return Outcome(found(training, cache), len(training.test))
 
 
-def _posterior(model: nn.Module, method: Method) -> tuple[Factorised, int]:
+def learned(training: Training) -> tuple[Factorised, int]:
     """What was learned, and how many networks to draw from it: of one set of weights all are the same."""
-    posterior = method.posterior()
-    return (point_mass(model), 1) if posterior is None else (posterior, _NETWORKS)
+    posterior = training.method.posterior()
+    if posterior is None:
+        return point_mass(training.model), 1
+    return posterior, training.unit.config.get("networks", _NETWORKS)
 
 
-def _errors(training: Training) -> dict[str, float]:
-    posterior, networks = _posterior(training.model, training.method)
-    found = mode_errors(training.model, posterior, training.test.x, training.test.y, samples=networks)
-    return {str(mode): error for mode, error in found.items()}
+def errors(training: Training) -> dict[str, float]:
+    """Test error by every way of inference."""
+    posterior, networks = learned(training)
+    by_mode = mode_errors(training.model, posterior, training.test.x, training.test.y, samples=networks)
+    return {str(mode): error for mode, error in by_mode.items()}
 
 
-def _metrics(training: Training, cache: Path) -> dict[str, Any]:
+def found(training: Training, cache: Path) -> dict[str, Any]:
+    """Metrics of a finished training, whose posterior is left in a folder."""
     model, method, curve = training.model, training.method, training.curve
-    posterior, networks = _posterior(model, method)
+    posterior, networks = learned(training)
     save_posterior(cache / POSTERIOR, posterior)
     at = training.test.x, training.test.y
     pruning = {
         mode: asdict(pruning_curve(model, posterior, *at, FRACTIONS, samples=networks, mode=mode))
         for mode in ("single", "average")
     }
-    errors = {key: value for key, value in curve[-1].items() if key != "epoch"}
+    last = {key: value for key, value in curve[-1].items() if key != "epoch"}
     pruned = pruning["single"]["errors"][FRACTIONS.index(training.unit.config.get("to_prune", 0.95))]
     return {
-        "accuracy": 1.0 - errors["single"],
+        "accuracy": 1.0 - last["single"],
         "pruned_accuracy": 1.0 - pruned,
-        "errors": errors,
+        "errors": last,
         "pruning": pruning,
         "curve": curve,
         "std": None if method.posterior() is None else _spread(posterior),

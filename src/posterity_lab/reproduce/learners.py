@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
-from posterity import BGD, IVON, KFAC, VOGN, IsotropicGaussian, NoisyKFAC, ScaleMixture, names_of
+from posterity import (
+    BGD,
+    IVON,
+    KFAC,
+    VOGN,
+    ByName,
+    DiagonalGaussian,
+    IsotropicGaussian,
+    NoisyKFAC,
+    ScaleMixture,
+    cfg,
+    mnf,
+    names_of,
+)
+from posterity.variational import Family
 from posterity_lab import baselines
+from posterity_lab.baselines.point import Nll
 from posterity_lab.continual import by_rule
 from posterity_lab.methods import Method
 from posterity_lab.reproduce.study import Values
@@ -21,6 +38,7 @@ NAMES = {
     "bbb": "BBB",
     "bbb-mixture": "BBB, mixture prior",
     "sgd": "SGD",
+    "sgd-dropout": "SGD with dropout",
     "adam": "Adam",
     "si": "SI",
     "ewc": "EWC",
@@ -31,12 +49,32 @@ NAMES = {
     "vogn-told": "VOGN, told of boundaries",
     "kfac": "K-FAC",
     "noisy-kfac": "Noisy K-FAC",
+    "ffg": "FFG",
+    "cfg": "CFG",
+    "mnf": "MNF",
+    "ffg-laplace": "FFG, Laplace prior",
+    "fine-tuning": "fine-tuning",
+    "joint": "joint training",
+    "thompson": "BBB, Thompson sampling",
+    "greedy": "greedy",
+    "greedy-1": "greedy but for 1 %",
+    "greedy-5": "greedy but for 5 %",
 }
+# Families of posteriors by the name of the method that learns them; MNF has a scale for each kernel, as in
+# Bayesian incremental learning.
+FAMILIES: Mapping[str, Family] = {"ffg": DiagonalGaussian, "cfg": cfg, "mnf": partial(mnf, conv="kernel")}
 _RULES: dict[str, Any] = {"vogn": VOGN, "kfac": KFAC, "noisy-kfac": NoisyKFAC}
 
 
 def learner(
-    method: str, config: Values, model: nn.Module, *, num_data: int, seed: int, mask: Mask | None = None
+    method: str,
+    config: Values,
+    model: nn.Module,
+    *,
+    num_data: int,
+    seed: int,
+    mask: Mask | None = None,
+    prior: ByName | None = None,
 ) -> Method:
     """The method of that name, about to train ``model``.
 
@@ -47,6 +85,7 @@ def learner(
         num_data: Training examples (of one task).
         seed: Of the weight noise.
         mask: Which logits count in training.
+        prior: Of a family's first task, in place of N(0, 1).
 
     Example:
         >>> method = learner("sgd", {"lr": 0.1, "momentum": 0.0}, nn.Linear(4, 2), num_data=8, seed=0)
@@ -63,19 +102,11 @@ def learner(
             std = "std_init" if "std_init" in config else "std_scale"
             rule = BGD(params, preset="zeno2018", seed=seed, **given(std, "lr", "mc_samples"))
             return by_rule(model, rule, mask)
-        case "bbb":
-            prior = IsotropicGaussian(config["prior_std"])
-            return baselines.bbb(
-                model, prior=prior, num_data=num_data, mask=mask, seed=seed, **given("lr", "std_init")
-            )
-        case "bbb-mixture":
-            mixture = ScaleMixture(**given("weight", "std_wide", "std_narrow"))
-            return baselines.bbb(
-                model, prior=mixture, num_data=num_data, mask=mask, seed=seed, **given("lr", "std_init")
-            )
-        case "sgd":
+        case "bbb" | "bbb-mixture":
+            return backprop(method, config, model, num_data=num_data, seed=seed, mask=mask)
+        case "sgd" | "sgd-dropout":
             return baselines.sgd(model, mask=mask, **given("lr", "momentum"))
-        case "adam" | "mc-dropout":
+        case "adam" | "mc-dropout" | "fine-tuning" | "joint":
             decay = config.get("weight_decay", 0.0)
             return baselines.adam(model, mask=mask, weight_decay=decay, **given("lr"))
         case "si":
@@ -85,6 +116,16 @@ def learner(
         case "vcl":
             return baselines.vcl(
                 model, num_data=num_data, mask=mask, seed=seed, **given("lr", "std_init", "kl_factor")
+            )
+        case _ if (family := FAMILIES.get(method.removesuffix("-laplace"))) is not None:
+            return baselines.vcl(
+                model,
+                num_data=num_data,
+                prior=prior,
+                family=family,
+                mask=mask,
+                seed=seed,
+                **given("lr", "std_init", "kl_factor"),
             )
         case "ivon":
             ivon = IVON(
@@ -119,6 +160,60 @@ def learner(
             )
             return by_rule(model, made, mask, config.get("parts", 1))
     raise ValueError(f"there is no method {method!r}")
+
+
+def backprop(
+    method: str,
+    config: Values,
+    model: nn.Module,
+    *,
+    num_data: int,
+    seed: int,
+    mask: Mask | None = None,
+    nll: Nll = nn.functional.cross_entropy,
+) -> Method:
+    """Bayes by Backprop with a Gaussian prior or, by the name ``bbb-mixture``, a mixture.
+
+    Stds begin at ``std_init`` or, where the config has two ends of ``rho``, evenly between them before the
+    softplus.
+
+    Example:
+        >>> config = {"prior_std": 1.0, "lr": 0.1, "rho": [-3.5, -3.0], "optimizer": "sgd"}
+        >>> method = backprop("bbb", config, nn.Linear(4, 2), num_data=8, seed=0)
+        >>> std = method.posterior().std()["weight"]
+        >>> bool((std > 0.029).all() and (std < 0.049).all())
+        True
+    """
+    prior = (
+        ScaleMixture(config["weight"], config["std_wide"], config["std_narrow"])
+        if method == "bbb-mixture"
+        else IsotropicGaussian(config["prior_std"])
+    )
+    family: Family = DiagonalGaussian if "rho" not in config else _spread(config["rho"], seed)
+    known = {key: config[key] for key in ("std_init", "kl_factor", "optimizer") if key in config}
+    return baselines.bbb(
+        model,
+        prior=prior,
+        num_data=num_data,
+        lr=config["lr"],
+        family=family,
+        nll=nll,
+        mask=mask,
+        seed=seed,
+        **known,
+    )
+
+
+def _spread(ends: Sequence[float], seed: int) -> Family:
+    """Diagonal Gaussians whose stds, before the softplus, are drawn evenly from an interval."""
+    low, high = ends
+    generator = torch.Generator().manual_seed(seed)
+
+    def family(p: nn.Parameter, std: float) -> DiagonalGaussian:
+        rho = low + (high - low) * torch.rand(p.shape, generator=generator, dtype=p.dtype)
+        return DiagonalGaussian(p, softplus(rho))
+
+    return family
 
 
 def _output_apart(model: nn.Module, std: float) -> list[dict[str, Any]]:

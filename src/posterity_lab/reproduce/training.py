@@ -62,7 +62,8 @@ def fit(
             functions here and the learner ask for; ``milestones``, shares of the epochs after each of which
             the learning rate is divided by ten; ``warmup``, the share in which the temperature rises from
             ``warmup_start`` in a straight line to 1; ``passes``, how often BGD counts the data in all;
-            ``bfloat16``, on a GPU, where nets other than MLPs have it anyway.
+            ``bfloat16``, on a GPU, where nets other than MLPs have it anyway; ``mean_reach``, for weights
+            that begin evenly between minus that and that.
         device: Where.
         cache: Folder for the checkpoint.
         show: Is told of every epoch.
@@ -109,10 +110,13 @@ def begun(method: str, config: Values, train: Split, classes: int, device: str, 
         >>> begun("sgd", config, train, 2, "cpu", 0).model(train.x).shape
         torch.Size([8, 2])
     """
-    model = nets.initialise(nets.build(config["net"], train.x.shape[1:], classes), seed)
+    model = nets.build(config["net"], train.x.shape[1:], classes)
+    reach = config.get("mean_reach")
+    model = nets.initialise(model, seed) if reach is None else nets.uniform(model, reach, seed)
     # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
     half = config.get("bfloat16", not config["net"].startswith("mlp"))
     model = (Autocast(model) if half else model).to(device)
+    torch.manual_seed(seed)  # of what a family of posteriors draws at its start
     return learner(method, config, model, num_data=len(train), seed=seed)
 
 

@@ -14,7 +14,7 @@ from posterity.predict import MODES
 from posterity_lab import figures, report
 from posterity_lab.errors import PruningCurve
 from posterity_lab.report import Part, Picture, Table
-from posterity_lab.reproduce import vogn_views
+from posterity_lab.reproduce import blundell_views, doubt_views, incremental_views, vogn_views
 from posterity_lab.reproduce.groups import Group, columns, settings, within
 from posterity_lab.reproduce.records import Record
 
@@ -206,6 +206,14 @@ VIEWS: Mapping[str, View] = {
     "vogn-ablation": vogn_views.ablation,
     "vogn-permuted": forgetting,
     "vogn-toy": vogn_views.plane,
+    "bbb-table1": blundell_views.errors,
+    "bbb-pruning": blundell_views.pruning,
+    "incremental-mnist": incremental_views.parts,
+    "incremental-cifar10": incremental_views.parts,
+    "incremental-pretrained": incremental_views.parts,
+    "bbb-regression": doubt_views.regression,
+    "bbb-bandit": doubt_views.regret,
+    "uncertainty-samples": doubt_views.networks,
 }
 
 

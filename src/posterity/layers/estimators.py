@@ -1,0 +1,324 @@
+"""Estimators: outputs drawn for each example, where one draw of the weights would serve the whole batch.
+
+Weights are w = μ + Δ and biases b = μ_b + Δ_b, the inputs of a layer x:
+
+    local     out ~ N(x μ + μ_b, x² σ² + σ_b²), all outputs independently
+    flipout   out = x μ + μ_b + ((x ⊙ s) Δ + Δ_b) ⊙ r, with random signs s [B, C] of an example's input
+              channels and r [B, O] of its output channels, the same at all positions
+
+``x μ`` is whatever the layer does, a convolution too. With flipout an example's weights are μ + r sᵀ ⊙ Δ:
+each example has an exact draw of its own, if Δ has the same distribution with the signs of whole kernels
+changed. With local only the moments of single outputs are exact: those that share a weight (at other
+positions of a picture or a text) are correlated under q, and drawn independently.
+
+A model gets *stand-ins* for its parameters. A linear layer or a convolution that is given one has its
+estimator; every other operation gets the one draw of the weight that the stand-in stands for. A stand-in has
+no numbers of its own, so nothing can use a weight at its mean by mistake.
+
+References: Kingma, Salimans, Welling: "Variational Dropout and the Local Reparameterization Trick", NIPS
+2015. Wen, Vicol, Ba, Tran, Grosse: "Flipout", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
+from typing import Any, Literal, Protocol, Self, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from posterity.layers.calls import LayerCall, Multiplying
+from posterity.layers.stacks import autocast_dtype
+from posterity.torch_private import (
+    DisableTorchFunctionSubclass,
+    functorch,
+    temporarily_pop_interpreter_stack,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+
+Estimator: TypeAlias = Literal["weight", "local", "flipout"]
+
+
+class Draws(Protocol):
+    """The draws of a block in one forward pass, each made when it is first asked for.
+
+    Attributes:
+        block: Its name.
+        estimator: ``"local"`` or ``"flipout"``.
+        batch_dim: The axis that counts examples, where a layer leaves a choice.
+        transforms: Levels of the transforms of torch.func that the draws are for.
+    """
+
+    block: str
+    estimator: Estimator
+    batch_dim: int
+    transforms: list[int]
+
+    def values(self) -> Sequence[Tensor]:
+        """One draw of each of the block's tensors."""
+
+    def parts(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Mean and std of each tensor's weights with local, mean and deviation with flipout."""
+
+    def normal(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Standard normals that belong to a name."""
+
+
+@final
+class Drawn:
+    """One parameter in one forward pass: how it may be used, and how it was.
+
+    Args:
+        name: Of the parameter.
+        draws: Of its block.
+        index: Its number in the block.
+    """
+
+    def __init__(self, name: str, draws: Draws, index: int) -> None:
+        self.name, self.draws, self.index = name, draws, index
+        self.estimator, self.batch_dim = draws.estimator, draws.batch_dim
+        self._call: tuple[int, str] | None = None  # examples and signs of the layer that it served
+        self._used = False  # as one draw
+
+    def serves(self, examples: int, signs: str) -> bool:
+        """Whether its estimator serves a call of a layer; if not, the call is to have the one draw.
+
+        Args:
+            examples: How many the call has.
+            signs: Name of those that it multiplies outputs with.
+        """
+        if self._used or transforms() != self.draws.transforms:
+            return False
+        if self._call is not None and self.estimator == "local":
+            raise RuntimeError(
+                f"{self.name!r} is used twice in one forward pass, and estimator='local' would draw its "
+                f"outputs as if of other weights each time: pass {self._instead()}, or estimator='flipout'"
+            )
+        if self._call not in (None, (examples, signs)):
+            raise RuntimeError(
+                f"{self.name!r} is used again in one forward pass, on other examples or with another layer's "
+                f"weight, and estimator='flipout' has no signs for both: pass {self._instead()}"
+            )
+        self._call = examples, signs
+        return True
+
+    def mean(self) -> Tensor:
+        """The weights' mean."""
+        return self.draws.parts()[self.index][0]
+
+    def spread(self) -> Tensor:
+        """The weights' stds with local, their deviation from the mean with flipout."""
+        return self.draws.parts()[self.index][1]
+
+    def normal(self, what: str, shape: Sequence[int]) -> Tensor:
+        """Standard normals of its own, for a purpose."""
+        return self.draws.normal(f"{self.name}|{what}", shape)
+
+    def value(self) -> Tensor:
+        """The one draw of the weights."""
+        return self.draws.values()[self.index]
+
+    def use(self) -> None:
+        """From here on, the one draw is what all operations get."""
+        if self._call is not None:
+            raise RuntimeError(
+                f"{self.name!r} is used by a layer and then by something else, which estimator="
+                f"{self.estimator!r} cannot give the same weights: pass {self._instead()}"
+            )
+        self._used = True
+
+    def hidden(self, _: Tensor) -> None:
+        """The hook on a stand-in: no operation that was seen has used it."""
+        raise RuntimeError(
+            f"{self.name!r} is used by an operation that torch's function modes do not see (such as a "
+            f"torch.autograd.Function): pass {self._instead()}"
+        )
+
+    def _instead(self) -> str:
+        return f"estimator={{{self.draws.block!r}: 'weight', '*': {self.estimator!r}}}"
+
+
+@final
+class StandIn(Tensor):
+    """What a model gets in the place of a parameter; all its numbers are NaN."""
+
+    drawn: Drawn
+
+    @classmethod
+    def of(cls, drawn: Drawn, shape: Sequence[int], like: Tensor) -> Self:
+        """A stand-in of a shape, of the dtype and on the device of another tensor.
+
+        A gradient that reaches it comes from an operation that nobody has seen.
+        """
+        with outermost(0):
+            empty = torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
+            if torch.is_grad_enabled():
+                empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
+            found = empty.as_subclass(cls)
+        found.drawn = drawn
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """An operation that has no estimator gets the draws."""
+        if func.__name__ in _ABOUT:
+            with DisableTorchFunctionSubclass():
+                found = func(*args, **(kwargs or {}))
+            if not isinstance(found, Tensor):
+                return found
+        args, kwargs, drawn = drawn_arguments(args, kwargs or {})
+        out = func(*args, **kwargs)
+        if not all(isinstance(each, int | str | torch.Size) for each in tree_leaves(out)):
+            for each in drawn:
+                each.use()
+        return out
+
+
+# Functions that may only ask what a tensor is, by name: attributes, and methods that need no numbers.
+_ABOUT = frozenset({"__get__", "__len__", "dim", "is_complex", "is_floating_point", "numel", "size"})
+
+
+def drawn_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Drawn]]:
+    """The arguments with the draws in the places of stand-ins, and what was drawn."""
+    leaves, shape = tree_flatten((args, kwargs))
+    drawn = [each.drawn for each in leaves if isinstance(each, StandIn)]
+    plain = [each.drawn.value() if isinstance(each, StandIn) else each for each in leaves]
+    args, kwargs = tree_unflatten(plain, shape)
+    return args, kwargs, drawn
+
+
+def transforms() -> list[int]:
+    """The levels of the transforms of torch.func that are running."""
+    return [each.level() for each in functorch.get_interpreter_stack() or ()]
+
+
+@contextmanager
+def outermost(count: int) -> Iterator[None]:
+    """Inside, only the outermost transforms of torch.func run, so many of them."""
+    with ExitStack() as left:
+        for _ in transforms()[count:]:
+            left.enter_context(temporarily_pop_interpreter_stack())
+        yield
+
+
+def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, int | None] | None) -> Any:
+    """The outputs of a layer whose weight or bias is a stand-in; NotImplemented if no estimator serves it.
+
+    Args:
+        func: Torch's operation.
+        call: Its call.
+        attending: Inside an attention layer how many examples there are, and their axis around it.
+    """
+    if not isinstance(call, Multiplying) or isinstance(call.input, StandIn):
+        return NotImplemented
+    weight, bias = _served(call, attending)
+    if weight is bias is None:
+        return NotImplemented
+    means = call.weight if weight is None else weight.mean(), call.bias if bias is None else bias.mean()
+    out = _applied(func, call, call.input, *means)
+    for estimator, add in (("local", _with_noise), ("flipout", _with_signs)):
+        own = [each if each is not None and each.estimator == estimator else None for each in (weight, bias)]
+        if any(own):
+            out = add(func, call, out, *own)
+    return out
+
+
+def _served(call: Multiplying, attending: tuple[int, int | None] | None) -> tuple[Drawn | None, Drawn | None]:
+    """The weight and the bias, as far as their estimators serve the call; one that is not has its draw."""
+    roles = {"weight": call.weight, "bias": call.bias}
+    given = {role: each.drawn for role, each in roles.items() if isinstance(each, StandIn)}
+    if not call.known():
+        return None, None
+    first = next(iter(given.values()))
+    call.listener = first  # type: ignore[assignment]  # of it, only the axis of examples is asked for
+    found = call.find_examples(attending)
+    served = {
+        role: each
+        for role, each in given.items()
+        if (found or each.estimator == "local") and each.serves(call.examples, first.name)
+    }
+    for role in given.keys() - served.keys() if served else ():
+        setattr(call, role, given[role].value())
+        given[role].use()
+    return served.get("weight"), served.get("bias")
+
+
+def _applied(
+    func: Callable[..., Any], call: LayerCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """What the layer makes of other inputs and weights."""
+    other = copy(call)
+    other.input, other.weight, other.bias = x, weight, bias
+    out = other.stacked({}) if transforms() else NotImplemented
+    made: Tensor = other.call(func) if out is NotImplemented else out
+    return made
+
+
+def _with_noise(
+    func: Callable[..., Any], call: Multiplying, out: Tensor, weight: Drawn | None, bias: Drawn | None
+) -> Tensor:
+    """Outputs at the mean with noise of the outputs' own variance."""
+    own = None if bias is None else bias.spread()
+    if weight is None:
+        assert bias is not None
+        noise = bias.normal("out", out.shape) * call.by_channel(bias.spread())
+        return out + noise.to(out.dtype)
+    x, std = call.input, weight.spread()
+    narrow = torch.float16 in (x.dtype, autocast_dtype(x))
+    if narrow:  # squares of stds would be zero
+        x, std, own = x.float(), std.float(), None if own is None else own.float()
+    with torch.autocast(x.device.type, enabled=False) if narrow else nullcontext():
+        variance = _applied(func, call, x.square(), std.square(), None if own is None else own.square())
+    root: Tensor = Root.apply(variance)  # type: ignore[no-untyped-call]
+    return torch.addcmul(out, root.to(out.dtype), weight.normal("out", out.shape).to(out.dtype))
+
+
+def _with_signs(
+    func: Callable[..., Any], call: Multiplying, out: Tensor, weight: Drawn | None, bias: Drawn | None
+) -> Tensor:
+    """Outputs at the mean with each example's own signs of one deviation of all weights."""
+    own = None if bias is None else bias.spread()
+    if weight is None:
+        assert bias is not None
+        deviation = call.by_channel(bias.spread()).to(out.dtype)
+        return out + deviation * _signs(bias, "out", call, out)
+    x = call.input * _signs(weight, "in", call, call.input)
+    # A bias has its output channel's sign, and none of the inputs'.
+    return torch.addcmul(out, _applied(func, call, x, weight.spread(), own), _signs(weight, "out", call, out))
+
+
+def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
+    """1 or -1 for each example and channel, of inputs or outputs: they broadcast to these."""
+    shape = [1] * (like.dim() + call.folded)
+    shape[call.axis], shape[call.channel_axis] = call.examples, like.shape[call.channel_axis]
+    noise = drawn.normal(what, shape)
+    signs = torch.ones_like(noise).copysign(noise).to(like.dtype)
+    if not call.folded:
+        return signs
+    return signs.expand(like.shape[0] // call.examples, -1, -1).reshape(like.shape)
+
+
+@final
+class Root(torch.autograd.Function):
+    """The square root, with no gradient at 0, where padding and pruned weights are, or below, by rounding."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(variance: Tensor) -> Tensor:
+        return variance.clamp_min(0.0).sqrt()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return torch.where(root > 0, 0.5 * grad / root, 0.0)

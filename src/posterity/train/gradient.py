@@ -1,0 +1,426 @@
+"""A posterior that is trained by gradient, with any torch optimiser, as a training step sees it.
+
+The loss is that of :func:`~posterity.elbo`: mean NLL + factor · KL / num_data, its expectation over drawn
+weights estimated from ``mc_samples`` of them. It has the gradients that autograd would give it, with all
+weights in a few flat buffers (:mod:`posterity.train.blocks`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, count
+from operator import is_
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from posterity.distributed import several
+from posterity.noise import Domain
+from posterity.objective import Factor, factor_at, refuse_num_data
+from posterity.optim import VariationalOptimizer
+from posterity.optim.checks import bad_gradient
+from posterity.optim.counting import Behind, LossTerms, as_count
+from posterity.optim.state import FlatGroup, zero
+from posterity.optim.statistics import Accumulator
+from posterity.optim.watch import UNTOUCHED
+from posterity.posterior import ByName, Density, DiagonalGaussian, Leaf, Posterior, kl
+from posterity.posterior.divergence import formula_of
+from posterity.posterior.matching import prior_of
+from posterity.posterior.together import alike
+from posterity.train.blocks import Diagonal, Other, give
+from posterity.train.learner import Drawn, Learner, Replays
+from posterity.train.replays import GradientReplays
+from posterity.variational import PRIOR, Variational
+
+# Entries of a group that a graph does not read.
+_UNREAD = ("params", "lr", "initial_lr")
+_generations = count()
+
+
+@final
+class ByGradient(Learner):
+    """A :class:`~posterity.Variational`, and the torch optimiser of its parameters.
+
+    Args:
+        model: Whose module runs.
+        optimizer: Of all parameters of the model that want gradients.
+        prior: N(0, 1) if None.
+        num_data: Training examples.
+        factor: What the KL counts for, times ``num_data``, or a function of ``model.draws`` that gives it.
+        mc_samples: Weight samples of a step.
+    """
+
+    listens = False
+    batch_dim = 0
+
+    def __init__(
+        self,
+        model: Variational,
+        optimizer: Optimizer,
+        *,
+        prior: Posterior | Density | ByName | None,
+        num_data: int | None,
+        factor: Factor,
+        mc_samples: int | None,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer) or isinstance(
+            optimizer, VariationalOptimizer | torch.optim.LBFGS
+        ):
+            raise TypeError(
+                "a posterior that is trained by gradient needs an optimiser of torch such as Adam, not "
+                f"{type(optimizer).__name__}; rules take the plain module"
+            )
+        if other := sorted({each for each in model.estimators.values() if each != "weight"}):
+            raise ValueError(
+                f"compile_step draws one set of weights for a batch, and estimator={other[0]!r} does not: "
+                "train this model in a loop, or build it with estimator='weight'"
+            )
+        if num_data is None:
+            raise ValueError("num_data is missing: pass the number of training examples, which scales the KL")
+        refuse_num_data(num_data)
+        samples = 1 if mc_samples is None else mc_samples
+        if not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
+        self.model, self.module, self.optimizer = model, model.module, optimizer
+        self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
+        self._prior = PRIOR if prior is None else prior
+        self._num_data, self._factor, self._samples = num_data, factor, samples
+        self._max_norm: float | None = None
+        self._behind = Behind(0)
+        self._share: float | Tensor = self._share_now()
+        self._clock: int | Tensor = model.draws
+        self._found: list[object] = []
+        self._quiet = False
+        self.check()
+
+    # What is drawn and moved.
+
+    def check(self) -> None:
+        """Refuse what is missing or foreign, and find all blocks anew where one has changed."""
+        held = self._held()
+        fits = len(held) == len(self._found) and all(map(is_, held, self._found))
+        if not fits or not all(flat.locate() for flat in self._flats()):
+            self._refuse_foreign()
+            self._build()
+            self._found = held
+        for each in self._diagonal:
+            each.follow()
+
+    def _held(self) -> list[object]:
+        """Leaves with their tensors, and what the optimiser has."""
+        leaves = list(self.model.posterior._leaves)
+        parts = chain.from_iterable((*leaf._parameters.values(), *leaf._buffers.values()) for leaf in leaves)
+        groups = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        return [*leaves, *parts, *groups]
+
+    def _refuse_foreign(self) -> None:
+        own = dict(self.model.named_parameters())
+        held = {p for group in self.optimizer.param_groups for p in group["params"]}
+        name = type(self.optimizer).__name__
+        for path, p in own.items():
+            if p.requires_grad and p not in held:
+                raise ValueError(
+                    f"{name} does not hold {path!r}: build it from the parameters() of what variational() "
+                    "gave, or freeze that parameter"
+                )
+        if foreign := held - set(own.values()):
+            shape = list(next(iter(foreign)).shape)
+            raise ValueError(
+                f"{name} holds a parameter of shape {shape} that the model does not have: build it from the "
+                "model's own parameters()"
+            )
+
+    def _build(self) -> None:
+        q, params = self.model.posterior, dict(self.module.named_parameters())
+        leaves = q.blocks
+        priors = {name: prior_of(self._prior, name, q.tensors[name], leaf) for name, leaf in leaves.items()}
+        with torch.no_grad():  # refuses a prior that does not fit
+            kl(q, self._prior, seed=self.model.seed)
+
+        def kind(name: str) -> object:
+            leaf, prior = leaves[name], priors[name]
+            masks = leaf.keep is None, leaf.held is None
+            return (*masks, DiagonalGaussian if isinstance(prior, DiagonalGaussian) else id(prior))
+
+        flat = {
+            name: leaf
+            for name, leaf in leaves.items()
+            if type(leaf) is DiagonalGaussian and leaf.stores_raw and _elementwise(priors[name])
+        }
+        self._diagonal = [
+            Diagonal(
+                number,
+                group,
+                [params[name] for name in group],
+                [priors[name] for name in group],
+            )
+            for number, group in enumerate(alike(flat, kind))
+        ]
+        self._other = [
+            Other(name, leaf, [params[each] for each in q.tensors[name]], priors[name])
+            for name, leaf in leaves.items()
+            if name not in flat
+        ]
+        drawn = {each for names in q.tensors.values() for each in names}
+        plain: dict[object, list[tuple[str, Tensor]]] = {}
+        for name, p in params.items():
+            if name not in drawn:
+                plain.setdefault((p.device, p.dtype), []).append((name, p))
+        self._plain = [
+            FlatGroup(
+                number,
+                [name for name, _ in pairs],
+                [p for _, p in pairs],
+                {p: {"step": zero()} for _, p in pairs},
+            )
+            for number, pairs in enumerate(plain.values())
+        ]
+        self._params: list[Tensor] = list(params.values())
+        self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
+        self._generation = next(_generations)
+
+    def _blocks(self) -> list[Diagonal | Other]:
+        return [*self._diagonal, *self._other]
+
+    def _flats(self) -> list[FlatGroup]:
+        return [*(each.flat for each in self._diagonal), *self._plain] if self._found else []
+
+    def parameters(self) -> list[Tensor]:
+        """The module's own."""
+        return self._params
+
+    def samples(self) -> int:
+        """As the user has it."""
+        return self._samples
+
+    # A step.
+
+    def _share_now(self) -> float:
+        """What the KL counts for in the loss of the next step."""
+        return factor_at(self._factor, self.model.draws) / self._num_data
+
+    def begin(self, examples: int | None, count: float | Tensor | None) -> None:
+        """Take note of this step's numbers."""
+        if several():
+            raise RuntimeError(
+                "compile_step trains a variational() model in one process: of several, train "
+                "DistributedDataParallel(variational(net)) in a loop"
+            )
+        self._behind = self.behind(examples, as_count(count))
+        self._share, self._clock = self._share_now(), self.model.draws
+
+    def expect(self, behind: Behind) -> None:
+        """The same, in a captured step."""
+        self._behind = behind
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        """Where the noise of this step is."""
+        return {"seed": self.model.seed, "step": self._clock, "domain": Domain.TRAIN}
+
+    def draw(self, rows: range, weight: float) -> Drawn:
+        """Weights of all blocks."""
+        drawn = Drawn({}, {}, [])
+        sources: list[Any] = []
+        for each in self._diagonal:
+            sources.append(each.draw(rows, weight, self._at))
+            each.hand_out(sources[-1], self.sums, drawn.weights, drawn.sinks)
+        for other in self._other:
+            sources.append(other.draw(rows, self._at))
+            other.hand_out(sources[-1], drawn.weights)
+        return drawn._replace(sources=sources)
+
+    def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:
+        """Nothing but gradients."""
+        return nullcontext()
+
+    def absorb(self, grads: Mapping[Tensor, Tensor | None], drawn: Drawn, rows: range, weight: float) -> None:
+        """Add them to the sums, and what the KL says of these weights."""
+        self.sums.samples += len(rows)
+        share, scale = self._share, self._behind.scale
+        sources = iter(drawn.sources)
+        for each in self._diagonal:
+            each.absorb(grads, next(sources), self.sums, share, scale)
+        for other in self._other:
+            other.absorb(grads, next(sources), rows, weight, share, scale, self._at)
+        for flat in self._plain:
+            own = {i: grad for i, p in enumerate(flat.params) if (grad := grads.get(p)) is not None}
+            if own:
+                self.sums.of(flat, None).add(own, None, weight)
+
+    def publish(self, losses: Tensor, max_norm: float | None) -> Tensor:
+        """Gradients are complete in the end only."""
+        self._max_norm = max_norm
+        return losses
+
+    @torch.no_grad()
+    def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Give all parameters their gradients; the negative ELBO."""
+        share, scale = self._share, self._behind.scale
+        for p in self._own:
+            p.grad = None  # of the last step, or of before it was frozen
+        for each in self._diagonal:
+            each.finish(self.sums, share, scale)
+        for other in self._other:
+            other.finish()
+        for flat in self._plain:
+            mine = self.sums.of(flat, None)
+            views = flat.layout.views(mine.grad.to(flat.dtype))
+            for i in mine.used:
+                give(flat.params[i], views[i] if scale is None else views[i] * scale)
+        if self._max_norm is not None:
+            clip_grad_norm_(self._trained(), self._max_norm)
+        loss = losses.mean() if scale is None else losses.mean() * scale
+        for block in self._blocks():
+            loss = loss + torch.as_tensor(share * block.divergence).to(loss)
+        return loss[None], [sums.poison for sums in self.sums]
+
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
+        """Move, if loss and gradients are finite."""
+        loss = self.finish(losses)[0][0]
+        grads = [p.grad for p in self._trained() if p.grad is not None]
+        # Sums, which are not finite either; a norm takes a CPU ten times as long.
+        judged = [loss, *(grad.sum(dtype=loss.dtype).to(loss.device) for grad in grads)]
+        if not math.isfinite(float(torch.stack(judged).abs().sum())):
+            what = bad_gradient(self.model.named_parameters()) or "the loss"
+            if not math.isfinite(float(loss)):
+                what = f"the loss is {float(loss):g}"
+                raise FloatingPointError(f"{what}; {UNTOUCHED}")
+            raise FloatingPointError(f"{what} is not finite; {UNTOUCHED}")
+        self.terms.judge(self._behind.batch_size, examples, counted=count is not None)
+        self.move(self._behind, None)
+        self.reset()
+        return loss
+
+    def behind(self, examples: int | None, count: float | None) -> Behind:
+        """The loss becomes a mean over examples."""
+        if count is None:
+            return Behind(examples or 0)
+        if not examples:
+            raise ValueError(
+                f"count={count:g} needs the number of examples beside it: let the batch begin with a tensor "
+                "that has them on its first axis"
+            )
+        return Behind(examples, count / examples)
+
+    @torch.no_grad()
+    def move(self, behind: Behind, ok: Tensor | None) -> None:
+        """A step of the optimiser."""
+        optimizer = self.optimizer
+        if ok is None:
+            with warnings.catch_warnings() if self._quiet else nullcontext():
+                if self._quiet:  # said once, of steps that come before a capture or between two
+                    warnings.filterwarnings("ignore", message="This instance was constructed with capturable")
+                optimizer.step()
+        elif all(group.get("fused") for group in optimizer.param_groups):
+            # What tells fused kernels of a GradScaler's bad step; they leave state and parameters alone then.
+            optimizer.grad_scale, optimizer.found_inf = None, (~ok).float()  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            before = [(tensor, tensor.clone()) for tensor in self.tensors()]
+            optimizer.step()
+            for tensor, then in before:
+                torch.where(ok, tensor, then, out=tensor)
+        torch.clear_autocast_cache()  # of weights that were
+        self.model.draws += 1
+
+    def overshot(self) -> str:
+        """No setting but the optimiser's lr makes its steps smaller."""
+        return "the step would give a mean or a std that is not finite: lower the optimiser's lr"
+
+    def drop(self) -> None:
+        """Forget sums and gradients."""
+        self.optimizer.zero_grad()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sums."""
+        self.sums.clear()
+        self.terms.clear()
+        for block in self._blocks():
+            block.clear()
+
+    # Captured steps.
+
+    def devices(self) -> set[torch.device]:
+        """Of all parameters."""
+        return {p.device for p in self._own}
+
+    def make_capturable(self) -> None:
+        """Let the optimiser's steps be captured, or say why they cannot be."""
+        for group in self.optimizer.param_groups:
+            if group.get("capturable") is False:
+                group["capturable"] = self._quiet = True
+                for p in group["params"]:
+                    state = self.optimizer.state.get(p, {})
+                    if "step" in state:
+                        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device)
+        if not self.captures():
+            warnings.warn(
+                f"steps of {type(self.optimizer).__name__} are not captured as CUDA graphs: build it with "
+                "capturable=True or fused=True if it has either",
+                stacklevel=4,
+            )
+
+    def captures(self) -> bool:
+        """Whether the optimiser reads its numbers on the device."""
+        return all(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
+
+    def settle(self) -> None:
+        """Nothing waits."""
+
+    def fixed(self) -> tuple[object, ...]:
+        """Where parameters and the optimiser's state lie, and its settings."""
+        return (
+            self._generation,
+            tuple(tensor.data_ptr() for tensor in chain(self._own, self._state())),
+            tuple(p.requires_grad for p in self._own),
+            tuple(
+                value if isinstance(value, Hashable) else str(value)
+                for group in self.optimizer.param_groups
+                for key, value in group.items()
+                if key not in _UNREAD
+            ),
+        )
+
+    @property
+    def generation(self) -> int:
+        """New whenever blocks were found anew."""
+        return self._generation
+
+    def _state(self) -> list[Tensor]:
+        states = self.optimizer.state.values()
+        return [each for state in states for each in state.values() if isinstance(each, Tensor)]
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters, and the optimiser's state."""
+        return [*(p.detach() for p in self._trained()), *self._state()]
+
+    def replays(self, device: torch.device) -> Replays:
+        """Learning rates and the KL's share."""
+        return GradientReplays(self, device)
+
+    def seen(self, loss: float) -> None:
+        """Refuse what is not finite."""
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss:g}; {UNTOUCHED}")
+
+
+def _elementwise(prior: Leaf | Density) -> bool:
+    """Whether a prior says of each weight alone what it says, so that blocks may lie end to end."""
+    formula, needs_draw = formula_of(DiagonalGaussian, type(prior))
+    if isinstance(prior, Density):
+        return not needs_draw
+    return type(prior) is DiagonalGaussian and formula is not None

@@ -1,0 +1,202 @@
+"""A rule, such as BGD or VOGN, as a training step sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from posterity.optim import VariationalOptimizer
+from posterity.optim.counting import Behind, as_count, behind
+from posterity.optim.statistics import Sink
+from posterity.optim.step import absorb, apply, collecting, draw
+from posterity.optim.together import pool
+from posterity.train.learner import Drawn, Learner, Replays
+from posterity.train.replays import RuleReplays
+
+# Entries of a group that a graph does not read.
+_UNREAD = ("params", "param_names", "initial_lr", "steps")
+
+
+@final
+class ByRule(Learner):
+    """A rule's optimiser and the module that holds its parameters.
+
+    Args:
+        module: The module.
+        opt: The optimiser.
+    """
+
+    def __init__(self, module: nn.Module, opt: VariationalOptimizer) -> None:
+        # A wrapper's averaging is passed by.
+        self.module = module.module if isinstance(module, DistributedDataParallel) else module
+        self.opt, self.batch_dim = opt, opt.batch_dim
+        self.listens = opt.collects is not None
+        self._given: tuple[int | None, float | Tensor | None] = None, None
+        held = set(self.module.parameters())
+        for group in opt.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p not in held:
+                    raise ValueError(f"the optimiser holds {name!r}, which is no parameter of this model")
+
+    # Those of the optimiser are made anew when it is loaded.
+    @property
+    def sums(self) -> Any:  # type: ignore[override]
+        """The optimiser's, of this process."""
+        return self.opt.local
+
+    @property
+    def terms(self) -> Any:  # type: ignore[override]
+        """The optimiser's."""
+        return self.opt.terms
+
+    def parameters(self) -> list[Tensor]:
+        """Those that the optimiser holds."""
+        return self.opt.parameters()
+
+    def samples(self) -> int:
+        """What all groups have as ``mc_samples``, if one of them draws."""
+        groups = self.opt.param_groups
+        draws = self.opt.draws and not all(group["deterministic"] for group in groups)
+        return self.opt.own_samples() if draws else 0
+
+    def check(self) -> None:
+        """Refuse entries of groups that no rule can use."""
+        self.opt.check_changed()
+
+    def begin(self, examples: int | None, count: float | Tensor | None) -> None:
+        """Refuse samples of contexts, and gradients from elsewhere."""
+        if self.opt.taken():
+            raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
+        self.opt.refuse_foreign()
+        self._given = examples, count
+
+    def pooling(self) -> AbstractContextManager[object]:
+        """Of several processes the optimiser adds up the sums itself."""
+        return nullcontext() if self.opt.world.size == 1 else self.opt.pooling()
+
+    def expect(self, behind: Behind) -> None:
+        """A rule is told when it moves."""
+
+    def draw(self, rows: range, weight: float) -> Drawn:
+        """Weights by the rule's stds."""
+        opt, one = self.opt, len(rows) == 1
+        sources = draw(opt, opt.numbered(rows, round(1 / weight)), weight)
+        weights: dict[Tensor, Tensor] = {}
+        sinks: dict[Tensor, Sink] = {}
+        for each in sources:
+            views = each.group.layout.views(each.flat) if one else each.weights()
+            for block, (p, own) in enumerate(zip(each.group.params, views, strict=True)):
+                weights[p] = own.requires_grad_(p.requires_grad)
+                if p.requires_grad and opt.collects is None:
+                    sinks[own] = Sink(opt.local, each.group, each.noise, block)
+        return Drawn(weights, sinks, sources)
+
+    def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:
+        """Layers report the curvature that the rule wants."""
+        return collecting(self.opt, drawn.weights, stacked=stacked)
+
+    def absorb(self, grads: Mapping[Tensor, Tensor | None], drawn: Drawn, rows: range, weight: float) -> None:
+        """Add to the optimiser's statistics."""
+        found = [grads.get(p) for p in self.opt.parameters()]
+        absorb(self.opt, found, drawn.sources, len(rows), weight)
+
+    def publish(self, losses: Tensor, max_norm: float | None) -> Tensor:
+        """E[g] goes to ``p.grad``."""
+        opt, (examples, count) = self.opt, self._given
+        if opt.pools:
+            opt.local.add_inputs(None if examples is None else examples * opt.local.samples)
+            (losses,) = pool(opt, [losses], as_count(count))
+            losses = losses[None]
+        opt.sums.publish(last=True)
+        if max_norm is not None:
+            clip_grad_norm_(opt.parameters(), max_norm)
+        return losses
+
+    def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
+        """The optimiser's own step."""
+        sums, loss = self.opt.sums, losses.mean()
+        sums.losses.append(loss)
+        if not self.opt.pools:
+            sums.add_inputs(None if examples is None else examples * sums.samples)
+        self.opt.step(count=count)
+        return loss
+
+    def behind(self, examples: int | None, count: float | None) -> Behind:
+        """As the optimiser has it."""
+        return behind(self.opt, None, examples, count)
+
+    def overshot(self) -> str:
+        """The optimiser's own sentence."""
+        return self.opt.overshot()
+
+    def drop(self) -> None:
+        """Forget samples and gradients."""
+        self.opt.zero_grad()
+
+    @property
+    def ok(self) -> Tensor | None:
+        """The optimiser's flag."""
+        return self.opt.ok
+
+    def devices(self) -> set[torch.device]:
+        """Of all parameters."""
+        return {p.device for p in self.opt.parameters()}
+
+    def captures(self) -> bool:
+        """As the rule says; of several processes one might capture a step that another runs as it is."""
+        return self.opt.world.size == 1 and self.opt.captures()
+
+    def settle(self) -> None:
+        """Verdicts that wait, and gradients from elsewhere."""
+        self.opt.settle_step()
+        self.opt.refuse_foreign()
+
+    def fixed(self) -> tuple[object, ...]:
+        """The cache of state, and entries of groups."""
+        unread = (*_UNREAD, *self.opt.scheduled)
+        return (
+            self.opt.cache.generation,
+            tuple(
+                value if isinstance(value, Hashable) else str(value)
+                for group in self.opt.param_groups
+                for key, value in group.items()
+                if key not in unread
+            ),
+        )
+
+    @property
+    def generation(self) -> int:
+        """Of the cache of state."""
+        return self.opt.cache.generation
+
+    def tensors(self) -> list[Tensor]:
+        """Means and state."""
+        self.opt.cache.groups()  # else a capture would begin with what the cache reads anew
+        return [*self.opt.parameters(), *self.opt.cache.tensors()]
+
+    def replays(self, device: torch.device) -> Replays:
+        """Counts of updates, gradients, and what is scheduled."""
+        return RuleReplays(self.opt, device)
+
+    def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Sums become means."""
+        self.opt.sums.finish()
+        return losses, [sums.poison for sums in self.opt.sums]
+
+    def move(self, behind: Behind, ok: Tensor | None) -> None:
+        """Hand the means to the rule."""
+        apply(self.opt, behind, ok)
+
+    def reset(self) -> None:
+        """Drop the sums."""
+        self.opt.reset()
+
+    def seen(self, loss: float) -> None:
+        """The optimiser's watch looks at every loss."""
+        self.opt.watch(loss)

@@ -1,0 +1,197 @@
+"""Leaves end to end give what the leaves alone give: weights, divergences and gradients."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import posterity
+from posterity import ByName, DiagonalGaussian, IsotropicGaussian, ScaleMixture, Variational, kl, variational
+from posterity.noise import Domain
+from posterity.posterior.together import together
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(9, 6, padding_idx=0), nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 3)]
+    return nn.Sequential(*layers).double()
+
+
+X = torch.randint(0, 9, (16, 3), generator=torch.Generator().manual_seed(1))
+
+
+def whole(*_: Any) -> Variational:
+    return variational(net(), std_init=0.2, seed=4)
+
+
+def pruned(*_: Any) -> Variational:
+    model = Variational(net(), posterity.prune(whole().posterior, 0.4), seed=4)
+    assert any(leaf.keep is not None for leaf in model.posterior.blocks.values())
+    return model
+
+
+def mixed(*_: Any) -> Variational:
+    model = net()
+    model[2].float()
+    return variational(nn.Sequential(*model[:2], Cast(model[2]), *model[3:]), std_init=0.2, seed=4)
+
+
+class Cast(nn.Module):
+    """A layer in single precision among others in double."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.float()).double()
+
+
+def frozen(*_: Any) -> Variational:
+    model = whole()
+    model.module[2].weight.requires_grad_(False)
+    model.posterior.block("4.weight").raw.requires_grad_(False)
+    return model
+
+
+PRIORS = {
+    "isotropic": IsotropicGaussian(0.7, 0.1),
+    "mixture": ScaleMixture(0.3, 1.0, 0.1),
+    "by name": ByName({"*.bias": IsotropicGaussian(2.0), "*": ScaleMixture()}),
+    "gaussians by name": ByName({"*.bias": IsotropicGaussian(2.0), "*": IsotropicGaussian(0.3)}),
+    "posterior": None,
+}
+
+
+def alone(model: Variational, prior: Any) -> tuple[dict[str, torch.Tensor], list[torch.Tensor | None]]:
+    """Weights, and gradients of a loss with the KL in it, leaf by leaf."""
+    q = model.posterior
+    drawn = q._sample(range(1), model.seed, 0, Domain.TRAIN)
+    one = {name: w[0] for name, w in drawn.items()}
+    loss = torch.func.functional_call(model.module, one, (X,)).square().mean()
+    loss = loss + 0.1 * kl(q, prior, weights=drawn)
+    return {**one, "loss": loss}, torch.autograd.grad(loss, wanted(model), allow_unused=True)
+
+
+def wanted(model: Variational) -> list[torch.Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("make", [whole, pruned, mixed, frozen])
+@pytest.mark.parametrize("name", PRIORS)
+def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: Any, name: str) -> None:
+    model = make()
+    prior = PRIORS[name] or copy.deepcopy(make().posterior).frozen()
+    expected, grads = alone(model, prior)
+    seen: dict[str, torch.Tensor] = {}
+    for path, layer in model.module.named_modules():
+        for own, _ in layer.named_parameters(recurse=False):
+            layer.register_forward_pre_hook(
+                lambda layer, _, path=path, own=own: seen.update({f"{path}.{own}": getattr(layer, own)})
+            )
+    loss = model(X).square().mean()
+    assert model._joined
+    loss = loss + 0.1 * model.kl(prior)
+    loss.backward()
+    single = any(p.dtype == torch.float32 for p in model.parameters())
+    close = {"rtol": 1e-5, "atol": 1e-6, "check_dtype": False} if single else {"rtol": 1e-12, "atol": 1e-12}
+    for key, value in expected.items():
+        torch.testing.assert_close(loss if key == "loss" else seen[key], value, **close)
+    for p, grad in zip(wanted(model), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, **close)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_leaves_that_are_replaced_cast_held_or_changed_are_seen() -> None:
+    model = whole()
+    model(X)
+    leaf = model.posterior.block("2.weight")
+    with torch.no_grad():
+        leaf.raw.add_(1.0)
+    after: list[Any] = []
+
+    def check() -> None:
+        model.draws = 0
+        with torch.no_grad():
+            drawn = model._draw_one()
+            expected = model.posterior._sample(range(1), model.seed, 0, Domain.TRAIN)
+        for name, w in expected.items():
+            torch.testing.assert_close(drawn[name], w[0])
+        after.append({name: w.clone() for name, w in drawn.items()})
+
+    check()
+    leaf.hold(torch.arange(18).expand(7, 18) % 2 == 0)
+    check()
+    held = leaf.held.clone()
+    leaf.held[:, :9] = False  # in place
+    check()
+    assert not torch.equal(held, leaf.held)
+    model.posterior._leaves[1] = DiagonalGaussian(model.module[2].weight, 0.5, trainable=True)
+    check()
+    model.float()
+    check()
+    assert {w.dtype for w in after[-1].values()} == {torch.float32}
+    for a, b in pairwise(after[:-1]):
+        assert not torch.equal(a["2.weight"], b["2.weight"])
+
+
+def test_second_derivatives_and_draws_before_one_backward_pass() -> None:
+    model = whole()
+    losses = [model(X).square().mean() + 0.1 * model.kl() for _ in range(2)]
+    (losses[0] + losses[1]).backward()
+    both = [p.grad.clone() for p in wanted(model)]
+    parts = []
+    for i in range(2):
+        model.draws = i
+        loss = model(X).square().mean() + 0.1 * model.kl()
+        parts.append(torch.autograd.grad(loss, wanted(model), create_graph=True))
+    for total, a, b in zip(both, *parts, strict=True):
+        torch.testing.assert_close(total, a + b)
+    norm = torch.stack([grad.square().sum() for grad in parts[0]]).sum()
+    curvature = torch.autograd.grad(norm, wanted(model))
+    direction, step = [torch.randn_like(p) for p in wanted(model)], 1e-5
+    direction[0][0] = 0.0  # the padding row, which no gradient reaches
+
+    def norm_at(shift: float) -> torch.Tensor:
+        with torch.no_grad():
+            for p, d in zip(wanted(model), direction, strict=True):
+                p.add_(d, alpha=shift)
+        model.draws = 0
+        loss = model(X).square().mean() + 0.1 * model.kl()
+        return torch.stack([g.square().sum() for g in torch.autograd.grad(loss, wanted(model))]).sum()
+
+    slope = (norm_at(step) - norm_at(-2 * step)) / (2 * step)
+    expected = sum((c * d).sum() for c, d in zip(curvature, direction, strict=True))
+    torch.testing.assert_close(slope, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_leaves_alone_in_their_kind_are_left_to_themselves() -> None:
+    leaf = DiagonalGaussian(torch.zeros(3), 0.5, trainable=True)
+    fixed = DiagonalGaussian(torch.zeros(3), 0.5)
+    assert together({"a": leaf, "b": fixed}) == []
+
+
+def test_the_spread_gap_has_the_derivative_of_its_value() -> None:
+    q = DiagonalGaussian(torch.zeros(9).double(), torch.logspace(-3, 3, 9).double(), trainable=True)
+    raw = q.raw.detach().clone().requires_grad_()
+    std = nn.functional.softplus(raw)
+    normal = torch.distributions.Normal
+    expected = torch.distributions.kl_divergence(normal(q.loc.detach(), std), normal(0.0, 1.0)).sum()
+    found = kl(q, IsotropicGaussian())
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, q.raw)[0], torch.autograd.grad(expected, raw)[0], rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("size", [5, (1 << 16) + 5])
+def test_the_divergence_to_the_same_gaussian_is_exact_in_any_number_of_parts(size: int) -> None:
+    growth = torch.linspace(-1e-4, 1e-4, size, dtype=torch.float64)
+    q = DiagonalGaussian(torch.zeros(size).double(), 1.0 + growth)
+    exact = 0.5 * (2 * growth**2 - 2 / 3 * growth**3 + 0.5 * growth**4).sum()  # of r² − 1 − 2 log r
+    torch.testing.assert_close(kl(q, IsotropicGaussian()), exact, rtol=1e-9, atol=0.0)

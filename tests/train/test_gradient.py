@@ -1,0 +1,496 @@
+"""``compile_step`` of a variational model gives what a plain loop gives: by elbo(), backward() and step()."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import posterity
+from conformance.stand_in import install
+from posterity import (
+    ByName,
+    DiagonalGaussian,
+    IsotropicGaussian,
+    Leaf,
+    ScaleMixture,
+    Variational,
+    elbo,
+    register_kl,
+    variational,
+    warmup,
+)
+from posterity.optim.state import FlatGroup
+from posterity.train import blocks
+from posterity.train.compiled import CapturedStep
+from posterity.train.gradient import ByGradient
+from posterity.train.step import TrainStep
+
+N = 50
+X = torch.randint(0, 9, (12, 4), generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(2))
+
+
+class Net(nn.Module):
+    """With a padding row, BatchNorm, a parameter that nothing uses and one that is not drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 5, padding_idx=0)
+        self.first = nn.Linear(20, 7, bias=False)  # of which BatchNorm would leave a gradient of rounding
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 3)
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.norm(self.first(self.words(x).flatten(1)))))
+
+
+def model(**more: Any) -> Variational:
+    torch.manual_seed(0)
+    return variational(Net().double(), **{"std_init": 0.1, "seed": 3, "deterministic": "norm.*", **more})
+
+
+def pruned() -> Variational:
+    return Variational(model().module, posterity.prune(model().posterior, 0.4), seed=3)
+
+
+def loss_fn(net: nn.Module, x: Tensor = X, y: Tensor = Y) -> Tensor:
+    return F.cross_entropy(net(x), y)
+
+
+PRIORS: dict[str, Callable[[], Any]] = {
+    "gaussian": lambda: IsotropicGaussian(0.5),
+    "mixture": ScaleMixture,
+    "by name": lambda: ByName({"*.bias": IsotropicGaussian(2.0), "*": ScaleMixture(0.3, 1.0, 0.1)}),
+    "posterior": lambda: model(std_init=0.2).posterior.frozen(),
+}
+OPTIMISERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+}
+
+
+def by_hand(
+    m: Variational,
+    opt: torch.optim.Optimizer,
+    prior: Any,
+    samples: int = 1,
+    factor: Any = 1.0,
+    step: int = 0,
+    x: Tensor = X,
+    y: Tensor = Y,
+    max_norm: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """A step of a plain loop."""
+    opt.zero_grad()
+    outputs = m(x)[None] if samples == 1 else m.outputs(x, samples=samples)
+    nll = torch.stack([F.cross_entropy(each, y) for each in outputs]).mean() * scale
+    loss = elbo(nll, m.kl(prior), num_data=N, factor=factor, step=step)
+    loss.backward()
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(m.parameters(), max_norm)
+    opt.step()
+    return loss.detach()
+
+
+def everything(m: Variational, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {name: value for name, value in m.state_dict().items() if isinstance(value, Tensor)}
+    for name, p in m.named_parameters():
+        found |= {f"{key} of {name}": value for key, value in opt.state[p].items() if value is not None}
+    return {name: value.detach().clone() for name, value in found.items()} | {"draws": torch.tensor(m.draws)}
+
+
+def near(a: Mapping[str, Tensor], b: Mapping[str, Tensor], rtol: float = 1e-9) -> None:
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        torch.testing.assert_close(
+            b[key], value, rtol=rtol, atol=0.01 * rtol, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("prior", PRIORS)
+def test_compiled_equals_plain_loop(prior: str, optimiser: str, samples: int) -> None:
+    results = []
+    for compiled in (False, True):
+        m = model()
+        opt, p = OPTIMISERS[optimiser](m.parameters()), PRIORS[prior]()
+        step = posterity.compile_step(m, loss_fn, opt, prior=p, num_data=N, factor=0.3, mc_samples=samples)
+        losses = [step(X, Y) if compiled else by_hand(m, opt, p, samples, 0.3, i) for i in range(4)]
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+    near(*results)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("make", [pruned, lambda: model(deterministic=())], ids=["pruned", "all drawn"])
+@pytest.mark.parametrize("prior", ["gaussian", "mixture"])
+def test_masks_and_buffers_are_as_in_a_plain_loop(
+    prior: str, make: Callable[[], Variational], samples: int
+) -> None:
+    results = []
+    for compiled in (False, True):
+        m = make()
+        opt, p = OPTIMISERS["Adam"](m.parameters()), PRIORS[prior]()
+        step = posterity.compile_step(m, loss_fn, opt, prior=p, num_data=N, mc_samples=samples)
+        row = m.module.words.weight[0].detach().clone()
+        for i in range(3):
+            step(X, Y) if compiled else by_hand(m, opt, p, samples, 1.0, i)
+        assert torch.equal(m.module.words.weight[0], row)
+        assert int(m.module.norm.num_batches_tracked) == 3
+        results.append(everything(m, opt))
+    near(*results)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("make", [pruned, model], ids=["pruned", "whole"])
+@pytest.mark.parametrize("prior", ["gaussian", "mixture"])
+def test_padding_between_blocks_as_a_gpu_has_it_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, prior: str, make: Callable[[], Variational], samples: int
+) -> None:
+    monkeypatch.setattr(blocks, "FlatGroup", lambda *given, align: FlatGroup(*given))
+    results = []
+    for compiled in (False, True):
+        m = make()
+        opt, p = OPTIMISERS["Adam"](m.parameters()), PRIORS[prior]()
+        step = posterity.compile_step(m, loss_fn, opt, prior=p, num_data=N, mc_samples=samples)
+        losses = [step(X, Y) if compiled else by_hand(m, opt, p, samples, 1.0, i) for i in range(3)]
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+    near(*results)
+
+
+def test_chunks_of_samples_and_parts_of_the_batch() -> None:
+    results = []
+    for chunk in (None, 2):
+        m = model()
+        opt = OPTIMISERS["Adam"](m.parameters())
+        prior = ByName({"*.bias": IsotropicGaussian(), "*": ScaleMixture()})
+        step = posterity.compile_step(m, loss_fn, opt, prior=prior, num_data=N, mc_samples=5, chunk=chunk)
+        losses = [step(X, Y) for _ in range(3)]
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+    near(*results)
+    m = model(deterministic=())
+    m.eval()
+    opt = torch.optim.SGD(m.parameters(), lr=0.0)
+    step = posterity.compile_step(m, loss_fn, opt, num_data=N, parts=2)
+    q = m.posterior._sample(range(2), m.seed, 0, posterity.noise.Domain.TRAIN)
+    halves = []
+    for n in range(2):
+        one = {name: w[n] for name, w in q.items()}
+        halves.append(
+            F.cross_entropy(
+                torch.func.functional_call(m.module, one, (X[6 * n : 6 * n + 6],)), Y[6 * n :][:6]
+            )
+        )
+    torch.testing.assert_close(step(X, Y), (torch.stack(halves).mean() + m.kl() / N).detach())
+
+
+def test_clipping_schedules_counts_and_frozen_parameters() -> None:
+    results = []
+    for compiled in (False, True):
+        m = model()
+        m.module.first.weight.requires_grad_(False)
+        m.posterior.block("last.weight").raw.requires_grad_(False)
+        opt = torch.optim.Adam(m.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)
+        prior, factor = ScaleMixture(), warmup(4)
+        step = posterity.compile_step(m, loss_fn, opt, prior=prior, num_data=N, factor=factor, max_norm=0.05)
+        losses = []
+        for i in range(6):
+            more = {"factor": factor, "step": i, "max_norm": 0.05, "scale": 4.0}
+            losses.append(step(X, Y, count=48) if compiled else by_hand(m, opt, prior, **more))
+            schedule.step()
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+    near(*results)
+
+
+def test_batches_in_dicts() -> None:
+    results = []
+    for nested in (False, True):
+        m = model()
+        opt = OPTIMISERS["Adam"](m.parameters())
+        one = (lambda net, b: loss_fn(net, b["x"], b["y"])) if nested else loss_fn
+        step = posterity.compile_step(m, one, opt, num_data=N, mc_samples=2)
+        for _ in range(2):
+            step({"x": X, "y": Y}) if nested else step(X, Y)
+        results.append(everything(m, opt))
+    near(*results)
+
+
+class Tilted(Leaf):
+    """``loc + std · noise · z``, with one std, and one z for all weights: nothing that is diagonal."""
+
+    def __init__(self, mean: Tensor, std: float) -> None:
+        super().__init__(mean.shape)
+        self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
+        self.log_std = nn.Parameter(torch.full((), math.log(std), dtype=mean.dtype))
+
+    @property
+    def noise_shapes(self) -> dict[str, torch.Size]:
+        return {"": self.shape, "z": torch.Size([1])}
+
+    def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
+        z = noise["z"].reshape(-1, *[1] * len(self.shape))
+        return self.loc + self.log_std.exp() * noise[""] * z
+
+    def std(self) -> Tensor:
+        return self.log_std.exp().expand(self.shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.total(-((value - self.loc) * torch.exp(-self.log_std)).abs() - self.log_std)
+
+    def pruned(self, keep: Tensor) -> Self:
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        raise NotImplementedError
+
+
+@register_kl(Tilted, IsotropicGaussian, needs_draw=True)
+def _(q: Tilted, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> Tensor:
+    return (q.draw(noise) / p.std).square().sum((-2, -1)).mean() - q.shape.numel() * q.log_std
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("prior", ["gaussian", "mixture"])
+def test_leaves_of_any_family_are_drawn_beside_the_diagonal_ones(prior: str, samples: int) -> None:
+    results = []
+    for compiled in (False, True):
+        m = model(family={"first.weight": Tilted, "*": DiagonalGaussian})
+        opt, p = OPTIMISERS["Adam"](m.parameters()), PRIORS[prior]()
+        step = posterity.compile_step(m, loss_fn, opt, prior=p, num_data=N, mc_samples=samples)
+        losses = [step(X, Y) if compiled else by_hand(m, opt, p, samples, 1.0, i) for i in range(3)]
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+    near(*results)
+
+
+@pytest.mark.parametrize("prior", ["gaussian", "mixture"])
+def test_resuming_is_exact(prior: str) -> None:
+    def make() -> tuple[Variational, torch.optim.Optimizer, Any]:
+        m = model()
+        opt = OPTIMISERS["Adam"](m.parameters())
+        factor = warmup(5)
+        return (
+            m,
+            opt,
+            posterity.compile_step(
+                m, loss_fn, opt, prior=PRIORS[prior](), num_data=N, factor=factor, mc_samples=2
+            ),
+        )
+
+    m, opt, step = make()
+    for _ in range(2):
+        step(X, Y)
+    saved = copy.deepcopy((m.state_dict(), opt.state_dict()))
+    for _ in range(2):
+        step(X, Y)
+    other, again, resumed = make()
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    for _ in range(2):
+        resumed(X, Y)
+    a, b = everything(m, opt), everything(other, again)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_steps_with_other_priors_leaves_and_parameters_are_followed() -> None:
+    m, prior = model(), model(std_init=0.2).posterior.frozen()
+    other, same = model(), prior
+    opts = [OPTIMISERS["Adam"](each.parameters()) for each in (m, other)]
+    step = posterity.compile_step(m, loss_fn, opts[0], prior=prior, num_data=N)
+    for i in range(4):
+        if i == 1:
+            with torch.no_grad():
+                prior.block("last.weight").raw.mul_(2.0)  # in place
+        if i == 2:
+            for each in (m, other):
+                held = torch.zeros(7, 20, dtype=torch.bool)
+                held[0] = True
+                each.posterior.block("first.weight").hold(held)
+        if i == 3:
+            for each in (m, other):
+                each.module.last.bias.requires_grad_(False)
+                each.posterior.block("first.weight").raw.requires_grad_(False)
+        step(X, Y)
+        by_hand(other, opts[1], same, 1, 1.0, i)
+        near(everything(m, opts[0]), everything(other, opts[1]))
+
+
+def test_a_loss_or_gradient_that_is_not_finite_moves_nothing() -> None:
+    m = model(std_init=0.01)
+    opt = OPTIMISERS["Adam"](m.parameters())
+    bad = [False]
+
+    def one(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = loss_fn(net, x, y)
+        root = (net.last.bias - net.last.bias.detach()).abs().sum().sqrt()  # an infinite gradient of a zero
+        return out * torch.nan if bad[0] == "loss" else out + root if bad[0] else out
+
+    step = posterity.compile_step(m, one, opt, num_data=N)
+    step(X, Y)
+    before = everything(m, opt)
+    for what, message in (
+        ("loss", "the loss is nan; the posterior was not touched"),
+        ("gradient", "not finite"),
+    ):
+        bad[0] = what
+        with pytest.raises(FloatingPointError, match=message):
+            step(X, Y)
+        near(before, everything(m, opt))
+    bad[0] = False
+    step(X, Y)
+    assert m.draws == 2
+
+
+def test_what_cannot_be_is_refused_in_one_sentence() -> None:
+    m, net = model(), Net().double()
+    adam = torch.optim.Adam(m.parameters())
+    make: Any = posterity.compile_step
+    with pytest.raises(ValueError, match="num_data is missing: pass the number of training examples"):
+        make(m, loss_fn, adam)
+    with pytest.raises(ValueError, match="num_data must be at least 1, not 0"):
+        make(m, loss_fn, adam, num_data=0)
+    for factor in (-0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"factor must be 0 or more, and finite, not {factor}"):
+            make(m, loss_fn, adam, num_data=N, factor=factor)
+    for samples in (0, 1.5):
+        with pytest.raises(
+            ValueError, match=f"mc_samples must be a whole number of at least 1, not {samples}"
+        ):
+            make(m, loss_fn, adam, num_data=N, mc_samples=samples)
+    with pytest.raises(
+        ValueError, match=r"Adam does not hold 'posterior\._leaves\.0\.raw': build it from the"
+    ):
+        make(m, loss_fn, torch.optim.Adam(m.module.parameters()), num_data=N)
+    foreign = torch.optim.Adam([*m.parameters(), nn.Parameter(torch.zeros(2, 5))])
+    with pytest.raises(ValueError, match=r"Adam holds a parameter of shape \[2, 5\] that the model does not"):
+        make(m, loss_fn, foreign, num_data=N)
+    with pytest.raises(TypeError, match="needs an optimiser of torch such as Adam, not BGD"):
+        make(m, loss_fn, posterity.BGD(m.module), num_data=N)
+    with pytest.raises(TypeError, match="not Adam; or else a model made by variational"):
+        make(net, loss_fn, torch.optim.Adam(net.parameters()))
+    with pytest.raises(TypeError, match=r"num_data= is for variational\(\) models: give it to BGD"):
+        make(net, loss_fn, posterity.BGD(net), num_data=N)
+    with pytest.raises(KeyError, match="has no block 'unused'"):
+        make(m, loss_fn, adam, num_data=N, prior=variational(nn.Linear(2, 2)).posterior)
+    factor = [1.0]
+    step = make(m, loss_fn, adam, num_data=N, factor=lambda _: factor[0])
+    step(X, Y)
+    before, factor[0] = everything(m, adam), -1.0
+    with pytest.raises(ValueError, match="factor must be 0 or more"):
+        step(X, Y)
+    factor[0] = 1.0
+    with pytest.raises(ValueError, match="count must be greater than 0, not 0"):
+        step(X, Y, count=0)
+    adam.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match=r"shape \[3\] that the model does not have"):
+        step(X, Y)
+    near(before, everything(m, adam))
+
+
+def test_a_loss_that_is_no_mean_over_examples_is_told_of_once() -> None:
+    m = variational(nn.Linear(4, 3), seed=0)
+    adam = torch.optim.Adam(m.parameters())
+    step = posterity.compile_step(m, lambda net, x: F.mse_loss(net(x), torch.zeros(12, 3)), adam, num_data=N)
+    with pytest.warns(
+        posterity.CountWarning, match="mse_loss is a mean over 36 terms, and the ELBO takes it"
+    ):
+        step(torch.ones(12, 4))
+    step(torch.ones(12, 4))
+
+
+# As a graph, by a stand-in.
+
+
+def captured(m: Variational, opt: torch.optim.Optimizer, **more: Any) -> CapturedStep:
+    step = posterity.compile_step(m, loss_fn, opt, num_data=N, **more)
+    assert isinstance(step, TrainStep)
+    assert isinstance(step.learner, ByGradient)
+    step.learner.make_capturable()
+    return CapturedStep(step)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("prior", ["gaussian", "by name"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_replays_equal_the_plain_loop_through_schedules_and_ragged_batches(
+    monkeypatch: pytest.MonkeyPatch, prior: str, samples: int, fused: bool
+) -> None:
+    made = install(monkeypatch)
+    adam = sys.modules["torch.optim.adam"]  # torch.optim hides it
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_: ["cpu"])
+    results = []
+    factor = warmup(9)
+    for graphs in (False, True):
+        m = model()
+        opt = torch.optim.AdamW(m.parameters(), lr=0.01, fused=fused)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+        p = PRIORS[prior]()
+        step = captured(m, opt, prior=p, factor=factor, mc_samples=samples, max_norm=1.0)
+        losses = []
+        for i in range(12):
+            x, y = (X[:7], Y[:7]) if i % 3 == 2 else (X, Y)
+            more = {"factor": factor, "step": i, "x": x, "y": y, "max_norm": 1.0}
+            losses.append(step(x, y) if graphs else by_hand(m, opt, p, samples, **more))
+            schedule.step()
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+        assert len(made) == (2 if graphs else 0)
+    for found in results:
+        for key in [key for key in found if key.startswith("step of")]:
+            found[key] = found[key].double()
+    near(*results, rtol=1e-5)  # a graph's learning rates and factors are in single precision
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_replay_that_is_not_finite_moves_nothing_and_is_raised_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    made = install(monkeypatch)
+    adam = sys.modules["torch.optim.adam"]
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_: ["cpu"])
+    m = model()
+    opt = torch.optim.Adam(m.parameters(), lr=0.01, fused=fused)
+    bad = torch.zeros((), dtype=torch.float64)
+    step = captured(m, opt)
+    step.step.target.loss_fn = lambda net, x, y: loss_fn(net, x, y) + bad
+    for _ in range(4):
+        step(X, Y)
+    assert len(made) == 1
+    before = everything(m, opt)
+    bad.fill_(torch.nan)
+    step(X, Y)
+    bad.fill_(0.0)
+    after = everything(m, opt)
+    assert all(torch.equal(before[key], after[key]) for key in before if key != "draws")
+    with pytest.raises(FloatingPointError, match="the loss is nan; the posterior was not touched"):
+        step(X, Y)
+    step(X, Y)
+    assert not torch.equal(before["module.last.weight"], m.module.last.weight)
+
+
+def test_an_optimiser_whose_steps_no_graph_holds_says_what_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = install(monkeypatch)
+    m = model()
+    with pytest.warns(
+        UserWarning, match="steps of SGD are not captured as CUDA graphs: build it with capturable"
+    ):
+        step = captured(m, torch.optim.SGD(m.parameters(), lr=0.1))
+    for _ in range(4):
+        step(X, Y)
+    assert not made
+    assert m.draws == 4

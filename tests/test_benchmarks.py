@@ -55,6 +55,10 @@ SMOKE = {
         ["--nets", "mlp", "--scales", "0.1", "--batches", "4", "--draws", "3", "--epochs", "1"],
         {"weight", "local", "flipout", "random batches"},
     ),
+    "scale": (
+        ["--net", "lenet5", "--worlds", "2", "--rules", "ivon"],
+        {"Adam, ddp", "ivon, ddp", "ivon, mesh"},
+    ),
     "growth": (
         ["--width", "8", "--samples", "1", "3", "--widths", "8", "9", "--copy-mib", "1", "--matmul", "9"],
         {"compile_step", *FLOORS},

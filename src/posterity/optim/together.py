@@ -69,7 +69,8 @@ def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None =
         everywhere = everywhere[len(flat.params) :]
         sums.both[0] *= share
         sums.both[1] *= share if opt.collects is None else squared
-        world.add_up(sums.both)
+        # Without curvature in this step all have zeros there.
+        world.add_up(sums.both if opt.collects is None or examples else sums.both[0])
         opt.sums.take(sums, union)
     opt.sums.add_weighted(_layers(opt, local, squared, some=signs * signs != squares * world.size))
     opt.sums.samples += local.samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import warnings
@@ -18,7 +19,7 @@ from posterity import MCDropout, laplace, predict, run
 from posterity.torch_private import no_fallback_warnings
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
-THREADS, CALLS = 8, 20
+THREADS, CALLS = 8, 1_000 if os.environ.get("POSTERITY_SLOW") else 20
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,9 +97,8 @@ def _sentence(error: Exception) -> str:
 
 
 def _expected(error: Exception) -> bool:
-    from posterity_lab.files import DataError
-
-    return isinstance(error, (*_EXPECTED, DataError))
+    files = sys.modules.get("posterity_lab.files")  # importing it here would import torch
+    return isinstance(error, _EXPECTED if files is None else (*_EXPECTED, files.DataError))
 
 
 app = typer.Typer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -42,12 +41,11 @@ def read_inputs(file: Path, shape: list[int]) -> Tensor:
         content = readers[file.suffix]()
     except UnpicklingError:  # torch's own advice is to load it nevertheless
         raise ValueError(
-            f"{file} holds more than tensors, which might run code: save the tensor alone, or as .safetensors"
+            f"{file} is damaged or holds more than tensors, which might run code: save the tensor alone, or as "
+            ".safetensors"
         ) from None
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to load it unsafely
-            reason = "it is damaged, or holds something other than tensors"
         raise ValueError(f"{file} cannot be read as {file.suffix}: {reason}") from error
     if isinstance(content, dict) and len(content) == 1:
         (content,) = content.values()

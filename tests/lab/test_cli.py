@@ -307,8 +307,11 @@ class Trap:
 def test_an_evil_file_is_refused_without_advice_to_trust_it(run, tmp_path):
     torch.save(Trap(tmp_path / "sprung"), tmp_path / "x.pt")
     message = refused("predict", run, tmp_path / "x.pt")
-    reason = "it is damaged, or holds something other than tensors"
-    assert message == f"{tmp_path / 'x.pt'} cannot be read as .pt: {reason}"
+    reason = "save the tensor alone, or as .safetensors"
+    assert (
+        message
+        == f"{tmp_path / 'x.pt'} is damaged or holds more than tensors, which might run code: {reason}"
+    )
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "x.pt").replace(tmp_path / "run" / "checkpoint.pt")
     message = refused("evaluate", tmp_path / "run")

@@ -386,6 +386,51 @@ _STEP = [
         "if key in ()",
         ("train/test_capture.py::test_a_temperature_that_changes_at_every_step_needs_no_other_graph",),
     ),
+    Site(
+        "a mean that is not a number is written",
+        f"{_OPTIM}/checks.py",
+        "if not bool(largest(value) <= most):",
+        "if bool(largest(value) > most):",
+        (
+            "conformance/test_results.py::test_a_mean_that_half_precision_cannot_hold_is_refused",
+            "conformance/test_results.py",
+        ),
+    ),
+    Site(
+        "a std of 0 is written",
+        f"{_OPTIM}/checks.py",
+        "if not bool(((std > 0) & (std < math.inf)).all()):",
+        "if not bool(((std >= 0) & (std < math.inf)).all()):",
+        ("conformance/test_results.py",),
+    ),
+    Site(
+        "a result that is not finite is written where the host does not wait",
+        f"{_OPTIM}/checks.py",
+        "ok.logical_and_(largest(mean) <= most)",
+        "pass",
+        ("conformance/test_results.py",),
+    ),
+    Site(
+        "a step by gradient counts the KL at every batch in full",
+        "posterity/train/gradient.py",
+        "return factor_at(self._factor, self.model.draws) / self._num_data",
+        "return factor_at(self._factor, self.model.draws)",
+        ("train/test_gradient.py::test_compiled_equals_plain_loop",),
+    ),
+    Site(
+        "the gradient of ρ is that of the std, without the slope of softplus",
+        "posterity/train/blocks.py",
+        "loc, raw = map(self.flat.layout.views, found)",
+        "loc, raw = map(self.flat.layout.views, (found[0], seeds[1]))",
+        ("train/test_gradient.py::test_compiled_equals_plain_loop",),
+    ),
+    Site(
+        "a frozen parameter keeps the gradient of before",
+        "posterity/train/gradient.py",
+        "p.grad = None  # of the last step, or of before it was frozen",
+        "pass",
+        ("train/test_gradient.py::test_steps_with_other_priors_leaves_and_parameters_are_followed",),
+    ),
 ]
 
 _NOISE = [
@@ -438,6 +483,13 @@ _NOISE = [
         "*_forks), 0",
         ("test_noise.py::test_seedless_draws_differ_from_call_to_call",),
     ),
+    Site(
+        "forked processes without a seed repeat each other",
+        "posterity/noise.py",
+        "return _mixed(_key(Domain.FRESH, torch.initial_seed()), *_forks), next",
+        "return _mixed(_key(Domain.FRESH, torch.initial_seed())), next",
+        ("test_noise.py::test_forked_processes_have_seedless_draws_of_their_own",),
+    ),
 ]
 
 _POSTERIORS = [
@@ -453,7 +505,7 @@ _POSTERIORS = [
         f"{_Q}/formulas.py",
         "tail = square * s * (1 / 3 + square",
         "tail = square * s * (1 / 2 + square",
-        ("conformance/test_posteriors.py::test_closed_form_kl_agrees_with_the_covariances_written_out",),
+        ("exact/test_priors.py::test_kl_of_a_posterior_that_barely_moved_keeps_its_digits",),
     ),
     Site(
         "the KL of correlated weights is that of independent ones",
@@ -517,6 +569,155 @@ _POSTERIORS = [
         "(0.5 * prior_precision / (1.0 - p))",
         "(0.5 * prior_precision / (1.0 + p))",
         ("test_dropout.py::test_the_kl_is_the_expected_prior_term_but_for_a_constant",),
+    ),
+    Site(
+        "the KL of two kernels forgets what their weights know of each other",
+        f"{_Q}/formulas.py",
+        "among = change.tril(-1).square().sum(-1) + _spread_gap(",
+        "among = _spread_gap(",
+        ("exact/test_kernel.py::test_kl_of_all_pairs_equals_torch_distributions",),
+    ),
+    Site(
+        "the KL of a kernel to independent weights is without its correlations",
+        f"{_Q}/kernel.py",
+        "self.total((self.filled_std() / self.diagonal()).log())",
+        "self.total((self.diagonal() / self.filled_std()).log())",
+        ("exact/test_kernel.py::test_kl_of_all_pairs_equals_torch_distributions",),
+    ),
+    Site(
+        "kernels are drawn by the transposed factor",
+        f"{_Q}/kernel.py",
+        "(self._strict() @ columns)",
+        "(self._strict().mT @ columns)",
+        ("exact/test_kernel.py::test_density_and_draws_are_those_of_the_definition",),
+    ),
+    Site(
+        "a flow adds its log-determinant",
+        f"{_Q}/flow.py",
+        "return z.reshape(noise.shape), self._base(eps) - log_det",
+        "return z.reshape(noise.shape), self._base(eps) + log_det",
+        ("exact/test_flow.py::test_flow_and_its_inverse_have_autograds_determinant",),
+    ),
+    Site(
+        "a flow's determinant counts scales that stay",
+        f"{_Q}/flow.py",
+        "return torch.where(self.mask, z, moved), log_gate.masked_fill(self.mask, 0.0).sum(-1)",
+        "return torch.where(self.mask, z, moved), log_gate.sum(-1)",
+        ("exact/test_flow.py::test_flow_and_its_inverse_have_autograds_determinant",),
+    ),
+    Site(
+        "a flow's inverse divides before it shifts",
+        f"{_Q}/flow.py",
+        "before = (z - (1.0 - gate) * shift) / gate",
+        "before = z / gate - (1.0 - gate) * shift",
+        ("exact/test_flow.py::test_flow_and_its_inverse_have_autograds_determinant",),
+    ),
+    Site(
+        "the std over random scales forgets what they multiply",
+        f"{_Q}/scaled.py",
+        "self.filled_std().square() + self.loc.square() * variance",
+        "self.filled_std().square() + variance",
+        ("exact/test_flow.py::test_moments_are_those_of_many_draws",),
+    ),
+    Site(
+        "moments of scales are of normals without their opposites",
+        f"{_Q}/scaled.py",
+        "torch.cat([half, -half])",
+        "torch.cat([half, half])",
+        (
+            "exact/test_flow.py::test_multivariate_marginals_of_linear_scales",
+            "exact/test_flow.py::test_moments_are_those_of_many_draws",
+        ),
+    ),
+    Site(
+        "leaves end to end ignore a prior that has changed",
+        f"{_Q}/together.py",
+        "not _same(self._prior[0], priors) or self._prior[1] != versions",
+        "not _same(self._prior[0], priors)",
+        ("posterior/test_together.py",),
+    ),
+    Site(
+        "leaves end to end ignore a mask that has changed",
+        f"{_Q}/together.py",
+        "not _same(known[0][0], own) or known[0][1] != versions",
+        "not _same(known[0][0], own)",
+        ("posterior/test_together.py::test_leaves_that_are_replaced_cast_held_or_changed_are_seen",),
+    ),
+    Site(
+        "leaves without a mask are pruned beside one that has one",
+        f"{_Q}/together.py",
+        'fill = name == "keep"',
+        'fill = name == "held"',
+        ("posterior/test_together.py::test_weights_divergence_and_gradients_are_those_of_the_leaves_alone",),
+    ),
+    Site(
+        "a posterior's digest is not compared",
+        f"{_Q}/factorised.py",
+        "if digest != _digest(header, flat):",
+        "if not digest:",
+        ("posterior/test_files.py::test_what_no_posterior_has_is_refused_by_name",),
+    ),
+    Site(
+        "a posterior without its digest is read",
+        f"{_Q}/factorised.py",
+        "if digest is None and version < 2:",
+        "if digest is None:",
+        ("posterior/test_files.py::test_what_no_posterior_has_is_refused_by_name",),
+    ),
+    Site(
+        "a posterior's file has its name before it is on the disk",
+        "posterity/disk.py",
+        "        _sync(unfinished, os.O_RDWR)\n",
+        "",
+        ("test_disk.py::test_what_is_written_is_on_the_disk_before_it_has_its_name",),
+    ),
+]
+
+# Outputs that are drawn for each example.
+_ESTIMATORS = [
+    Site(
+        "local adds a bias's std to the variance of outputs",
+        "posterity/layers/estimators.py",
+        "std.square(), None if own is None else own.square())",
+        "std.square(), own)",
+        ("exact/test_estimators.py::test_local_has_the_moments_of_linear_outputs",),
+    ),
+    Site(
+        "local forgets the variance of a bias",
+        "posterity/layers/estimators.py",
+        "std.square(), None if own is None else own.square())",
+        "std.square(), None)",
+        ("exact/test_estimators.py::test_local_has_the_moments_of_convolutions_at_each_position",),
+    ),
+    Site(
+        "local's gradient is twice as large",
+        "posterity/layers/estimators.py",
+        "torch.where(root > 0, 0.5 * grad / root, 0.0)",
+        "torch.where(root > 0, grad / root, 0.0)",
+        ("exact/test_estimators.py::test_gradients_of_local_are_the_papers",),
+    ),
+    Site(
+        "flipout has a sign for every position",
+        "posterity/layers/estimators.py",
+        "    shape = [1] * (like.dim() + call.folded)\n",
+        "    shape = [1] * call.folded + [*like.shape]\n",
+        (
+            "statistical/test_estimators.py::test_outputs_of_one_example_are_correlated_as_under_drawn_weights_with_flipout",
+        ),
+    ),
+    Site(
+        "flipout has no signs",
+        "posterity/layers/estimators.py",
+        "signs = torch.ones_like(noise).copysign(noise).to(like.dtype)",
+        "signs = torch.ones_like(noise).to(like.dtype)",
+        ("statistical/test_estimators.py::test_examples_are_not_correlated",),
+    ),
+    Site(
+        "flipout has one sign for all examples",
+        "posterity/layers/estimators.py",
+        "= call.examples, like.shape[call.channel_axis]",
+        "= 1, like.shape[call.channel_axis]",
+        ("exact/test_estimators.py::test_flipout_gives_each_example_its_own_weights",),
     ),
 ]
 
@@ -759,6 +960,111 @@ _USES = [
         "return float(matrix.diagonal(1).mean())",
         ("test_continual.py::test_by_hand",),
     ),
+    Site(
+        "a replica shares the model's buffers",
+        "posterity/replica.py",
+        "self._made |= own | kept",
+        "self._made |= own",
+        ("test_replica.py::test_what_forward_sets_or_changes_stays_in_the_replica",),
+    ),
+    Site(
+        "a replica for evaluation is in training mode",
+        "posterity/replica.py",
+        'own["training"] = False',
+        'own["training"] = module.training',
+        ("test_predict.py::test_batches_and_chunks_change_nothing_and_the_model_is_left_as_it_was",),
+    ),
+    Site(
+        "a replica shares lists that forward changes",
+        "posterity/replica.py",
+        "        made = self._note(value, copy(value))\n        made[:] = map",
+        "        made = self._note(value, value)\n        made[:] = map",
+        ("test_replica.py::test_what_forward_sets_or_changes_stays_in_the_replica",),
+    ),
+    Site(
+        "the variance of predictions divides by S",
+        "posterity/prediction.py",
+        'self._statistic("deviations") / max(1, self.networks - 1)',
+        'self._statistic("deviations") / self.networks',
+        ("test_predict.py::test_regression_has_mean_and_epistemic_variance",),
+    ),
+    Site(
+        "the expected entropy is that of the average",
+        "posterity/prediction.py",
+        "_entropy(logits.softmax(axis), axis).mean(0)",
+        "_entropy(logits.softmax(axis).mean(0), axis)",
+        ("test_predict.py::test_uncertainties_of_known_cases",),
+    ),
+    Site(
+        "a streamed variance forgets how far apart means are",
+        "posterity/prediction.py",
+        "found = a + b + gaps.square() * (n * m / (n + m))",
+        "found = a + b",
+        ("test_prediction.py::test_streamed_statistics_are_those_of_kept_outputs",),
+    ),
+    Site(
+        "streamed means and entropies count few networks as much as many",
+        "posterity/prediction.py",
+        "a + gap * (m / (n + m))",
+        "a + gap * 0.5",
+        ("test_prediction.py::test_streamed_statistics_are_those_of_kept_outputs",),
+    ),
+    Site(
+        "a kernel's constant is folded at one position",
+        "posterity/compress/removal.py",
+        "weight.flatten(2).sum(-1) if weight.dim() > 2",
+        "weight.flatten(2)[..., 0] if weight.dim() > 2",
+        ("compress/test_removal.py::test_outputs_are_those_of_the_pruned_net",),
+    ),
+    Site(
+        "a smaller posterior's bias lacks the constants",
+        "posterity/compress/removal.py",
+        "mean[use.bias] = mean[use.bias] + _summed(like) @ at",
+        "mean[use.bias] = mean[use.bias]",
+        ("compress/test_removal.py::test_sampled_outputs_have_the_moments_of_the_large_net",),
+    ),
+    Site(
+        "a constant is folded without the variance of its weights",
+        "posterity/compress/removal.py",
+        "variance[use.bias] + _summed(variance[use.weight]) @ at.square()",
+        "variance[use.bias]",
+        ("compress/test_removal.py::test_sampled_outputs_have_the_moments_of_the_large_net",),
+    ),
+    Site(
+        "a constant behind padding is folded",
+        "posterity/compress/units.py",
+        "return self.product(node, named, dim, padded)",
+        "return self.product(node, named, dim, padded=False)",
+        ("compress/test_removal.py::test_constant_units_behind_padding_stay_unless_they_are_zero",),
+    ),
+    Site(
+        "a sum does not tie its terms' units",
+        "posterity/compress/units.py",
+        "        self.units.join(units, other.units)\n",
+        "        pass\n",
+        ("compress/test_removal.py::test_outputs_are_those_of_the_pruned_net",),
+    ),
+    Site(
+        "uses of a tied weight do not tie their units",
+        "posterity/compress/units.py",
+        "            self.units.join(known, units)\n",
+        "            pass\n",
+        ("compress/test_removal.py::test_tied_weights_shrink_together_or_not_at_all",),
+    ),
+    Site(
+        "the step of rounding follows the mean std",
+        "posterity/compress/rounding.py",
+        "alive.square().reciprocal().mean().rsqrt()",
+        "alive.mean()",
+        ("compress/test_rounding.py::test_rounding_costs_what_the_share_says",),
+    ),
+    Site(
+        "the bits of rounded weights are one too few",
+        "posterity/compress/rounding.py",
+        "float(whole.max() - whole.min()) + 1.0",
+        "float(whole.max() - whole.min())",
+        ("compress/test_rounding.py::test_bits_name_every_rounded_weight_and_zero_stays_zero",),
+    ),
 ]
 
 _BASELINES = [
@@ -933,6 +1239,13 @@ _DATA = [
         "total += float(method.step(x, y))\n        seen += 1",
         ("lab/test_runs.py::test_an_epochs_loss_is_the_mean_over_its_examples",),
     ),
+    Site(
+        "a data file's md5 is not compared",
+        f"{_LAB}/data.py",
+        "!= (md5 := known_md5(path, file)):",
+        "== (md5 := known_md5(path, file)) and not content:",
+        ("lab/test_data.py::test_cifar_pickle_with_another_md5_is_never_unpickled",),
+    ),
 ]
 
 # Records, choices and what is shown.
@@ -1098,6 +1411,27 @@ _RECORDS = [
         "(2 * math.pi * variance).log()",
         ("test_first_try.py::test_regression_metrics_are_in_the_unit_of_the_data",),
     ),
+    Site(
+        "another machine's lock is taken",
+        f"{_LAB}/disk.py",
+        'if _owner(handle).get("host", host) != host:',
+        'if _owner(handle).get("pid") == os.getpid():',
+        ("lab/test_disk.py::test_a_lock_of_another_machine_is_never_taken",),
+    ),
+    Site(
+        "a lock cut short is nobody's for ever",
+        f"{_LAB}/disk.py",
+        'if _owner(handle).get("host", host) != host:',
+        'if _owner(handle).get("host") != host:',
+        ("lab/test_disk.py::test_a_lock_cut_short_by_a_kill_is_taken_over",),
+    ),
+    Site(
+        "what a killed process left half written stays",
+        f"{_LAB}/disk.py",
+        "each.unlink(missing_ok=True)\n        yield",
+        "pass\n        yield",
+        ("lab/test_disk.py::test_a_second_process_is_refused_until_the_first_is_killed",),
+    ),
 ]
 
 SITES = [
@@ -1106,6 +1440,7 @@ SITES = [
     *_STEP,
     *_NOISE,
     *_POSTERIORS,
+    *_ESTIMATORS,
     *_CURVATURE,
     *_LAPLACE,
     *_USES,

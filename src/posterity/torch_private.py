@@ -30,7 +30,7 @@ temporarily_pop_interpreter_stack = pyfunctorch.temporarily_pop_interpreter_stac
 AnyBatchNorm = batchnorm._BatchNorm
 # Tensors inside dicts, lists and tuples.
 TreeSpec: TypeAlias = _pytree.TreeSpec
-tree_leaves = _pytree.tree_leaves
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 # Many tensors end to end.
 flatten_dense_tensors = torch._utils._flatten_dense_tensors

@@ -9,11 +9,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from posterity.replica import evaluating
+from posterity.torch_private import tree_map
 
 
 @final
@@ -78,4 +78,4 @@ def _of(args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     def repeated(x: Any) -> Any:
         return x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, Tensor) and x.dim() else x
 
-    return tuple(pytree.tree_map(repeated, args))
+    return tuple(tree_map(repeated, args))

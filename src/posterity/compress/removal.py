@@ -13,11 +13,11 @@ from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from posterity.compress.trace import at_means, exported
 from posterity.compress.units import INPUT, OUTPUT, Followed, Use
 from posterity.posterior import DiagonalGaussian, Factorised
+from posterity.torch_private import tree_leaves
 
 _Kept: TypeAlias = Mapping[
     str, Sequence[list[int]]
@@ -74,7 +74,7 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
     graph = exported(plain, args, kwargs).module(check_guards=False)
     followed = Followed(graph)
     with torch.no_grad():
-        want = followed.run(*pytree.tree_leaves((args, kwargs)))
+        want = followed.run(*tree_leaves((args, kwargs)))
     gone = _dead(followed)
     shifts = {}
     for number, use in enumerate(followed.uses):
@@ -253,7 +253,7 @@ def _dense(followed: Followed) -> dict[str, str]:
 
 def _compare(found: Any, want: Any) -> None:
     """Refuse to hand out a net with other outputs."""
-    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(want), strict=True):
+    for one, other in zip(tree_leaves(found), tree_leaves(want), strict=True):
         if isinstance(other, Tensor) and other.is_floating_point():
             scale = float(other.abs().max()) if other.numel() else 0.0
             error = float((one - other).abs().max()) if other.numel() else 0.0

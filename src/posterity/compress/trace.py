@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.utils import _pytree as pytree
 
 from posterity.names import inner
 from posterity.posterior import Factorised
+from posterity.torch_private import tree_leaves, tree_map
 
 
 def at_means(model: nn.Module, posterior: Factorised | None = None) -> nn.Module:
@@ -50,9 +50,9 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             model(*args, **kwargs)
     except Exception as error:
         raise ValueError(f"the model does not take this example: {_first_line(error)}") from error
-    args, kwargs = pytree.tree_map(_several, (args, kwargs))
+    args, kwargs = tree_map(_several, (args, kwargs))
     free: Any = ShapesCollection()  # type: ignore[no-untyped-call]
-    for each in pytree.tree_leaves((args, kwargs)):
+    for each in tree_leaves((args, kwargs)):
         if isinstance(each, Tensor) and each.dim():
             free[each] = {0: Dim.AUTO}
     try:

@@ -77,8 +77,11 @@ class FlatGroup:
         self.steps = [states[p]["step"] for p in params]
         keys = [key for key in states[params[0]] if key not in (*COUNTS, *apart)]
         self._own = {key: [states[p][key] for p in params] for key in keys}
-        self.state: State = {  # 1 between the blocks, where a std of 0 would be taken for a bad one
-            key: torch.ones(self.layout.size, dtype=own[0].dtype, device=self.device)
+        # Between the blocks masks keep nothing; all else is 1, since a std of 0 would be taken for a bad one.
+        self.state: State = {
+            key: torch.full(
+                (self.layout.size,), own[0].dtype != torch.bool, dtype=own[0].dtype, device=self.device
+            )
             for key, own in self._own.items()
         }
         self._views = {key: self.layout.views(flat) for key, flat in self.state.items()}

@@ -201,6 +201,8 @@ class KernelGaussian(Leaf):
 
     @full_precision
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
+        if not self.below.numel():  # kernels of one weight, by the rounding of a diagonal Gaussian
+            return torch.addcmul(self.loc, self.diagonal(), noise[""])
         mean, deviation = self._deviation(noise)
         return mean + deviation
 

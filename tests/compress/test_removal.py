@@ -155,6 +155,23 @@ def test_constant_units_behind_padding_stay_unless_they_are_zero() -> None:
     assert small.shapes["0.weight"] == ((4, 1, 3, 3), (3, 1, 3, 3))
 
 
+def test_constants_are_folded_at_every_position_of_a_kernel() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
+    keep = torch.ones(4, 1, 3, 3, dtype=torch.bool)
+    keep[1:3] = False
+    leaves = {name: DiagonalGaussian(p.detach(), 0.1) for name, p in model.named_parameters()}
+    leaves["0.weight"] = leaves["0.weight"].pruned(keep)
+    leaves["0.bias"].loc.copy_(torch.tensor([0.3, 0.5, 0.7, 0.1]))
+    posterior, x = Factorised(leaves), torch.randn(2, 1, 7, 7).double()
+    small = shrink(model, posterior, x)
+    assert small.shapes["2.weight"] == ((2, 4, 3, 3), (2, 2, 3, 3))
+    torch.testing.assert_close(small.module(x), masked(model, posterior)(x))
+    weight = posterior.mean()["2.weight"]
+    expected = posterior.mean()["2.bias"] + weight[:, 1].sum((1, 2)) * 0.5 + weight[:, 2].sum((1, 2)) * 0.7
+    torch.testing.assert_close(small.posterior.mean()["2.bias"], expected)
+
+
 def test_what_cannot_be_followed_is_named_and_stays() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

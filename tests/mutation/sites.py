@@ -428,6 +428,34 @@ _STEP = [
         "pass",
         ("train/test_gradient.py::test_steps_with_other_priors_leaves_and_parameters_are_followed",),
     ),
+    Site(
+        "gradients of an estimated KL are summed over samples",
+        "posterity/train/blocks.py",
+        "found = [drawn.noise.weight * share * grad for",
+        "found = [share * grad for",
+        ("train/test_gradient.py::test_compiled_equals_plain_loop",),
+    ),
+    Site(
+        "a count of terms scales the KL too",
+        "posterity/train/blocks.py",
+        "by_weight = {i: grad / scale for i, grad in by_weight.items()}",
+        "pass",
+        ("train/test_gradient.py::test_clipping_schedules_counts_and_frozen_parameters",),
+    ),
+    Site(
+        "every chunk of samples counts an estimated KL in full",
+        "posterity/train/blocks.py",
+        "part_of = len(rows) * weight if self._estimated else 1.0",
+        "part_of = 1.0",
+        ("train/test_gradient.py::test_leaves_of_any_family_are_drawn_beside_the_diagonal_ones",),
+    ),
+    Site(
+        "a loss by gradient forgets the count of its terms",
+        "posterity/train/gradient.py",
+        "loss = losses.mean() if scale is None else losses.mean() * scale",
+        "loss = losses.mean()",
+        ("train/test_gradient.py::test_clipping_schedules_counts_and_frozen_parameters",),
+    ),
 ]
 
 _NOISE = [
@@ -665,6 +693,51 @@ _POSTERIORS = [
         "",
         ("test_disk.py::test_what_is_written_is_on_the_disk_before_it_has_its_name",),
     ),
+    Site(
+        "pruning a kernel takes the conditional, not the marginal",
+        f"{_Q}/kernel.py",
+        "covariance = _among(wide @ wide.mT, varying)",
+        "covariance = _among(wide, varying) @ _among(wide, varying).mT",
+        ("exact/test_kernel.py::test_pruned_and_held_weights_leave_the_marginal_of_the_others",),
+    ),
+    Site(
+        "the bound of random scales subtracts their log-density",
+        f"{_Q}/formulas.py",
+        "given = _independent_kl(q, z * q.loc, p)\n    return (given + log_q",
+        "given = _independent_kl(q, z * q.loc, p)\n    return (given - log_q",
+        ("exact/test_flow.py::test_the_bound_is_the_mean_of_its_definition",),
+    ),
+    Site(
+        "the joint divergence of scales and weights forgets the scales",
+        f"{_Q}/formulas.py",
+        "z * (q.loc - p.loc) / p.filled_std()",
+        "(q.loc - p.loc) / p.filled_std()",
+        (
+            "exact/test_flow.py::test_handed_over_the_joint_divergence_is_zero_and_grows_with_change",
+            "exact/test_flow.py::test_the_joint_divergence_is_above_that_of_the_weights",
+        ),
+    ),
+    Site(
+        "r(z | w) sees sums over weights, not averages",
+        f"{_Q}/flow.py",
+        "products.sum(1, keepdim=True) * (len(self.c) / products.shape[1])",
+        "products.sum(1, keepdim=True)",
+        ("exact/test_flow.py::test_the_auxiliary_density_is_that_of_its_definition",),
+    ),
+    Site(
+        "a posterior's digest ignores shapes",
+        f"{_Q}/factorised.py",
+        'f"{name} {tensor.dtype} {list(tensor.shape)}"',
+        'f"{name} {tensor.dtype}"',
+        ("posterior/test_files.py::test_the_same_numbers_in_another_shape_are_refused",),
+    ),
+    Site(
+        "a posterior's digest ignores the header",
+        f"{_Q}/factorised.py",
+        "hashlib.sha256(json.dumps(dict(header)).encode())",
+        "hashlib.sha256()",
+        ("posterior/test_files.py::test_any_flipped_bit_is_noticed",),
+    ),
 ]
 
 # Outputs that are drawn for each example.
@@ -712,6 +785,20 @@ _ESTIMATORS = [
         "= call.examples, like.shape[call.channel_axis]",
         "= 1, like.shape[call.channel_axis]",
         ("exact/test_estimators.py::test_flipout_gives_each_example_its_own_weights",),
+    ),
+    Site(
+        "flipout gives a bias that two layers share the signs of each",
+        "posterity/layers/estimators.py",
+        "if self._call not in (None, (examples, signs)):",
+        "if self._call is not None and self._call[0] != examples:",
+        ("conformance/test_estimators.py::test_a_bias_that_two_weights_share_is_refused",),
+    ),
+    Site(
+        "local's squares of stds vanish in half precision",
+        "posterity/layers/estimators.py",
+        "narrow = torch.float16 in (x.dtype, autocast_dtype(x))",
+        "narrow = False",
+        ("conformance/test_estimators.py::test_half_precision_has_a_variance",),
     ),
 ]
 
@@ -1059,6 +1146,55 @@ _USES = [
         "float(whole.max() - whole.min())",
         ("compress/test_rounding.py::test_bits_count_all_numbers_of_a_range",),
     ),
+    Site(
+        "one logit is that of the first class",
+        "posterity/prediction.py",
+        "torch.cat([torch.zeros_like(logits), logits], axis)",
+        "torch.cat([logits, torch.zeros_like(logits)], axis)",
+        ("test_predict.py::test_one_logit_is_two_classes_if_told_so",),
+    ),
+    Site(
+        "streamed logarithms count few networks as much as many",
+        "posterity/prediction.py",
+        "torch.logaddexp(a + math.log(n), b + math.log(m)) - math.log(n + m)",
+        "torch.logaddexp(a, b) - math.log(2)",
+        ("test_prediction.py::test_streamed_statistics_are_those_of_kept_outputs",),
+    ),
+    Site(
+        "a sum is constant if one of its terms is",
+        "posterity/compress/units.py",
+        "torch.stack([each.constant for each in axes]).all(0)",
+        "torch.stack([each.constant for each in axes]).any(0)",
+        ("compress/test_removal.py::test_constants_of_one_term_or_one_use_are_not_folded_for_all",),
+    ),
+    Site(
+        "constants are taken for units in use",
+        "posterity/compress/removal.py",
+        "(used & use.values.isnan()).nonzero()",
+        "used.nonzero()",
+        ("compress/test_removal.py::test_constants_are_folded_at_every_position_of_a_kernel",),
+    ),
+    Site(
+        "a bias that two layers share gets the constants of one",
+        "posterity/compress/units.py",
+        "if name == use.weight or (bias is not None and bias == use.bias):",
+        "if name == use.weight:",
+        ("compress/test_removal.py::test_constants_of_one_term_or_one_use_are_not_folded_for_all",),
+    ),
+    Site(
+        "the first of two layers that share a bias gives it its constants",
+        "posterity/compress/units.py",
+        "self.uses[number] = replace(use, values=torch.where(use.values == 0, use.values, torch.nan))",
+        "pass",
+        ("compress/test_removal.py::test_constants_of_one_term_or_one_use_are_not_folded_for_all",),
+    ),
+    Site(
+        "pruned weights are counted among the bytes of rounded ones",
+        "posterity/compress/rounding.py",
+        "bits * int(kept[name].sum())",
+        "bits * kept[name].numel()",
+        ("compress/test_rounding.py::test_bits_name_every_rounded_weight_and_zero_stays_zero",),
+    ),
 ]
 
 _BASELINES = [
@@ -1239,6 +1375,13 @@ _DATA = [
         "!= (md5 := known_md5(path, file)):",
         "== (md5 := known_md5(path, file)) and not content:",
         ("lab/test_data.py::test_cifar_pickle_with_another_md5_is_never_unpickled",),
+    ),
+    Site(
+        "a data file's pickle may call anything",
+        f"{_LAB}/data.py",
+        "batch = _ArraysOnly(io",
+        "batch = pickle.Unpickler(io",
+        ("lab/test_data.py::test_cifar_pickle_cannot_call_anything_even_with_the_right_md5",),
     ),
 ]
 

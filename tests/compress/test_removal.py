@@ -155,6 +155,58 @@ def test_constant_units_behind_padding_stay_unless_they_are_zero() -> None:
     assert small.shapes["0.weight"] == ((4, 1, 3, 3), (3, 1, 3, 3))
 
 
+def test_constants_are_folded_at_every_position_of_a_kernel() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
+    keep = torch.ones(4, 1, 3, 3, dtype=torch.bool)
+    keep[1:3] = False
+    leaves = {name: DiagonalGaussian(p.detach(), 0.1) for name, p in model.named_parameters()}
+    leaves["0.weight"] = leaves["0.weight"].pruned(keep)
+    leaves["0.bias"].loc.copy_(torch.tensor([0.3, 0.5, 0.7, 0.1]))
+    posterior, x = Factorised(leaves), torch.randn(2, 1, 7, 7).double()
+    small = shrink(model, posterior, x)
+    assert small.shapes["2.weight"] == ((2, 4, 3, 3), (2, 2, 3, 3))
+    torch.testing.assert_close(small.module(x), masked(model, posterior)(x))
+    weight = posterior.mean()["2.weight"]
+    expected = posterior.mean()["2.bias"] + weight[:, 1].sum((1, 2)) * 0.5 + weight[:, 2].sum((1, 2)) * 0.7
+    torch.testing.assert_close(small.posterior.mean()["2.bias"], expected)
+
+
+class Summed(nn.Module):
+    """Two layers of which one has constant units, summed or seen by heads that share a weight or a bias."""
+
+    def __init__(self, shares: str) -> None:
+        super().__init__()
+        self.shares = shares
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(4, 6)
+        self.head, self.other = nn.Linear(6, 2), nn.Linear(6, 2)
+        if shares == "weight":
+            self.other.weight = self.head.weight
+        if shares == "bias":
+            self.other.bias = self.head.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.one(x), self.two(x)
+        if self.shares == "units":
+            return self.head(torch.relu(one + two))
+        return self.head(F.softplus(one)) + 2 * self.other(torch.tanh(two))
+
+
+@pytest.mark.parametrize("shares", ["units", "weight", "bias"])
+def test_constants_of_one_term_or_one_use_are_not_folded_for_all(shares: str) -> None:
+    torch.manual_seed(0)
+    model, keep = Summed(shares).double(), torch.ones(6, 4, dtype=torch.bool)
+    keep[2:4] = False
+    leaves = {name: DiagonalGaussian(p.detach(), 0.1) for name, p in model.named_parameters()}
+    leaves["one.weight"] = leaves["one.weight"].pruned(keep)
+    if shares != "units":
+        leaves["two.weight"] = leaves["two.weight"].pruned(keep)
+    posterior = Factorised(leaves)
+    small = shrink(model, posterior, torch.randn(1, 4).double())  # of one example, in which all is constant
+    x = torch.randn(5, 4).double()
+    torch.testing.assert_close(small.module(x), masked(model, posterior)(x))
+
+
 def test_what_cannot_be_followed_is_named_and_stays() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -49,6 +49,14 @@ def test_bits_name_every_rounded_weight_and_zero_stays_zero() -> None:
     assert (again.bits["w"], again.bytes) == (0, 0)
 
 
+@pytest.mark.parametrize(("numbers", "bits"), [(1, 0), (2, 1), (4, 2), (5, 3), (8, 3), (9, 4)])
+def test_bits_count_all_numbers_of_a_range(numbers: int, bits: int) -> None:
+    q = Factorised({"w": DiagonalGaussian(torch.arange(-1.0, numbers - 1.0), 1.0)})
+    found = quantise(q)
+    assert torch.equal(found.posterior.mean()["w"], q.mean()["w"])  # whole numbers, at a step of 1
+    assert found.bits["w"] == bits
+
+
 def test_bad_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="share must be finite and greater than 0, not 0"):
         quantise(posterior(), 0)

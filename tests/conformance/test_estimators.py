@@ -475,6 +475,21 @@ def test_a_weight_on_another_number_of_examples_is_refused() -> None:
         variational(module, estimator="flipout")(ROW.expand(3, -1))
 
 
+def test_a_bias_that_two_weights_share_is_refused() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.bias = self.one.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x))
+
+    match = r"'one.bias' is used again in one forward pass, .* or with another layer's weight"
+    with pytest.raises(RuntimeError, match=match):
+        variational(Sharing(), estimator="flipout")(torch.randn(3, 4))
+
+
 def test_every_family_is_in_the_table() -> None:
     rows = {
         name: cells for label, cells in table("By family").items() for name in re.findall(r"`(\w+)`", label)

@@ -107,6 +107,19 @@ def test_every_two_steps_move_every_scale() -> None:
     assert not torch.equal(masks[0], masks[2])
 
 
+def test_the_auxiliary_density_is_that_of_its_definition() -> None:
+    q = small()  # six scales, of two weights each
+    r, z, weights = q.scales.auxiliary, random(4, 2, 3, 1, 1, seed=1), random(4, 2, 3, 1, 2, seed=2)
+    a = (r.c * weights.mean((3, 4)).flatten(1)).sum(1, keepdim=True)
+    at, log_det = z.flatten(1), torch.zeros(4, dtype=F64)
+    for step in r.steps:
+        at, change = step(at)
+        log_det = log_det + change
+    std = (-0.5 * (r.precision + r.b2 * a.tanh())).exp()
+    expected = Normal(r.mean + r.b1 * a, std).log_prob(at).sum(1) + log_det
+    torch.testing.assert_close(q.scales.log_auxiliary(z, weights), expected)
+
+
 def marginal_kl(q: ScaledGaussian, prior: Normal) -> Tensor:
     """KL of two weights with a scale each, by quadrature over z0 and over both weights."""
     nodes = torch.linspace(-6.0, 6.0, 81, dtype=F64)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,6 +52,16 @@ def written(path: Path, tensors: dict[str, Tensor], header: Any) -> Path:
     """A file as it was before there were digests."""
     save_file(tensors, path, {KEY: header if isinstance(header, str) else json.dumps(header)})
     return path
+
+
+def test_the_same_numbers_in_another_shape_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "q"
+    Factorised({"w": DiagonalGaussian(torch.randn(2, 3), 0.1)}).save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    save_file({key: value.reshape(3, 2) for key, value in tensors.items()}, path, metadata)
+    with pytest.raises(ValueError, match="its content does not fit its digest"):
+        Factorised.load(path)
 
 
 def plain(loc: Tensor | None = None, raw: Tensor | None = None) -> dict[str, Tensor]:

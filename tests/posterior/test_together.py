@@ -140,6 +140,30 @@ def test_leaves_that_are_replaced_cast_held_or_changed_are_seen() -> None:
         assert not torch.equal(a["2.weight"], b["2.weight"])
 
 
+def test_priors_that_are_replaced_or_changed_in_place_are_seen() -> None:
+    model = whole()
+    prior = copy.deepcopy(model.posterior).frozen()
+    leaf, seen = prior.block("2.weight"), []
+
+    def check() -> None:
+        model(X)  # from here on all leaves are one
+        assert model._joined
+        found = model.kl(prior).detach()
+        torch.testing.assert_close(found, kl(model.posterior, prior).detach(), rtol=1e-12, atol=1e-12)
+        expected = sum(kl(one, prior.block(name)).detach() for name, one in model.posterior.blocks.items())
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        seen.append(float(found))
+
+    check()
+    leaf.loc.add_(0.3)
+    check()
+    leaf.raw.mul_(2.0)
+    check()
+    prior._leaves[1] = DiagonalGaussian(torch.zeros(7, 18).double(), 0.5)
+    check()
+    assert len({*seen}) == 4
+
+
 def test_second_derivatives_and_draws_before_one_backward_pass() -> None:
     model = whole()
     losses = [model(X).square().mean() + 0.1 * model.kl() for _ in range(2)]

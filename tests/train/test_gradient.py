@@ -265,14 +265,17 @@ def _(q: Tilted, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> Tensor:
     return (q.draw(noise) / p.std).square().sum((-2, -1)).mean() - q.shape.numel() * q.log_std
 
 
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(("samples", "chunk"), [(1, None), (3, None), (3, 2), (3, 1)])
 @pytest.mark.parametrize("prior", ["gaussian", "mixture"])
-def test_leaves_of_any_family_are_drawn_beside_the_diagonal_ones(prior: str, samples: int) -> None:
+def test_leaves_of_any_family_are_drawn_beside_the_diagonal_ones(
+    prior: str, samples: int, chunk: int | None
+) -> None:
     results = []
     for compiled in (False, True):
         m = model(family={"first.weight": Tilted, "*": DiagonalGaussian})
         opt, p = OPTIMISERS["Adam"](m.parameters()), PRIORS[prior]()
-        step = posterity.compile_step(m, loss_fn, opt, prior=p, num_data=N, mc_samples=samples)
+        more = {"num_data": N, "mc_samples": samples, "chunk": chunk}
+        step = posterity.compile_step(m, loss_fn, opt, prior=p, **more)
         losses = [step(X, Y) if compiled else by_hand(m, opt, p, samples, 1.0, i) for i in range(3)]
         results.append(everything(m, opt) | {"losses": torch.stack(losses)})
     near(*results)

@@ -41,8 +41,8 @@ def read_inputs(file: Path, shape: list[int]) -> Tensor:
         content = readers[file.suffix]()
     except UnpicklingError:  # torch's own advice is to load it nevertheless
         raise ValueError(
-            f"{file} is damaged or holds more than tensors, which might run code: save the tensor alone, or as "
-            ".safetensors"
+            f"{file} is damaged or holds more than tensors, which might run code: save the tensor alone, or "
+            "as .safetensors"
         ) from None
     except Exception as error:
         reason = str(error).partition("\n")[0]

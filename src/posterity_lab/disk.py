@@ -16,6 +16,8 @@ from typing import Any
 from posterity.disk import replacing
 
 LOCK = "lock"
+# To claim a folder that others make and remove meanwhile.
+_TRIES = 1000
 _LEFTOVER = re.compile(r"\.[0-9a-f]{16}\.partial")
 
 
@@ -119,14 +121,16 @@ def alive(pid: int) -> bool:
 def _claimed(folder: Path) -> int:
     """The open lock file of a folder, claimed for this process."""
     path, host = folder / LOCK, socket.gethostname()
-    while True:
+    for left in reversed(range(_TRIES)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # another process that made the folder has just removed it
+        except FileNotFoundError:  # another process has just removed the folder, or none can be made there
+            if not left:
+                raise
             continue
         except FileExistsError:  # of a file; or mkdir() has found a folder that was gone when it looked again
-            if os.path.lexists(folder) and not folder.is_dir():
+            if not left or (os.path.lexists(folder) and not folder.is_dir()):
                 raise
             continue
         try:
@@ -149,6 +153,7 @@ def _claimed(folder: Path) -> int:
             os.close(handle)
             raise
         os.close(handle)  # its owner has just ended and removed the file: another may be there
+    raise ValueError(f"{folder} is made and removed by other processes all the time: choose another folder")
 
 
 def _owner(handle: int) -> dict[str, Any]:

@@ -435,7 +435,8 @@ def test_parts_of_a_batch_have_samples_of_their_own(name: str, chunk: int | None
                 continue
             parts = 3 if begin == 0 else 1
             for number in range(2 * parts):
-                part = slice(number % parts * (12 // parts), (number % parts + 1) * (12 // parts))
+                part = slice(number // 2 * (12 // parts), (number // 2 + 1) * (12 // parts))
+                part = part if parts > 1 else slice(None)
                 with opt.sampled_params():
                     (mean_loss(model, a[part], b[part]) / parts).backward()
             opt.step(batch_size=len(a) if name == "BGD" else None)

@@ -273,8 +273,8 @@ _STEP = [
     Site(
         "factors of micro-batches replace each other",
         f"{_OPTIM}/statistics.py",
-        "A, S, seen = before.A + A, before.S + S, before.examples + seen",
-        "A, S, seen = A, before.S + S, before.examples + seen",
+        "A, S, seen = before.A + layer.A, before.S + layer.S, before.examples + layer.examples",
+        "A, S, seen = layer.A, before.S + layer.S, before.examples + layer.examples",
         (
             "conformance/test_accumulation.py::test_micro_batches_in_contexts_of_their_own_equal_the_whole_batch",
         ),
@@ -361,7 +361,7 @@ _STEP = [
     Site(
         "a batch is not cut into its parts",
         "posterity/train/step.py",
-        "dealt = [number % parts for number in rows]",
+        "dealt = [number // each for number in rows]",
         "dealt = [0 for number in rows]",
         ("test_mc.py::test_parts_of_a_batch_have_samples_of_their_own",),
     ),

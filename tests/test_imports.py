@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "objective": {"posterior"},
     "metrics": set(),
     "continual": set(),
-    "compress": {"inputs", "names", "posterior", "prediction", "replica", "torch_private"},
+    "compress": {"disk", "inputs", "names", "posterior", "prediction", "replica", "torch_private"},
     "diagnostics": {"optim", "posterior"},
     "inputs": set(),
     "replica": {"torch_private", "buffers"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import warnings
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, final, get_args
@@ -15,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 
 from posterity.compress.trace import at_means, exported
+from posterity.disk import replacing
 from posterity.inputs import tensor_of
 from posterity.posterior import Factorised
 from posterity.prediction import Prediction
@@ -72,19 +72,14 @@ def export(
     if samples is not None and posterior is not None:
         net = _Ensemble(net, posterior.sample(samples, seed=seed)).eval()
     program = exported(net, args, {})
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{secrets.token_hex(8)}.partial")
-    try:
+    with replacing(Path(path)) as unfinished:
         if format == "safetensors":
-            save_file({name: value.contiguous() for name, value in net.state_dict().items()}, partial)
+            save_file({name: value.contiguous() for name, value in net.state_dict().items()}, unfinished)
         elif format == "onnx":
-            _write_onnx(program, partial)
+            _write_onnx(program, unfinished)
         else:
-            with partial.open("wb") as file:
+            with unfinished.open("wb") as file:
                 torch.export.save(program, file)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _write_onnx(program: ExportedProgram, path: Path) -> None:

@@ -104,7 +104,7 @@ def stepper(rule: str, way: str, net: nn.Module, traffic: Traffic, device: str) 
     else:
         hooked, opt = net, RULES[rule](net, mesh=init_device_mesh(device, (distributed.get_world_size(),)))
     if rule != "adam":  # there is nobody to be compared with
-        opt._met = opt._averaged = True
+        opt.met = opt.averaged = True
 
     def step() -> None:
         opt.zero_grad()

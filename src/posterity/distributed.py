@@ -72,6 +72,23 @@ class World:
             self._groups = [None]
         self.parts = self.size // self.split
 
+    def share(self, samples: int) -> int:
+        """How many of the weight samples of a share of the batch are this process's."""
+        if samples % self.split:
+            raise ValueError(
+                f"mc_samples={samples} cannot be split over the {self.split} processes of the mesh's "
+                f"dimension {SAMPLES!r}: choose a multiple"
+            )
+        return samples // self.split
+
+    def numbered(self, samples: range, own: int) -> range:
+        """The numbers of some of this process's samples among those of all, which draw ``own`` each."""
+        if self.mesh is None:
+            return samples
+        window, first = divmod(samples.start, own)
+        start = (window * self.size + self.rank) * own + first
+        return range(start, start + len(samples))
+
     def add_up(self, *tensors: Tensor) -> None:
         """Replace tensors by their sums over all processes."""
         for tensor in tensors:

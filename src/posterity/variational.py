@@ -45,7 +45,7 @@ from posterity.posterior import (
     Posterior,
     kl,
 )
-from posterity.posterior.together import Joined, Together, together
+from posterity.posterior.end_to_end import EndToEnd, Joined, end_to_end
 from posterity.replica import replica
 from posterity.torch_private import graph_task_id, is_compiled
 
@@ -122,7 +122,7 @@ class Variational(nn.Module):
         self._seeded, self._met, self._peeks = seed is not None, False, 0
         self._weights: dict[str, Tensor] | None = None
         self._joined: list[Joined] = []
-        self._grouped: tuple[list[Any], list[Together]] = [], []
+        self._grouped: tuple[list[Any], list[EndToEnd]] = [], []
         self._versions: list[int] = []
         self._runner: tuple[Sampled] | None = None
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
@@ -198,8 +198,8 @@ class Variational(nn.Module):
     def _draw_one(self) -> dict[str, Tensor]:
         """The same of one sample, without the leading dimension; diagonal leaves are drawn all at once."""
         at: dict[str, Any] = {"seed": self.seed, "step": self._count(), "domain": Domain.TRAIN}
-        joined = [each.draw(**at) for each in self._together()]
-        done = {name for each in joined for name in each.together.leaves}
+        joined = [each.draw(**at) for each in self._end_to_end()]
+        done = {name for each in joined for name in each.blocks.leaves}
         left = {name: leaf for name, leaf in self.posterior.blocks.items() if name not in done}
         draws = {name: leaf.draw(leaf.noise(range(1), block=name, **at)) for name, leaf in left.items()}
         weights = {
@@ -218,12 +218,12 @@ class Variational(nn.Module):
         self._weights, self._joined = (weights, joined) if torch.is_grad_enabled() else (None, [])
         self._versions = self._now()
 
-    def _together(self) -> list[Together]:
+    def _end_to_end(self) -> list[EndToEnd]:
         """The diagonal leaves end to end, anew where leaves were replaced, moved or cast."""
         leaves = self.posterior.blocks
         kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
         if self._grouped[0] != kinds:
-            self._grouped = kinds, together(leaves)
+            self._grouped = kinds, end_to_end(leaves)
         return self._grouped[1]
 
     def _count(self) -> int:

@@ -77,7 +77,7 @@ class Graph(cuda_graph.Graph):  # type: ignore[misc]
                 step.copy_(before)
             for p, grad in shown.items():
                 p.grad = grad
-            opt._ledger.remember(opt.parameters())
+            opt.ledger.remember(opt.parameters())
 
 
 class _Stream:

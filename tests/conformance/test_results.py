@@ -26,7 +26,7 @@ from conformance.rules import (
     same,
 )
 from posterity import VariationalOptimizer
-from posterity.optim import optimizer
+from posterity.optim import checks
 
 BAD = ("mean", "nan", "state", "std", "adam")
 
@@ -99,7 +99,7 @@ def test_bad_result_moves_nothing_and_says_which_setting_to_change(
 def test_a_host_that_runs_ahead_raises_with_the_next_call(
     rule: Rule, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer, "runs_ahead_of", lambda devices: True)
+    monkeypatch.setattr(checks, "runs_ahead_of", lambda devices: True)
     (model, opt), (twin, other) = made(rule), made(rule)
     by_closure(model, opt)
     by_closure(twin, other)

@@ -323,7 +323,7 @@ _STEP = [
     ),
     Site(
         "pruned weights come back when a posterior is loaded",
-        f"{_OPTIM}/saved.py",
+        f"{_OPTIM}/handover.py",
         'whole["keep"] = leaf.varying.to(mean.device, copy=True)',
         'whole["keep"] = torch.ones_like(leaf.varying).to(mean.device)',
         ("conformance/test_optimizers.py::test_going_on_from_a_pruned_posterior_keeps_zeros",),
@@ -653,24 +653,26 @@ _POSTERIORS = [
     ),
     Site(
         "leaves end to end ignore a prior that has changed",
-        f"{_Q}/together.py",
+        f"{_Q}/end_to_end.py",
         "not _same(self._prior[0], priors) or self._prior[1] != versions",
         "not _same(self._prior[0], priors)",
-        ("posterior/test_together.py::test_priors_that_are_replaced_or_changed_in_place_are_seen",),
+        ("posterior/test_end_to_end.py::test_priors_that_are_replaced_or_changed_in_place_are_seen",),
     ),
     Site(
         "leaves end to end ignore a mask that has changed",
-        f"{_Q}/together.py",
+        f"{_Q}/end_to_end.py",
         "not _same(known[0][0], own) or known[0][1] != versions",
         "not _same(known[0][0], own)",
-        ("posterior/test_together.py::test_leaves_that_are_replaced_cast_held_or_changed_are_seen",),
+        ("posterior/test_end_to_end.py::test_leaves_that_are_replaced_cast_held_or_changed_are_seen",),
     ),
     Site(
         "leaves without a mask are pruned beside one that has one",
-        f"{_Q}/together.py",
+        f"{_Q}/end_to_end.py",
         'fill = name == "keep"',
         'fill = name == "held"',
-        ("posterior/test_together.py::test_weights_divergence_and_gradients_are_those_of_the_leaves_alone",),
+        (
+            "posterior/test_end_to_end.py::test_weights_divergence_and_gradients_are_those_of_the_leaves_alone",
+        ),
     ),
     Site(
         "a posterior's digest is not compared",

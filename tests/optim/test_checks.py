@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import posterity
 from conformance.rules import RULES, X, Y, by_closure, by_context, by_stack, everything, loss_fn, net, same
-from posterity.optim import optimizer
-from posterity.optim.optimizer import runs_ahead_of
+from posterity.optim import checks
+from posterity.optim.checks import runs_ahead_of
 from posterity.train.cuda_graph import report, verdict
 
 WAYS = (by_closure, by_context, by_stack)
@@ -27,7 +27,7 @@ rules = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.captures
 
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "runs_ahead_of", lambda devices: True)
+    monkeypatch.setattr(checks, "runs_ahead_of", lambda devices: True)
 
 
 def complete(model: nn.Module, opt: posterity.VariationalOptimizer) -> dict[str, Tensor]:

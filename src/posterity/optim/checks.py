@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, final
 
@@ -305,3 +305,8 @@ def sent(numbers: Tensor) -> Callable[[], list[float]]:
         return values
 
     return read
+
+
+def runs_ahead_of(devices: Collection[torch.device]) -> bool:
+    """Whether a host need not wait for verdicts: all parameters are on one GPU."""
+    return len(devices) == 1 and all(device.type == "cuda" for device in devices)

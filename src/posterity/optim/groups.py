@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import count
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from posterity.arguments import described, is_dense, is_number, is_whole
+from posterity.optim.adam import ADAM
+from posterity.optim.presets import overridden
 from posterity.optim.state import Group
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 
@@ -127,6 +132,36 @@ def split_groups(groups: list[Group], deterministic: set[str], without_noise: Gr
         entries = {} if without_noise is None else {**group, **without_noise}
         split += [{**entries, "params": fixed, "deterministic": True}] if fixed else []
     return split
+
+
+def completed(opt: VariationalOptimizer, given: Group) -> Group:
+    """A group that a user adds, with all that it leaves open, if it is fit for an optimiser."""
+    if not isinstance(given, dict):
+        raise TypeError(f"a group is a dict with its parameters under 'params', not {described(given)}")
+    if not isinstance(given.get("deterministic", False), bool):
+        raise TypeError(f"deterministic is True or False, not {described(given['deterministic'])}")
+    defaults = opt.defaults
+    if given.get("deterministic") and opt.deterministic_lr is not None:
+        defaults = {**defaults, **ADAM, "lr": opt.deterministic_lr}
+    elif given.get("deterministic"):
+        defaults = {**defaults, **(opt.without_noise or {})}
+    refuse_unknown(given, defaults.keys() | {"params", "param_names"}, type(opt).__name__)
+    own = {key: value if key == "params" else plain(value) for key, value in given.items()}
+    group = checked_group(overridden(defaults, own, opt.widths), opt.param_groups)
+    by_rule = not opt.by_adam(group)
+    left_open = {key: 1.0 for key in opt.derived if by_rule and group[key] is None}
+    check_all(opt, [*opt.param_groups, {**group, **left_open}])
+    for key in left_open:  # one may follow from another
+        group[key] = opt.derive(key, group, [p for _, p in group["params"]])
+    return group
+
+
+def check_all(opt: VariationalOptimizer, groups: Sequence[Group]) -> None:
+    """Refuse values for which a rule, or all rules, are undefined."""
+    for group in groups:
+        check_common(group, groups[0])
+        if not opt.by_adam(group):
+            opt.check(group)
 
 
 def checked_group(group: Group, held: list[Group]) -> Group:

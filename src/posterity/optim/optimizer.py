@@ -2,14 +2,16 @@
 
 One training step is: draw weights around the means (:meth:`VariationalOptimizer.sampled_params`), run forward
 and backward there, put the means back, add up the statistics; after the last sample, hand them to the
-method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`posterity.optim.step`.
+method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`posterity.optim.loop` and
+:mod:`posterity.optim.step`; what becomes of state is in :mod:`~posterity.optim.handover` and
+:mod:`~posterity.optim.saved`.
 """
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import chain, count
@@ -21,30 +23,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from posterity.arguments import described, instance, is_dense, takes
+from posterity.arguments import described, instance, takes
 from posterity.buffers import StepBuffers
 from posterity.curvature import Collector
 from posterity.distributed import World, several
 from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
-from posterity.optim import checks, counting, groups, saved, watch
+from posterity.optim import checks, counting, groups, handover, loop, saved, watch
 from posterity.optim.adam import ADAM
 from posterity.optim.matrices import Matrices, Moving
-from posterity.optim.presets import overridden
-from posterity.optim.state import FlatGroup, Group, State, StateCache, members, state_dtype
+from posterity.optim.pooling import meet, unwrapped
+from posterity.optim.state import FlatGroup, Group, State, StateCache, members
 from posterity.optim.statistics import Accumulator, Statistics
-from posterity.optim.step import Numbers, apply, one_sample
-from posterity.optim.together import (
-    complete,
-    mean_loss,
-    pool,
-    refuse_unlike,
-    share_buffers,
-    summed,
-    unwrapped,
-)
+from posterity.optim.step import Numbers
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
-from posterity.posterior.factorised import Key
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,10 +100,10 @@ class VariationalOptimizer(Optimizer, ABC):
     without_noise: ClassVar[Group | None] = None
     narrower: ClassVar[str] = "lower the stds it starts from"
     numbers: Numbers
-    _apart: bool  # whether contexts add up in this process alone
-    _averaged: bool  # whether gradients were seen to be the same in all processes
+    apart: bool  # whether contexts add up in this process alone
+    averaged: bool  # whether gradients were seen to be the same in all processes
     ok: Tensor | None  # whether the last step was let through, as a flag on the device
-    _pending: tuple[checks.Verdict, list[tuple[FlatGroup, list[int]]]] | None
+    pending: tuple[checks.Verdict, list[tuple[FlatGroup, list[int]]]] | None
     # Makes a GradScaler announce itself, so that step() can refuse it.
     _step_supports_amp_scaling = True
 
@@ -132,10 +124,10 @@ class VariationalOptimizer(Optimizer, ABC):
             params = unwrapped(params, type(self).__name__, self.collects is not None, mesh)
         self.module = params if isinstance(params, nn.Module) else None
         self.batch_dim, self.mesh = batch_dim, mesh
-        self._deterministic_lr = deterministic_lr
+        self.deterministic_lr = deterministic_lr
         given = groups.named_groups(params)
         chosen = select([name for group in given for name, _ in group["params"]], deterministic)
-        self._seeded = seed is not None
+        self.seeded = seed is not None
         if seed is None:  # one for all groups, and saved with them
             seed = new_seed() if self.draws else 0
         defaults = {key: groups.plain(value) for key, value in defaults.items()}
@@ -196,8 +188,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
     # One training step.
 
-    @contextmanager
-    def sampled_params(self) -> Iterator[None]:
+    def sampled_params(self) -> AbstractContextManager[None]:
         """Inside, the model has weights drawn from the posterior; afterwards, its means again.
 
         Backwards add, inside a context and across contexts, and the sum is divided by ``mc_samples``: a loop
@@ -205,33 +196,7 @@ class VariationalOptimizer(Optimizer, ABC):
         raised inside, the means come back and the sample is not counted. Under ``torch.no_grad`` every
         context has weights of its own, which training never sees.
         """
-        if self.entered is not None:
-            self.entered += 1
-            if self.entered > 1:
-                raise RuntimeError(
-                    "sampled_params() was entered again inside itself; step(closure) draws the samples: set "
-                    "mc_samples instead of a loop inside the closure"
-                )
-            yield
-            return
-        self.check_changed()
-        if not torch.is_grad_enabled():
-            with one_sample(self, next(self._peeks), 0.0):
-                yield
-            return
-        if self.taken() and all(p.grad is None for p in self.parameters()):
-            self.reset()  # somebody has dropped all gradients, as zero_grad() does
-        elif self.taken():
-            self._ledger.refuse_changed(self.named())
-        taken = self.taken()
-        with self._next_sample():
-            yield
-        if self.taken() > taken:
-            if self.pools and not self._apart:
-                pool(self, [])
-            if self.local is self.sums or not self.local.samples:
-                self.sums.publish()
-            self._ledger.remember(self.parameters())
+        return loop.sampled(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -240,33 +205,19 @@ class VariationalOptimizer(Optimizer, ABC):
         As with torch's wrappers: put all micro-batches of a step but the last inside, and their gradients
         travel once. Without a mesh it changes nothing.
         """
-        before, self._apart = self._apart, True
+        before, self.apart = self.apart, True
         try:
             yield
         finally:
-            self._apart = before
+            self.apart = before
 
     def taken(self) -> int:
         """Samples that wait for the step."""
         return self.sums.samples + (0 if self.local is self.sums else self.local.samples)
 
-    def _next_sample(self) -> AbstractContextManager[None]:
-        weight = 1 / self.own_samples()
-        if self.taken() == 0:
-            self.refuse_foreign()
-        elif weight != (self.local if self.local.samples else self.sums).weight:
-            raise RuntimeError("mc_samples was changed while samples wait: call step() or zero_grad() first")
-        return one_sample(self, self.taken(), weight)
-
     def own_samples(self) -> int:
         """Weight samples that this process takes of its share of a batch."""
-        samples: int = self.param_groups[0]["mc_samples"]
-        if samples % self.world.split:
-            raise ValueError(
-                f"mc_samples={samples} cannot be split over the {self.world.split} processes of the mesh's "
-                f"dimension 'mc': choose a multiple"
-            )
-        return samples // self.world.split
+        return self.world.share(self.param_groups[0]["mc_samples"])
 
     def numbered(self, samples: range, of: int | None = None) -> range:
         """The numbers of some of this process's samples among those of all processes.
@@ -275,11 +226,7 @@ class VariationalOptimizer(Optimizer, ABC):
             samples: By their numbers here.
             of: How many this process takes at once; ``own_samples`` if not given.
         """
-        if self.mesh is None:
-            return samples
-        window, first = divmod(samples.start, of or self.own_samples())
-        start = (window * self.world.size + self.world.rank) * (of or self.own_samples()) + first
-        return range(start, start + len(samples))
+        return self.world.numbered(samples, of or self.own_samples())
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -311,93 +258,26 @@ class VariationalOptimizer(Optimizer, ABC):
         self.refuse_inside("step()")
         if closure is not None and not callable(closure):
             raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
-        if closure is None and self._asked_for_state():
+        if closure is None and loop.asked_for_state(self):
             self.cache.groups()
             return None
         self.check_changed()
         checks.refuse_scaler(self)
         count = counting.as_count(count)
         counting.refuse_unknown(self, batch_size, count, runs=closure is not None)
-        if closure is None and self.local is not self.sums and self.local.samples:  # all were in no_sync()
-            pool(self, [])
-            self.sums.publish()
-        if closure is None:  # those that are there wait for the others
-            checks.refuse_partial(self.param_groups, self.sums, type(self).__name__)
+        if closure is None:
+            loop.close(self)
         loss = None
         try:
             if closure is not None:
-                loss = self._run(closure, count or batch_size)
-            self._learn(batch_size, count)
+                loss = loop.run(self, closure, count or batch_size)
+            loop.learn(self, batch_size, count)
         except BaseException:
             self.buffers.undo()
             self.reset()
             raise
         self.reset()
         return loss
-
-    def _run(self, closure: Callable[[], Tensor | float], behind: float | None) -> Tensor:
-        """Run the closure under ``mc_samples`` weight samples; its mean loss, over ``behind`` terms."""
-        params = self.parameters()
-        losses: list[Tensor] = []
-        for _ in range(self.own_samples()):
-            with self._next_sample(), torch.enable_grad():
-                loss = closure()
-                if not isinstance(loss, Tensor | float | int):
-                    raise TypeError(f"the closure must return the loss, not {type(loss).__name__}")
-                if isinstance(loss, Tensor) and not (is_dense(loss) and loss.numel() == 1):
-                    raise ValueError(
-                        f"the closure must return the mean loss, one number, not {described(loss)} of shape "
-                        f"{list(loss.shape)}"
-                    )
-                if isinstance(loss, Tensor) and loss.requires_grad and all(p.grad is None for p in params):
-                    loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(_number(loss))
-        if self.pools:
-            losses = pool(self, losses, behind)
-        elif self.world.size > 1:
-            losses = mean_loss(self, losses)
-        self.sums.publish()
-        self.sums.losses += losses
-        return torch.stack(losses).mean(0)
-
-    def _asked_for_state(self) -> bool:
-        """Whether a step is that of torch.distributed.checkpoint, which wants to see state, not to learn."""
-        grads = [p.grad for p in self.parameters()]
-        return (
-            not (self.state or self.taken() or any(group["lr"] for group in self.param_groups))
-            and all(grad is not None for grad in grads)
-            and not any(bool(grad.any()) for grad in grads if grad is not None)
-        )
-
-    def _learn(self, batch_size: int | None, count: float | None) -> None:
-        """Judge what was absorbed, and apply it."""
-        checks.refuse_missing(self.param_groups, self.sums, type(self).__name__)
-        self.cache.groups()  # a user may have changed state since the draw
-        if self.world.size > 1 and not self.pools:
-            complete(self, first=not self._averaged)
-            self._averaged = True
-        inputs = self.sums.counted()
-        behind = counting.behind(self, summed(self, batch_size), inputs, summed(self, count))
-        alone = self.world.size == 1  # each looks at losses of its own
-        size = behind.batch_size if alone else float(batch_size or 0)
-        self.terms.judge(size, inputs if alone else None, counted=count is not None)
-        self.settle_step()
-        self.sums.finish()
-        verdict = checks.Verdict(self.sums)
-        # What may fail in the middle of a step is not for a device alone to judge.
-        waits = bool(self.matrices) or not runs_ahead_of({flat.device for flat in self.cache.latest})
-        if waits:
-            verdict.report(self.watch, None if verdict.passed else checks.bad_gradient(self.named()))
-        self.ok = None if waits else verdict.ok
-        self.cache.reread()
-        moved = apply(self, behind, self.ok)
-        self.buffers.undo_unless(self.ok)
-        if self.pools and self.module is not None:
-            share_buffers(self.world, self.module)
-        if not waits:
-            verdict.send()
-            self._pending = verdict, moved
-        self.advance()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients: inside a sampling context what it has added so far, outside everything."""
@@ -431,54 +311,14 @@ class VariationalOptimizer(Optimizer, ABC):
         self.check_changed()
         self.settle()
         self.cache.groups()
-        leaves = self._leaves(groups.names_in(model, self.named()))
+        leaves = handover.leaves(self, groups.names_in(model, self.named()))
         if complaint := self.unfit(leaves.values()):
             warnings.warn(complaint, watch.PosteriorWarning, stacklevel=2)
         return Factorised(leaves)
 
     def unfit(self, leaves: Iterable[Leaf]) -> str | None:
-        """Why this optimiser's posterior is not fit to be sampled, and what to do, if so it is.
-
-        Losses at sampled weights that have come down say that it is. Without them, stds that outweigh weights
-        say that it is not.
-        """
-        if not self.param_groups[0]["steps"] or (self.draws and self.watch.learned):
-            return None
-        noise = watch.noise_of(leaves)
-        seen = "it has hardly learned" if self.draws else "it has seen the loss at its means alone"
-        return (
-            f"the stds of {type(self).__name__}'s posterior are {noise:.2g} times its weights, and {seen}: "
-            f"sampled networks will not do what their mean does, {self.narrower}"
-            if noise > 1.0
-            else None
-        )
-
-    def _leaves(self, called: Mapping[str, str]) -> dict[Key, Leaf]:
-        """The posterior of every block, by the names that parameters are called."""
-        leaves: dict[Key, Leaf] = {}
-        within = self.blocks.by_name()
-        for name, p, group in self._stochastic():
-            block, state = within.get(name), self.state[p]
-            names: Key
-            if block is None:
-                names, means, keep = called[name], [state.get("mean", p.detach())], state.get("keep")
-            elif name == block.names[0]:
-                names = tuple(called[each] for each in block.names)
-                means, keep = block.means(), block.keep()
-            else:
-                continue
-            held = None
-            if keep is not None:  # pruned weights are zero; others that do not move are held
-                held = ~keep & ((means[0] if block is None else block.join(means)) != 0)
-                keep = keep | held
-            leaves[names] = self.leaf(means, state, keep, group).hold(held)
-        return leaves
-
-    def _noise(self) -> float:
-        """‖std‖ / ‖mean‖ of the weights that losses are taken at."""
-        if not self.draws:
-            return 0.0
-        return watch.noise_of(self._leaves({name: name for name, _ in self.named()}).values())
+        """Why this optimiser's posterior is not fit to be sampled, and what to do, if so it is."""
+        return handover.unfit(self, leaves)
 
     @torch.no_grad()
     @takes(posterior=instance("a Factorised posterior", Factorised))
@@ -487,53 +327,21 @@ class VariationalOptimizer(Optimizer, ABC):
         self.refuse_inside("load_posterior()")
         self.check_changed()
         self.settle()
-        params = {name: (p, group) for name, p, group in self._stochastic()}
-        fresh = saved.states_from(posterior, params, self)
-        self.blocks.displace(posterior.tensors.values(), fresh)
-        for p, state in fresh.items():
-            p.copy_(state["mean"])
-            if state_dtype(p) == p.dtype:
-                del state["mean"]  # the parameter itself is the mean
-            self.state[p] = state
-        self.watch.fresh = self._met = False
+        handover.take_up(self, posterior)
+        self.watch.fresh = self.met = False
         self.reset()
-
-    def _stochastic(self) -> Iterator[tuple[str, Tensor, Group]]:
-        for group in self.param_groups:
-            if not group["deterministic"]:
-                for name, p in members(group):
-                    yield name, p, group
 
     # What torch.optim has besides.
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it is checked as a whole before anything is added."""
-        if not isinstance(param_group, dict):
-            raise TypeError(
-                f"a group is a dict with its parameters under 'params', not {described(param_group)}"
-            )
-        if not isinstance(param_group.get("deterministic", False), bool):
-            raise TypeError(f"deterministic is True or False, not {described(param_group['deterministic'])}")
         built = hasattr(self, "cache")  # else there are neither samples nor a cache
         if built:
             self.refuse_inside("add_param_group()")
             if self.taken():
                 raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
             self.settle()
-        defaults = self.defaults
-        if param_group.get("deterministic") and self._deterministic_lr is not None:
-            defaults = {**defaults, **ADAM, "lr": self._deterministic_lr}
-        elif param_group.get("deterministic"):
-            defaults = {**defaults, **(self.without_noise or {})}
-        groups.refuse_unknown(param_group, defaults.keys() | {"params", "param_names"}, type(self).__name__)
-        given = {key: value if key == "params" else groups.plain(value) for key, value in param_group.items()}
-        group = groups.checked_group(overridden(defaults, given, self.widths), self.param_groups)
-        by_rule = not self.by_adam(group)
-        left_open = {key: 1.0 for key in self.derived if by_rule and group[key] is None}
-        self._check([*self.param_groups, {**group, **left_open}])
-        for key in left_open:  # one may follow from another
-            group[key] = self.derive(key, group, [p for _, p in group["params"]])
-        super().add_param_group(group)
+        super().add_param_group(groups.completed(self, param_group))
         if built:
             self.cache.drop()
 
@@ -555,7 +363,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
         def fits(_: Optimizer, given: dict[str, Any]) -> None:
             saved.refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
-            self._check(given["param_groups"])
+            groups.check_all(self, given["param_groups"])
             saved.refuse_unfit(self, given)
             used.append(given)
 
@@ -570,7 +378,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         self.refuse_inside("copying an optimiser")
         self.settle()
-        kept = ("module", "batch_dim", "mesh", "_deterministic_lr", "_seeded")
+        kept = ("module", "batch_dim", "mesh", "deterministic_lr", "seeded")
         own = {name: getattr(self, name) for name in kept}
         return {**super().__getstate__(), **own}
 
@@ -579,7 +387,7 @@ class VariationalOptimizer(Optimizer, ABC):
         super().__setstate__(state)
         self.cache = StateCache(self)
         self.blocks = Matrices(self.param_groups, self.state, self.matrices)
-        self.world, self._met, self._apart, self._averaged = World(self.mesh), False, False, False
+        self.world, self.met, self.apart, self.averaged = World(self.mesh), False, False, False
         self.sums = Accumulator()
         self.pools = self.mesh is not None
         self.local = Accumulator() if self.pools else self.sums
@@ -591,15 +399,15 @@ class VariationalOptimizer(Optimizer, ABC):
         if self.collects is not None:
             self.collector = self.collects(batch_dim=self.batch_dim, strict=False, once=True)
         fresh = all(group["steps"] == 0 for group in self.param_groups)
-        noise = partial(VariationalOptimizer._noise, proxy(self))  # a circle would keep both in memory
+        noise = partial(handover.noise, proxy(self))  # a circle would keep both in memory
         self.watch = watch.LossWatch(type(self).__name__, self.narrower, noise, fresh)
         self.terms = counting.LossTerms(type(self).__name__)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()
         self.entered: int | None = None  # how often a context was entered again inside itself
-        self.ok = self._pending = None
-        self._peeks = count(_PEEKS)  # sampling contexts without gradients
-        self._ledger = checks.GradientLedger()
+        self.ok = self.pending = None
+        self.peeks = count(_PEEKS)  # sampling contexts without gradients
+        self.ledger = checks.GradientLedger()
         self._checked = self._entries_now()
         self.reset()
 
@@ -616,7 +424,7 @@ class VariationalOptimizer(Optimizer, ABC):
             for group in self.param_groups:
                 group.update({key: groups.plain(group[key]) for key in self._keys if key in group})
             entries = self._entries_now()
-            self._check(self.param_groups)
+            groups.check_all(self, self.param_groups)
             self._checked = entries
 
     def _entries_now(self) -> list[list[object]]:
@@ -631,15 +439,9 @@ class VariationalOptimizer(Optimizer, ABC):
         """Names of entries that only users change, Adam's among them."""
         return sorted({*self.defaults, *ADAM} - {"steps", "blocks"})
 
-    def _check(self, held: Sequence[Group]) -> None:
-        for group in held:
-            groups.check_common(group, held[0])
-            if not self.by_adam(group):
-                self.check(group)
-
     def by_adam(self, group: Group) -> bool:
         """Whether Adam trains a group, not the rule."""
-        return bool(group["deterministic"]) and self._deterministic_lr is not None
+        return bool(group["deterministic"]) and self.deterministic_lr is not None
 
     def parameters(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""
@@ -648,6 +450,11 @@ class VariationalOptimizer(Optimizer, ABC):
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters with their names."""
         return chain.from_iterable(map(members, self.param_groups))
+
+    def stochastic(self) -> Iterator[tuple[str, Tensor, Group]]:
+        """Parameters that have a posterior, with their names and groups."""
+        random = (group for group in self.param_groups if not group["deterministic"])
+        return ((name, p, group) for group in random for name, p in members(group))
 
     # What surrounds a step.
 
@@ -659,8 +466,9 @@ class VariationalOptimizer(Optimizer, ABC):
     def refuse_foreign(self) -> None:
         """Raise, before the first sample of a step, for gradients that it would lose."""
         self.refuse_inside("a training step")
-        self._meet()
-        self._ledger.refuse_foreign(self.named())
+        if not self.met and several():
+            meet(self)
+        self.ledger.refuse_foreign(self.named())
 
     @contextmanager
     def pooling(self) -> Iterator[None]:
@@ -671,21 +479,6 @@ class VariationalOptimizer(Optimizer, ABC):
             yield
         finally:
             self.pools, self.local = before
-
-    def _meet(self) -> None:
-        """Before the first step: refuse processes that differ, and let all draw by one seed."""
-        if self._met or (self.world.size == 1 and not several()):
-            return
-        if self.mesh is None:  # processes may have come together after this was built
-            self.world = World(None)
-        self._met = True
-        if self.world.size == 1:
-            return
-        if not self._seeded and not self.param_groups[0]["steps"]:
-            seed = self.world.gathered(self.param_groups[0]["seed"])[0]
-            for group in self.param_groups:
-                group["seed"] = seed
-        refuse_unlike(self)
 
     def advance(self, by: int = 1) -> None:
         """Count steps: the next one draws other noise."""
@@ -698,11 +491,11 @@ class VariationalOptimizer(Optimizer, ABC):
         self.local.clear()
         self.terms.clear()
         self.buffers.finish()
-        self._ledger.remember(self.parameters())
+        self.ledger.remember(self.parameters())
 
     def settle_step(self) -> None:
         """Wait for the verdict on the last step that was no replay of a graph, and raise it, once."""
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is None:
             return
         verdict, moved = pending
@@ -711,7 +504,7 @@ class VariationalOptimizer(Optimizer, ABC):
             for flat, numbers in moved:
                 flat.count(numbers, -1)
             self.advance(-1)
-            bad = self._ledger.not_finite(self.named())
+            bad = self.ledger.not_finite(self.named())
         verdict.report(self.watch, bad, self.overshot(), " of the last step")
 
     def overshot(self, what: str = "a mean, a state or a std that is not finite") -> str:
@@ -730,14 +523,3 @@ class VariationalOptimizer(Optimizer, ABC):
         self.settle_step()
         for graph in list(self.graphs):
             graph.wait()
-
-
-def _number(loss: Tensor | float) -> Tensor:
-    """A loss as a real number, without its graph."""
-    found = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
-    return found if found.is_floating_point() else found.float()
-
-
-def runs_ahead_of(devices: Collection[torch.device]) -> bool:
-    """Whether a host need not wait for verdicts: all parameters are on one GPU."""
-    return len(devices) == 1 and all(device.type == "cuda" for device in devices)

@@ -12,8 +12,7 @@ from torch import Tensor
 from posterity.arguments import described, is_dense, is_whole
 from posterity.optim.adam import adam_init
 from posterity.optim.checks import unfit
-from posterity.optim.state import COUNTS, Group, State, state_dtype, zero
-from posterity.posterior import Factorised
+from posterity.optim.state import COUNTS, Group, State, state_dtype
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -196,59 +195,3 @@ def _unfit(
         if values[key].dim() != 2 or not bool(torch.isfinite(values[key]).all()):
             return f"{key!r} that is no matrix of finite numbers"
     return unfit(rule, single, group, dtype)
-
-
-def states_from(
-    posterior: Factorised, params: Mapping[str, tuple[Tensor, Group]], rule: VariationalOptimizer
-) -> dict[Tensor, State]:
-    """New states, with means, of the parameters that a posterior names; what does not fit is refused.
-
-    Args:
-        posterior: Where means, stds and masks come from; nothing of it is shared.
-        params: The optimiser's parameters and their groups, by name.
-        rule: Says what its state for a leaf is; one without matrices takes blocks of one tensor.
-    """
-    for block, leaf in posterior.blocks.items():
-        names = posterior.tensors[block]
-        if any(name not in params for name in names):
-            raise ValueError(f"the posterior has a block {block!r} that this optimiser does not have")
-        if len(names) > 1 and not rule.matrices:
-            raise ValueError(
-                f"the posterior has a block {block!r} of several tensors, and all weights of this optimiser "
-                "are independent: load Factorised({name: DiagonalGaussian(mean, posterior.std()[name]) for "
-                "name, mean in posterior.mean().items()})"
-            )
-        for name, shape in zip(names, leaf.shapes, strict=True):
-            if params[name][0].shape != shape:
-                raise ValueError(
-                    f"{name!r} has shape {tuple(shape)} in the posterior and "
-                    f"{tuple(params[name][0].shape)} in this optimiser"
-                )
-        if len({id(params[name][1]) for name in names}) > 1:
-            raise ValueError(f"{block!r} is one block, whose tensors are in different groups here")
-        if not bool(torch.isfinite(leaf.mean()).all()):
-            raise ValueError(
-                f"the posterior's means of {block!r} are not finite: nothing could go on from them"
-            )
-    states = {}
-    for block, leaf in posterior.blocks.items():
-        names = posterior.tensors[block]
-        first, group = params[names[0]]
-        mean = leaf.mean().detach().to(first.device, state_dtype(first), copy=True).contiguous()
-        std = leaf.std().detach().to(mean, copy=True)
-        if not leaf.whole:  # masked wherever it matters; any positive std will do
-            std = torch.where(leaf.varying.to(mean.device), std, 1.0)
-        try:
-            whole = {"mean": mean, **rule.adopt(leaf, mean, std, group)}
-        except ValueError as error:
-            raise ValueError(f"{block!r}: {error}") from error
-        if not leaf.whole:
-            whole["keep"] = leaf.varying.to(mean.device, copy=True)
-        single = {key: leaf.split(value) for key, value in whole.items() if key not in rule.matrices}
-        for i, name in enumerate(names):
-            own = {
-                key: values[i].clone(memory_format=torch.contiguous_format) for key, values in single.items()
-            }
-            states[params[name][0]] = {"step": zero(), **own}
-        states[first] |= {key: whole[key].clone() for key in rule.matrices if key in whole}
-    return states

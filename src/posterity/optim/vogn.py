@@ -261,7 +261,7 @@ class GaussNewton(VariationalOptimizer):
         self.cache.groups()
         for p in self.parameters():
             self.state[p]["momentum"].zero_()
-        for _, p, group in self._stochastic():
+        for _, p, group in self.stochastic():
             state, (num_data, *_) = self.state[p], scales(group)
             mean, hess = state.get("mean", p), state["hess"]
             begun = "since" in state or "known" not in state  # with no curvature, or a guess: not loaded

@@ -18,10 +18,10 @@ from posterity import noise
 from posterity.arguments import TENSORS, WHOLE, instance, takes
 from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.end_to_end import EndToEnd, Joined
 from posterity.posterior.factorised import Factorised
 from posterity.posterior.matching import matched
 from posterity.posterior.priors import ByName, Density
-from posterity.posterior.together import Joined, Together
 
 Formula: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Formula)
@@ -106,9 +106,9 @@ def kl(
     terms, given = [], dict[str, Tensor]()
     for each in joined:
         # A block of several tensors of the prior takes these leaves together already.
-        alone = all(pairs.get(name, (None,))[0] is leaf for name, leaf in each.together.leaves.items())
-        priors = {name: pairs[name][1] for name in each.together.leaves} if alone else {}
-        if alone and (whole := one_prior(each.together, priors)) is not None:
+        alone = all(pairs.get(name, (None,))[0] is leaf for name, leaf in each.blocks.leaves.items())
+        priors = {name: pairs[name][1] for name in each.blocks.leaves} if alone else {}
+        if alone and (whole := one_prior(each.blocks, priors)) is not None:
             terms.append(leaf_kl(each.leaf, whole, each.weights[None], dict))
             pairs = {name: pair for name, pair in pairs.items() if name not in priors}
         else:
@@ -124,7 +124,7 @@ def kl(
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
-def one_prior(blocks: Together, priors: Mapping[str, Leaf | Density]) -> Leaf | Density | None:
+def one_prior(blocks: EndToEnd, priors: Mapping[str, Leaf | Density]) -> Leaf | Density | None:
     """The prior of blocks that are one leaf; None where it must be taken block by block."""
     whole = blocks.prior([priors[name] for name in blocks.leaves])
     if whole is None:

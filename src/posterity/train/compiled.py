@@ -14,8 +14,8 @@ from posterity import noise
 from posterity.arguments import FUNCTION, MODULE, NUMBER, WHOLE, takes
 from posterity.objective import Factor
 from posterity.optim import VariationalOptimizer
+from posterity.optim.checks import runs_ahead_of
 from posterity.optim.counting import as_count
-from posterity.optim.optimizer import runs_ahead_of
 from posterity.posterior import ByName, Density, Posterior
 from posterity.torch_private import TreeSpec
 from posterity.train.cuda_graph import Graph, flat_batch

@@ -31,8 +31,8 @@ from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED
 from posterity.posterior import ByName, Density, DiagonalGaussian, Leaf, Posterior, kl
 from posterity.posterior.divergence import formula_of
+from posterity.posterior.end_to_end import alike
 from posterity.posterior.matching import prior_of
-from posterity.posterior.together import alike
 from posterity.train.blocks import Diagonal, Other, give
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import GradientReplays

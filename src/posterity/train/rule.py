@@ -13,9 +13,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from posterity.optim import VariationalOptimizer
 from posterity.optim.counting import Behind, as_count, behind
+from posterity.optim.pooling import pool
 from posterity.optim.statistics import Sink
 from posterity.optim.step import absorb, apply, collecting, draw
-from posterity.optim.together import pool
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import RuleReplays
 

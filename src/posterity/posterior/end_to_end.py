@@ -1,7 +1,7 @@
 """Diagonal leaves end to end as one leaf, so that one operation serves all weights of a posterior.
 
 A posterior of a hundred tensors would take a dozen launches for each of them to draw and to take the KL of.
-:class:`Together` lays their means and their ρ end to end, in one node of autograd's graph each, and takes
+:class:`EndToEnd` lays their means and their ρ end to end, in one node of autograd's graph each, and takes
 drawn weights apart in one more. What lies between is a :class:`DiagonalGaussian` like any other.
 """
 
@@ -29,22 +29,22 @@ class Joined(NamedTuple):
     """Blocks of a posterior as one leaf, and one draw of it.
 
     Attributes:
-        together: The blocks.
+        blocks: Those of the posterior.
         leaf: All of their weights; gradients that reach it reach them.
         weights: Drawn ones, end to end.
     """
 
-    together: Together
+    blocks: EndToEnd
     leaf: DiagonalGaussian
     weights: Tensor
 
     def apart(self) -> dict[str, Tensor]:
         """The weights by block."""
-        return self.together.apart(self.weights)
+        return self.blocks.apart(self.weights)
 
 
 @final
-class Together:
+class EndToEnd:
     """Trainable diagonal leaves of one device and type, end to end.
 
     Args:
@@ -52,8 +52,8 @@ class Together:
 
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
-        >>> together = Together(leaves)
-        >>> together.leaf().std().shape, list(together.apart(torch.zeros(6)))
+        >>> blocks = EndToEnd(leaves)
+        >>> blocks.leaf().std().shape, list(blocks.apart(torch.zeros(6)))
         (torch.Size([6]), ['a', 'b'])
     """
 
@@ -66,7 +66,7 @@ class Together:
     def leaf(self) -> DiagonalGaussian:
         """All of the weights, as they are now, as one leaf."""
         loc, raw = (
-            cast("Tensor", _EndToEnd.apply(self._layout, *parts))  # type: ignore[no-untyped-call]
+            cast("Tensor", _Concatenate.apply(self._layout, *parts))  # type: ignore[no-untyped-call]
             for parts in zip(*((leaf.loc, leaf.raw) for leaf in self.leaves.values()), strict=True)
         )
         return DiagonalGaussian.made_of(loc, raw, keep=self._mask("keep"), held=self._mask("held"))
@@ -132,18 +132,18 @@ class Together:
         return known[1]
 
 
-def together(leaves: Mapping[str, Leaf]) -> list[Together]:
+def end_to_end(leaves: Mapping[str, Leaf]) -> list[EndToEnd]:
     """The trainable diagonal ones of some leaves, by device and type; none that would be alone.
 
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
-        >>> [list(each.leaves) for each in together(leaves)]
+        >>> [list(each.leaves) for each in end_to_end(leaves)]
         [['a', 'b']]
     """
     diagonal = {
         name: leaf for name, leaf in leaves.items() if type(leaf) is DiagonalGaussian and leaf.stores_raw
     }
-    return [Together(some) for some in alike(diagonal, lambda _: None) if len(some) > 1]
+    return [EndToEnd(some) for some in alike(diagonal, lambda _: None) if len(some) > 1]
 
 
 def alike(
@@ -179,7 +179,7 @@ def _same(a: Sequence[object], b: Sequence[object]) -> bool:
 
 
 @final
-class _EndToEnd(torch.autograd.Function):
+class _Concatenate(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod

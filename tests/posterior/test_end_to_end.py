@@ -13,7 +13,7 @@ from torch import nn
 import posterity
 from posterity import ByName, DiagonalGaussian, IsotropicGaussian, ScaleMixture, Variational, kl, variational
 from posterity.noise import Domain
-from posterity.posterior.together import together
+from posterity.posterior.end_to_end import end_to_end
 
 
 def net() -> nn.Module:
@@ -197,7 +197,7 @@ def test_second_derivatives_and_draws_before_one_backward_pass() -> None:
 def test_leaves_alone_in_their_kind_are_left_to_themselves() -> None:
     leaf = DiagonalGaussian(torch.zeros(3), 0.5, trainable=True)
     fixed = DiagonalGaussian(torch.zeros(3), 0.5)
-    assert together({"a": leaf, "b": fixed}) == []
+    assert end_to_end({"a": leaf, "b": fixed}) == []
 
 
 def test_the_spread_gap_has_the_derivative_of_its_value() -> None:

@@ -123,7 +123,7 @@ def mean_loss(opt: VariationalOptimizer, losses: list[Tensor]) -> list[Tensor]:
 
 def summed(opt: VariationalOptimizer, number: float | None) -> float | None:
     """A user's count of this process's examples or terms, over all."""
-    if number is None or opt.world.size == 1:
+    if number is None:
         return number
     both = torch.tensor([float(number)], dtype=torch.float64, device=opt.cache.latest[0].device)
     opt.world.add_up(both)
@@ -168,7 +168,21 @@ def unwrapped(
     return module
 
 
-def refuse_unlike(opt: VariationalOptimizer) -> None:
+def meet(opt: VariationalOptimizer) -> None:
+    """Before the first step: refuse processes that differ, and let all draw by one seed."""
+    if opt.mesh is None:  # processes may have come together after this was built
+        opt.world = World(None)
+    opt.met = True
+    if opt.world.size == 1:
+        return
+    if not opt.seeded and not opt.param_groups[0]["steps"]:
+        seed = opt.world.gathered(opt.param_groups[0]["seed"])[0]
+        for group in opt.param_groups:
+            group["seed"] = seed
+    _refuse_unlike(opt)
+
+
+def _refuse_unlike(opt: VariationalOptimizer) -> None:
     """Raise in all processes if they differ in what a posterior of all of them is made of."""
     settings = {
         f"{key} of group {number}": repr(value)

@@ -1,0 +1,130 @@
+"""The posterior that an optimiser's state is, and the state that a posterior makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from posterity.optim import watch
+from posterity.optim.state import Group, State, state_dtype, zero
+from posterity.posterior import Factorised, Leaf
+from posterity.posterior.factorised import Key
+
+if TYPE_CHECKING:
+    from posterity.optim.optimizer import VariationalOptimizer
+
+
+def leaves(opt: VariationalOptimizer, called: Mapping[str, str]) -> dict[Key, Leaf]:
+    """The posterior of every block, by the names that parameters are called."""
+    found: dict[Key, Leaf] = {}
+    within = opt.blocks.by_name()
+    for name, p, group in opt.stochastic():
+        block, state = within.get(name), opt.state[p]
+        names: Key
+        if block is None:
+            names, means, keep = called[name], [state.get("mean", p.detach())], state.get("keep")
+        elif name == block.names[0]:
+            names = tuple(called[each] for each in block.names)
+            means, keep = block.means(), block.keep()
+        else:
+            continue
+        held = None
+        if keep is not None:  # pruned weights are zero; others that do not move are held
+            held = ~keep & ((means[0] if block is None else block.join(means)) != 0)
+            keep = keep | held
+        found[names] = opt.leaf(means, state, keep, group).hold(held)
+    return found
+
+
+def unfit(opt: VariationalOptimizer, leaves: Iterable[Leaf]) -> str | None:
+    """Why an optimiser's posterior is not fit to be sampled, and what to do, if so it is.
+
+    Losses at sampled weights that have come down say that it is. Without them, stds that outweigh weights
+    say that it is not.
+    """
+    if not opt.param_groups[0]["steps"] or (opt.draws and opt.watch.learned):
+        return None
+    noise = watch.noise_of(leaves)
+    seen = "it has hardly learned" if opt.draws else "it has seen the loss at its means alone"
+    return (
+        f"the stds of {type(opt).__name__}'s posterior are {noise:.2g} times its weights, and {seen}: "
+        f"sampled networks will not do what their mean does, {opt.narrower}"
+        if noise > 1.0
+        else None
+    )
+
+
+def noise(opt: VariationalOptimizer) -> float:
+    """‖std‖ / ‖mean‖ of the weights that losses are taken at."""
+    return watch.noise_of(leaves(opt, {name: name for name, _ in opt.named()}).values()) if opt.draws else 0.0
+
+
+def take_up(opt: VariationalOptimizer, posterior: Factorised) -> None:
+    """Give an optimiser the means and the state that make its posterior this one."""
+    params = {name: (p, group) for name, p, group in opt.stochastic()}
+    fresh = states_from(posterior, params, opt)
+    opt.blocks.displace(posterior.tensors.values(), fresh)
+    for p, state in fresh.items():
+        p.copy_(state["mean"])
+        if state_dtype(p) == p.dtype:
+            del state["mean"]  # the parameter itself is the mean
+        opt.state[p] = state
+
+
+def states_from(
+    posterior: Factorised, params: Mapping[str, tuple[Tensor, Group]], rule: VariationalOptimizer
+) -> dict[Tensor, State]:
+    """New states, with means, of the parameters that a posterior names; what does not fit is refused.
+
+    Args:
+        posterior: Where means, stds and masks come from; nothing of it is shared.
+        params: The optimiser's parameters and their groups, by name.
+        rule: Says what its state for a leaf is; one without matrices takes blocks of one tensor.
+    """
+    for block, leaf in posterior.blocks.items():
+        names = posterior.tensors[block]
+        if any(name not in params for name in names):
+            raise ValueError(f"the posterior has a block {block!r} that this optimiser does not have")
+        if len(names) > 1 and not rule.matrices:
+            raise ValueError(
+                f"the posterior has a block {block!r} of several tensors, and all weights of this optimiser "
+                "are independent: load Factorised({name: DiagonalGaussian(mean, posterior.std()[name]) for "
+                "name, mean in posterior.mean().items()})"
+            )
+        for name, shape in zip(names, leaf.shapes, strict=True):
+            if params[name][0].shape != shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(shape)} in the posterior and "
+                    f"{tuple(params[name][0].shape)} in this optimiser"
+                )
+        if len({id(params[name][1]) for name in names}) > 1:
+            raise ValueError(f"{block!r} is one block, whose tensors are in different groups here")
+        if not bool(torch.isfinite(leaf.mean()).all()):
+            raise ValueError(
+                f"the posterior's means of {block!r} are not finite: nothing could go on from them"
+            )
+    states = {}
+    for block, leaf in posterior.blocks.items():
+        names = posterior.tensors[block]
+        first, group = params[names[0]]
+        mean = leaf.mean().detach().to(first.device, state_dtype(first), copy=True).contiguous()
+        std = leaf.std().detach().to(mean, copy=True)
+        if not leaf.whole:  # masked wherever it matters; any positive std will do
+            std = torch.where(leaf.varying.to(mean.device), std, 1.0)
+        try:
+            whole = {"mean": mean, **rule.adopt(leaf, mean, std, group)}
+        except ValueError as error:
+            raise ValueError(f"{block!r}: {error}") from error
+        if not leaf.whole:
+            whole["keep"] = leaf.varying.to(mean.device, copy=True)
+        single = {key: leaf.split(value) for key, value in whole.items() if key not in rule.matrices}
+        for i, name in enumerate(names):
+            own = {
+                key: values[i].clone(memory_format=torch.contiguous_format) for key, values in single.items()
+            }
+            states[params[name][0]] = {"step": zero(), **own}
+        states[first] |= {key: whole[key].clone() for key in rule.matrices if key in whole}
+    return states

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "torch_private": set(),
     "buffers": {"torch_private", "flat", "noise"},
     "flat": set(),
+    "sharding": {"torch_private"},
     "precision": set(),
     "noise": {"torch_private", "flat", "kernels"},
     "kernels": {"flat", "noise"},
@@ -35,6 +36,7 @@ MAY_IMPORT = {
         "noise",
         "posterior",
         "precision",
+        "sharding",
     },
     "estimators": {"layers", "names", "noise", "posterior", "torch_private"},
     "objective": {"posterior"},
@@ -57,6 +59,7 @@ MAY_IMPORT = {
         "objective",
         "optim",
         "posterior",
+        "sharding",
         "variational",
     },
     "variational": {

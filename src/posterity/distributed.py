@@ -13,6 +13,7 @@ Each sees its share of a batch. There are two ways:
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -42,19 +43,20 @@ class World:
 
     Args:
         mesh: Of these processes, with at most one dimension ``"mc"``; None for all there are.
+        shares: That a batch is in, without a mesh; as many as there are processes, if not given.
 
     Attributes:
         size: How many; 1 if there are no others.
         rank: The number of this one.
         parts: Shares that a batch is in.
-        split: Processes that a share's weight samples are split over.
+        split: Processes that have the same share; with a mesh, they split its weight samples.
 
     Example:
         >>> World(None).size
         1
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, shares: int | None = None) -> None:
         self.mesh = mesh
         self.size, self.rank, self.split = 1, 0, 1
         self._groups: list[Any] = []
@@ -70,10 +72,13 @@ class World:
         elif several():
             self.size, self.rank = distributed.get_world_size(), distributed.get_rank()
             self._groups = [None]
+            self.split = 1 if shares is None else self.size // shares
         self.parts = self.size // self.split
 
     def share(self, samples: int) -> int:
         """How many of the weight samples of a share of the batch are this process's."""
+        if self.mesh is None:
+            return samples
         if samples % self.split:
             raise ValueError(
                 f"mc_samples={samples} cannot be split over the {self.split} processes of the mesh's "
@@ -94,6 +99,18 @@ class World:
         for tensor in tensors:
             for group in self._groups:
                 distributed.all_reduce(tensor, group=group)
+
+    def worst(self, numbers: Tensor) -> None:
+        """Replace sizes by the largest of all processes; one that is not a number counts as infinite."""
+        numbers.nan_to_num_(nan=math.inf, posinf=math.inf)  # of a NaN, backends take what they like
+        for group in self._groups:
+            distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group)
+
+    def complaint(self, mine: str | None, device: torch.device) -> str | None:
+        """What the first process that has a complaint says, in all of them."""
+        flag = torch.tensor(float(mine is not None), device=device)
+        self.worst(flag)
+        return next(each for each in self.gathered(mine) if each is not None) if flag else None
 
     def gathered(self, mine: T) -> list[T]:
         """What every process has, in their order."""

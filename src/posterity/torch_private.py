@@ -7,6 +7,7 @@ that nothing private is used anywhere else.
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 import warnings
 from collections import OrderedDict
@@ -139,3 +140,46 @@ def has_hooks(tensor: Tensor, own: int) -> bool:
 def dynamo_config(**options: Any) -> AbstractContextManager[None]:
     """Options of torch.compile for a while; dynamo is imported only where something is compiled."""
     return cast("AbstractContextManager[None]", torch._dynamo.config.patch(**options))
+
+
+# FSDP2 does not tell over how many processes it averages gradients, cannot drop a gathering that is under
+# way, and before torch 2.13 does not come back from a pass that an error has ended.
+
+
+def _gathered(module: Any) -> tuple[Any, list[Any]]:
+    """The state of a module of FSDP2, and the groups of parameters that it gathers."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return state, [each for each in ([state._fsdp_param_group] if groups is None else groups) if each]
+
+
+def fsdp_shares(module: nn.Module) -> int:
+    """How many processes a module's gradients are averaged over; 1 if it has no parameters of its own."""
+    infos = [group.mesh_info for group in _gathered(module)[1]]
+    sizes = ("shard_mesh_size", "replicate_mesh_size")
+    return max((math.prod(getattr(info, size, 1) for size in sizes) for info in infos), default=1)
+
+
+def fsdp_drop_gathered(module: Any, failed: bool) -> None:
+    """Drop what a module has gathered, also what is under way; after an error, whatever it was doing."""
+    state, groups = _gathered(module)
+    if failed and state._is_root and hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()  # and of all modules below
+    elif failed and not hasattr(module, "reset_iter_state"):
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._modules_to_run_forward.clear()
+        state._comm_ctx.post_forward_order.clear()
+        for each in (state, *groups):
+            each._training_state = type(each._training_state).IDLE
+    for group in groups:
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+        group._to_sharded()
+
+
+def shard_place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this process's part of a DTensor, and where in the whole it begins."""
+    from torch.distributed.tensor import _utils
+
+    return _utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -201,10 +201,13 @@ for _rule in ("bgd", "ivon", "vogn", "noisy-kfac"):
 
 
 def main() -> None:
-    from distributed import semantics
+    from distributed import semantics, sharded
 
     folder, rank, world, *chosen = sys.argv[1:]
-    cases = (CASES | semantics.CASES) if world == "2" else (FOUR | semantics.FOUR)
+    more = (semantics, sharded)
+    cases = dict(CASES if world == "2" else FOUR)
+    for each in more:
+        cases |= each.CASES if world == "2" else each.FOUR
     torch.set_num_threads(1)
     warnings.simplefilter("error", posterity.CountWarning)
     distributed.init_process_group(

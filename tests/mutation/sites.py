@@ -324,7 +324,7 @@ _STEP = [
     Site(
         "pruned weights come back when a posterior is loaded",
         f"{_OPTIM}/handover.py",
-        'whole["keep"] = leaf.varying.to(mean.device, copy=True)',
+        'all_of["keep"] = leaf.varying.to(mean.device, copy=True)',
         'whole["keep"] = torch.ones_like(leaf.varying).to(mean.device)',
         ("conformance/test_optimizers.py::test_going_on_from_a_pruned_posterior_keeps_zeros",),
     ),

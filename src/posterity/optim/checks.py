@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from posterity.curvature import Collector
+from posterity.distributed import World
 from posterity.flat import largest
 from posterity.noise import kernels
 from posterity.optim.state import Group, members
 from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED, LossWatch
+from posterity.sharding import gradient, local
 from posterity.torch_private import foreach_norm
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ class GradientLedger:
 
     def remember(self, params: Iterable[Tensor]) -> None:
         """Take note of the gradients that are there."""
-        self._known = {id(p): (id(grad), grad._version) for p in params if (grad := p.grad) is not None}
+        grads = ((p, p.grad) for p in params)
+        self._known = {id(p): (id(grad), local(grad)._version) for p, grad in grads if grad is not None}
 
     def refuse_foreign(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise for a gradient that is new: it was taken at the means, and would be lost."""
@@ -59,13 +62,14 @@ class GradientLedger:
         return bad_gradient((name, p) for name, p in named if self._knows(p))
 
     def _knows(self, p: Tensor) -> bool:
-        return p.grad is not None and self._known.get(id(p)) == (id(p.grad), p.grad._version)
+        return p.grad is not None and self._known.get(id(p)) == (id(p.grad), local(p.grad)._version)
 
 
 def bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """The first of some parameters' gradients that is not finite, in words."""
     for name, p in named:
-        if p.grad is not None and not torch.isfinite(p.grad).all():
+        grad = gradient(p)
+        if grad is not None and not torch.isfinite(grad).all():
             return f"the gradient of {name!r}"
     return None
 
@@ -154,13 +158,14 @@ class Verdict:
 
     Args:
         sums: Of the step.
+        world: The processes that have the rest of sharded parameters, if these are.
 
     Attributes:
         ok: A flag on the device, which falls later if a result is not fit.
     """
 
-    def __init__(self, sums: Accumulator) -> None:
-        pairs = [each.judged() for each in sums if each.both.numel()]
+    def __init__(self, sums: Accumulator, world: World | None = None) -> None:
+        pairs = [each.judged() for each in sums if each.both.numel() or each.group.sharded]
         second = "the mean of squared gradients" if sums.examples else "E[gradient · noise]"
         layers = [f"a Kronecker factor of {name!r}" for name in sums.layers]
         # What each number is of, and what is named first if several are bad.
@@ -172,6 +177,9 @@ class Verdict:
         if len({each.device for each in parts}) > 1:
             parts = [each.cpu() for each in parts]
         self._numbers = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(1)
+        if world is not None:
+            self._numbers = self._numbers.clone()  # for it may be part of the sums
+            world.worst(self._numbers)
         self.ok, self._losses = finite(self._numbers), len(sums.losses)
         self._read: Callable[[], list[float]] = self._numbers.tolist
 
@@ -223,9 +231,20 @@ def refuse_unfit(
         everything: What the rule made of single weights, which is in the cache.
         blocks: What it made of blocks that are matrices, by name.
     """
+    complaint = _first_unfit(opt, everything, blocks)
+    if opt.sharded is not None and opt.world.size > 1:  # others may have nothing to complain of
+        complaint = opt.world.complaint(complaint, opt.cache.latest[0].device)
+    if complaint:
+        raise FloatingPointError(opt.overshot(complaint))
+
+
+def _first_unfit(
+    opt: VariationalOptimizer, everything: Iterable[Moved], blocks: Mapping[str, Sequence[Tensor]]
+) -> str | None:
+    """What is wrong with a result, in words."""
     for name, parts in blocks.items():
         if not bool(torch.stack([largest(each) for each in parts]).max() < math.inf):
-            raise FloatingPointError(opt.overshot(f"a value of {name!r} that is not finite"))
+            return f"a value of {name!r} that is not finite"
     for flat, numbers, spans, _ in everything:
         group = opt.param_groups[flat.number]
         values = {key: value for key, value in flat.state.items() if key != "keep"} | {"mean": flat.mean}
@@ -236,7 +255,8 @@ def refuse_unfit(
             for i in numbers:  # ends of two tensors may be of different weights, and no weight is unfit
                 own = {key: value[flat.layout.span(i)] for key, value in values.items()}
                 if what := unfit(opt, own, group, flat.dtype):
-                    raise FloatingPointError(opt.overshot(f"{flat.layout.names[i]!r} {what}"))
+                    return f"{flat.layout.names[i]!r} {what}"
+    return None
 
 
 def _ends(values: Tensor) -> Tensor:
@@ -262,13 +282,19 @@ def unfit(
 _CALLED = {"hess": "curvature"}
 
 
-def hold_back(ok: Tensor, everything: Iterable[Moved], blocks: Mapping[str, Sequence[Tensor]]) -> None:
+def hold_back(
+    ok: Tensor,
+    everything: Iterable[Moved],
+    blocks: Mapping[str, Sequence[Tensor]],
+    world: World | None = None,
+) -> None:
     """Let a flag on the device fall if a result is not fit, as its mean says; the host does not wait.
 
     Args:
         ok: The flag.
         everything: What the rule made of single weights, marked.
         blocks: What it made of blocks that are matrices, by name.
+        world: The processes that have the rest of sharded parameters, if these are.
     """
     for flat, _, spans, results in everything:
         most = torch.finfo(flat.dtype).max
@@ -279,6 +305,10 @@ def hold_back(ok: Tensor, everything: Iterable[Moved], blocks: Mapping[str, Sequ
                 ok.logical_and_(largest(mean) <= most)
     if values := [each for some in blocks.values() for each in some]:
         ok.logical_and_(torch.stack(foreach_norm(values, math.inf)).max() < math.inf)
+    if world is not None:
+        bad = 1.0 - ok.to(torch.float32)
+        world.worst(bad)
+        ok.logical_and_(bad == 0)
 
 
 def finite(numbers: Tensor) -> Tensor:

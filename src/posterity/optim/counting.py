@@ -186,6 +186,10 @@ class ModuleCalls:
 
         return reached
 
+    def reached(self) -> bool:
+        """Whether a backward pass has come from the outputs of a call."""
+        return bool(self._passes)
+
     def examples(self) -> int | None:
         """Those of all calls that a backward pass has reached; None if they cannot be told."""
         calls = [each for behind in self._passes.values() for each in behind]

@@ -16,6 +16,7 @@ from posterity.arguments import described, is_dense, is_number, is_whole
 from posterity.optim.adam import ADAM
 from posterity.optim.presets import overridden
 from posterity.optim.state import Group
+from posterity.sharding import is_sharded, local, refuse_shards
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -148,6 +149,9 @@ def completed(opt: VariationalOptimizer, given: Group) -> Group:
     refuse_unknown(given, defaults.keys() | {"params", "param_names"}, type(opt).__name__)
     own = {key: value if key == "params" else plain(value) for key, value in given.items()}
     group = checked_group(overridden(defaults, own, opt.widths), opt.param_groups)
+    for name, p in group["params"]:
+        if is_sharded(p):
+            refuse_shards(name, p, type(opt).__name__, opt.collects is not None, opt.mesh, opt.module)
     by_rule = not opt.by_adam(group)
     left_open = {key: 1.0 for key in opt.derived if by_rule and group[key] is None}
     check_all(opt, [*opt.param_groups, {**group, **left_open}])
@@ -175,15 +179,10 @@ def checked_group(group: Group, held: list[Group]) -> Group:
         names.add(name)
         if not p.is_floating_point():
             raise TypeError(f"{name!r} is {p.dtype}: only real floating-point weights have a posterior")
-        if hasattr(p, "placements"):  # looked up by what it has: importing DTensor takes a second
-            raise TypeError(
-                f"{name!r} is a DTensor, as fully_shard() makes them: wrap the model in "
-                "DistributedDataParallel, or leave it whole and pass mesh="
-            )
         if id(p) in owned:
             raise ValueError(f"{name!r} is in the optimiser twice: give each parameter once")
         owned.add(id(p))
-        if not bool(torch.isfinite(p).all()):
+        if not bool(torch.isfinite(local(p)).all()):
             raise ValueError(f"{name!r} has values that are not finite: build or load the model again")
         if not p.is_leaf:
             raise ValueError(f"{name!r} is the result of an operation: pass the parameter itself")

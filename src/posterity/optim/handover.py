@@ -12,6 +12,7 @@ from posterity.optim import watch
 from posterity.optim.state import Group, State, state_dtype, zero
 from posterity.posterior import Factorised, Leaf
 from posterity.posterior.factorised import Key
+from posterity.sharding import as_in, whole
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -25,7 +26,8 @@ def leaves(opt: VariationalOptimizer, called: Mapping[str, str]) -> dict[Key, Le
         block, state = within.get(name), opt.state[p]
         names: Key
         if block is None:
-            names, means, keep = called[name], [state.get("mean", p.detach())], state.get("keep")
+            state = {key: whole(value) for key, value in state.items()}
+            names, means, keep = called[name], [state.get("mean", whole(p.detach()))], state.get("keep")
         elif name == block.names[0]:
             names = tuple(called[each] for each in block.names)
             means, keep = block.means(), block.keep()
@@ -115,16 +117,17 @@ def states_from(
         if not leaf.whole:  # masked wherever it matters; any positive std will do
             std = torch.where(leaf.varying.to(mean.device), std, 1.0)
         try:
-            whole = {"mean": mean, **rule.adopt(leaf, mean, std, group)}
+            all_of = {"mean": mean, **rule.adopt(leaf, mean, std, group)}
         except ValueError as error:
             raise ValueError(f"{block!r}: {error}") from error
         if not leaf.whole:
-            whole["keep"] = leaf.varying.to(mean.device, copy=True)
-        single = {key: leaf.split(value) for key, value in whole.items() if key not in rule.matrices}
+            all_of["keep"] = leaf.varying.to(mean.device, copy=True)
+        single = {key: leaf.split(value) for key, value in all_of.items() if key not in rule.matrices}
         for i, name in enumerate(names):
             own = {
                 key: values[i].clone(memory_format=torch.contiguous_format) for key, values in single.items()
             }
-            states[params[name][0]] = {"step": zero(), **own}
-        states[first] |= {key: whole[key].clone() for key in rule.matrices if key in whole}
+            p = params[name][0]
+            states[p] = {"step": zero(), **{key: as_in(value, p) for key, value in own.items()}}
+        states[first] |= {key: all_of[key].clone() for key in rule.matrices if key in all_of}
     return states

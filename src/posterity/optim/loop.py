@@ -16,6 +16,7 @@ from posterity.arguments import described, is_dense
 from posterity.optim import checks, counting
 from posterity.optim.pooling import complete, mean_loss, pool, share_buffers, summed
 from posterity.optim.step import apply, one_sample
+from posterity.sharding import gradient
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -98,7 +99,7 @@ def close(opt: VariationalOptimizer) -> None:
 
 def asked_for_state(opt: VariationalOptimizer) -> bool:
     """Whether a step is that of torch.distributed.checkpoint, which wants to see state, not to learn."""
-    grads = [p.grad for p in opt.parameters()]
+    grads = list(map(gradient, opt.parameters()))
     return (
         not (opt.state or opt.taken() or any(group["lr"] for group in opt.param_groups))
         and all(grad is not None for grad in grads)
@@ -120,7 +121,7 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     opt.terms.judge(size, inputs if alone else None, counted=count is not None)
     opt.settle_step()
     opt.sums.finish()
-    verdict = checks.Verdict(opt.sums)
+    verdict = checks.Verdict(opt.sums, None if opt.sharded is None else opt.world)
     # What may fail in the middle of a step is not for a device alone to judge.
     waits = bool(opt.matrices) or not checks.runs_ahead_of({flat.device for flat in opt.cache.latest})
     if waits:
@@ -129,7 +130,7 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     opt.cache.reread()
     moved = apply(opt, behind, opt.ok)
     opt.buffers.undo_unless(opt.ok)
-    if opt.pools and opt.module is not None:
+    if (opt.pools or opt.sharded is not None) and opt.module is not None:
         share_buffers(opt.world, opt.module)
     if not waits:
         verdict.send()

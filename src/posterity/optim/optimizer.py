@@ -37,6 +37,7 @@ from posterity.optim.state import FlatGroup, Group, State, StateCache, members
 from posterity.optim.statistics import Accumulator, Statistics
 from posterity.optim.step import Numbers
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
+from posterity.sharding import ShardedModel, sharded_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -100,6 +101,7 @@ class VariationalOptimizer(Optimizer, ABC):
     without_noise: ClassVar[Group | None] = None
     narrower: ClassVar[str] = "lower the stds it starts from"
     numbers: Numbers
+    sharded: ShardedModel | None
     apart: bool  # whether contexts add up in this process alone
     averaged: bool  # whether gradients were seen to be the same in all processes
     ok: Tensor | None  # whether the last step was let through, as a flag on the device
@@ -300,6 +302,8 @@ class VariationalOptimizer(Optimizer, ABC):
     def posterior(self, model: nn.Module | None = None) -> Factorised:
         """The posterior as it stands, as a copy that training no longer changes.
 
+        Of a sharded model it is whole in every process, and all processes make the call.
+
         A :class:`~posterity.diagnostics.PosteriorWarning` says if its stds outweigh its weights and nothing
         shows that sampled networks are any good: the rule takes gradients at the means, or the loss at
         sampled weights has not come down.
@@ -343,6 +347,7 @@ class VariationalOptimizer(Optimizer, ABC):
             self.settle()
         super().add_param_group(groups.completed(self, param_group))
         if built:
+            self.sharded = sharded_model(self.module, self.parameters())
             self.cache.drop()
 
     def state_dict(self) -> dict[str, Any]:
@@ -387,7 +392,8 @@ class VariationalOptimizer(Optimizer, ABC):
         super().__setstate__(state)
         self.cache = StateCache(self)
         self.blocks = Matrices(self.param_groups, self.state, self.matrices)
-        self.world, self.met, self.apart, self.averaged = World(self.mesh), False, False, False
+        self.sharded = sharded_model(self.module, self.parameters())
+        self.world, self.met, self.apart, self.averaged = self.all_processes(), False, False, False
         self.sums = Accumulator()
         self.pools = self.mesh is not None
         self.local = Accumulator() if self.pools else self.sums
@@ -479,6 +485,10 @@ class VariationalOptimizer(Optimizer, ABC):
             yield
         finally:
             self.pools, self.local = before
+
+    def all_processes(self) -> World:
+        """The processes that learn together, as there are now."""
+        return World(self.mesh, None if self.sharded is None else self.sharded.shares)
 
     def advance(self, by: int = 1) -> None:
         """Count steps: the next one draws other noise."""

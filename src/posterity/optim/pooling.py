@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from posterity.buffers import writable
 from posterity.curvature import Kronecker
 from posterity.distributed import World, fingerprint
 from posterity.optim.statistics import Accumulator
+from posterity.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,7 +92,8 @@ def complete(opt: VariationalOptimizer, first: bool) -> None:
     """
     world, sums = opt.world, opt.sums
     if first:
-        mine = {name: "none" if p.grad is None else fingerprint(p.grad) for name, p in opt.named()}
+        plain = ((name, p.grad) for name, p in opt.named() if not is_sharded(p))
+        mine = {name: "none" if grad is None else fingerprint(grad) for name, grad in plain}
         world.refuse_others(mine, "the gradient of", _UNWRAPPED)
     if opt.collects is None and not opt.asks_batch_size():
         return
@@ -100,7 +102,7 @@ def complete(opt: VariationalOptimizer, first: bool) -> None:
     meta = torch.tensor(counts, dtype=torch.float64, device=device)
     world.add_up(meta)
     inputs, unknown, examples = meta.tolist()
-    sums.inputs, sums.examples = (None if unknown else inputs), examples
+    sums.inputs, sums.examples = (None if unknown else inputs / world.split), examples
     if opt.collects is None or not examples:
         return
     squared = 1.0 / world.size**2
@@ -171,7 +173,7 @@ def unwrapped(
 def meet(opt: VariationalOptimizer) -> None:
     """Before the first step: refuse processes that differ, and let all draw by one seed."""
     if opt.mesh is None:  # processes may have come together after this was built
-        opt.world = World(None)
+        opt.world = opt.all_processes()
     opt.met = True
     if opt.world.size == 1:
         return
@@ -191,13 +193,19 @@ def _refuse_unlike(opt: VariationalOptimizer) -> None:
         if key not in ("params", "param_names")
     }
     opt.world.refuse_others({"rule": type(opt).__name__, **settings}, "the optimiser's")
-    opt.world.refuse_others({name: fingerprint(p) for name, p in opt.named()}, "the parameter")
+    opt.world.refuse_others({name: _described(p) for name, p in opt.named()}, "the parameter")
     states = {
-        f"{key} of {name}": fingerprint(value)
+        f"{key} of {name}": _described(value)
         for name, p in opt.named()
         for key, value in opt.state.get(p, {}).items()
     }
     opt.world.refuse_others(states, "the state")
+
+
+def _described(tensor: Tensor) -> str:
+    """What is the same in all processes: of a sharded tensor, how it is sharded."""
+    own: Any = tensor
+    return f"{list(own.shape)} {own.placements}" if is_sharded(tensor) else fingerprint(tensor)
 
 
 def _sign(sums: Accumulator) -> tuple[float, float]:

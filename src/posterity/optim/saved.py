@@ -13,6 +13,7 @@ from posterity.arguments import described, is_dense, is_whole
 from posterity.optim.adam import adam_init
 from posterity.optim.checks import unfit
 from posterity.optim.state import COUNTS, Group, State, state_dtype
+from posterity.sharding import as_in, local
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -32,6 +33,7 @@ def load(states: Mapping[Tensor, State], groups: Sequence[Group], state_dict: di
         for p, state in saved_states(groups, state_dict):
             for key, value in state.items():
                 own = value.detach().to("cpu" if key in COUNTS else p.device, copy=True)
+                own = own if key in COUNTS else as_in(own, p)
                 states[p][key] = own.contiguous().clone() if own.is_inference() else own.contiguous()
 
 
@@ -157,8 +159,9 @@ def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None
             for key in state.keys() & {*COUNTS}:
                 if state[key].numel() != 1 or not 0 <= float(state[key]) < math.inf:
                     raise ValueError(f"{key!r} of {name!r} is no count of updates in the state")
-            values = {key: value for key, value in state.items() if key not in (*COUNTS, "keep")}
-            if bad := _unfit(rule, values, theirs, state.get("keep"), state_dtype(p)):
+            parts = {key: local(value) for key, value in state.items()}
+            values = {key: value for key, value in parts.items() if key not in (*COUNTS, "keep")}
+            if bad := _unfit(rule, values, theirs, parts.get("keep"), state_dtype(p)):
                 raise ValueError(f"the state of {name!r} has {bad}: load one from before it went wrong")
         for names in theirs.get("blocks", ()):
             _refuse_block(

@@ -20,6 +20,7 @@ from torch import Tensor
 from posterity.flat import ALIGN, Layout, largest
 from posterity.noise import Room, addresses, alike, kernels
 from posterity.optim.adam import adam_init
+from posterity.sharding import gradient, is_sharded, local, offset
 from posterity.torch_private import foreach_add_, foreach_copy_
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ _generations = count()
 class FlatGroup:
     """Parameters of one group, device and dtype: what a rule does, it does to all of them at once.
 
+    Of sharded parameters a process has its own parts here, and draws those slices of the noise.
+
     Args:
         number: Of the group.
         names: Of the parameters.
@@ -49,6 +52,7 @@ class FlatGroup:
         align: Blocks start at multiples of this; by default as kernels like it.
 
     Attributes:
+        parts: What of each parameter is in this process: all, unless they are sharded.
         weights: The parameters' values, while samples take their place in the model.
         state: The state's tensors, flat, by key.
         steps: How often each parameter was updated, as ``states`` has it.
@@ -63,8 +67,11 @@ class FlatGroup:
         apart: Collection[str] = (),
         align: int = ALIGN,
     ) -> None:
-        self.number, self.params = number, list(params)
-        self.layout = Layout(names, [p.shape for p in params], align=align)
+        self.number, self.params, self.sharded = number, list(params), is_sharded(params[0])
+        self.parts = list(map(local, params))
+        shapes, wholes = [part.shape for part in self.parts], [p.shape for p in params]
+        at = list(map(offset, params)) if self.sharded else None
+        self.layout = Layout(names, shapes, wholes, at, align=align)
         self.device, self.dtype = params[0].device, params[0].dtype
         self.weights = torch.zeros(self.layout.size, dtype=self.dtype, device=self.device)
         self._weights = self.layout.views(self.weights)
@@ -76,7 +83,7 @@ class FlatGroup:
         self._places: dict[tuple[int, ...], Tensor] = {}
         self.steps = [states[p]["step"] for p in params]
         keys = [key for key in states[params[0]] if key not in (*COUNTS, *apart)]
-        self._own = {key: [states[p][key] for p in params] for key in keys}
+        self._own = {key: [local(states[p][key]) for p in params] for key in keys}
         # Between the blocks masks keep nothing; all else is 1, since a std of 0 would be taken for a bad one.
         self.state: State = {
             key: torch.full(
@@ -129,11 +136,13 @@ class FlatGroup:
 
     def locate(self) -> bool:
         """Look where the parameters lie, which users may change; whether they still belong here."""
-        at = tuple(map(Tensor.data_ptr, self.params))
+        if self.sharded:
+            self.parts = list(map(local, self.params))
+        at = tuple(map(Tensor.data_ptr, self.parts))
         if at != self._at:
             self._at = at
-            self._fits = all(p.device == self.device and p.dtype == self.dtype for p in self.params)
-        self._plain = self._fused and self._fits and all(map(Tensor.is_contiguous, self.params))
+            self._fits = all(p.device == self.device and p.dtype == self.dtype for p in self.parts)
+        self._plain = self._fused and self._fits and all(map(Tensor.is_contiguous, self.parts))
         return self._fits
 
     @property
@@ -146,17 +155,17 @@ class FlatGroup:
     def read(self) -> None:
         """Take the parameters' values."""
         if self._plain:
-            self._transfer(self.params, self.weights, read=True)
+            self._transfer(self.parts, self.weights, read=True)
         else:
-            foreach_copy_(self._weights, self.params)
+            foreach_copy_(self._weights, self.parts)
 
     def put(self, flat: Tensor) -> None:
         """Give the parameters the values of a flat buffer; ``weights`` gives them those that were read."""
         if self._plain:
-            self._transfer(self.params, flat, read=False)
+            self._transfer(self.parts, flat, read=False)
         else:
             views = self._weights if flat is self.weights else self.layout.views(flat)
-            foreach_copy_(self.params, views)
+            foreach_copy_(self.parts, views)
 
     def write(self, moved: Sequence[int]) -> None:
         """Give some parameters their means."""
@@ -164,7 +173,7 @@ class FlatGroup:
             self.put(self.weights)
             return
         means = self._views.get("mean", self._weights)
-        foreach_copy_([self.params[i] for i in moved], [means[i] for i in moved])
+        foreach_copy_([self.parts[i] for i in moved], [means[i] for i in moved])
 
     def _transfer(self, tensors: Sequence[Tensor], flat: Tensor, *, read: bool) -> None:
         """Copy contiguous tensors of one type by one kernel; torch takes a program for 65,536 numbers."""
@@ -184,7 +193,7 @@ class FlatGroup:
             number: A zero, which becomes a number that is not finite if a gradient is not.
         """
         flat, views = self._gathered
-        grads = [p.grad for p in self.params]
+        grads = [gradient(p) for p in self.params]
         found = [grad for grad in grads if grad is not None]
         if len(found) < len(views):
             flat.zero_()  # else it would have gradients of earlier steps
@@ -319,9 +328,10 @@ class StateCache:
             state.update(adam_init(mean) if rule.by_adam(group) else rule.init(mean, None, group))
         row = self._opt.padding.get(p)
         if row is not None and not group["deterministic"]:
-            keep = state.setdefault("keep", torch.ones_like(p, dtype=torch.bool))
-            if bool(keep[row].any()):
-                keep[row] = False
+            keep = local(state.setdefault("keep", torch.ones_like(p, dtype=torch.bool)))
+            own = keep.narrow(0, here, 1) if 0 <= (here := row - offset(p)[0]) < len(keep) else keep[:0]
+            if bool(own.any()):
+                own.fill_(False)
 
     def _made(self) -> Iterator[FlatGroup]:
         """The flat groups of an optimiser whose parameters all have their state."""
@@ -330,7 +340,7 @@ class StateCache:
             similar: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}
             for name, p in members(group):
                 keys = sorted(states[p].keys() - {*COUNTS, *apart})
-                similar.setdefault((p.device, p.dtype, *keys), []).append((name, p))
+                similar.setdefault((p.device, p.dtype, is_sharded(p), *keys), []).append((name, p))
             for pairs in similar.values():
                 yield FlatGroup(number, [name for name, _ in pairs], [p for _, p in pairs], states, apart)
 

@@ -15,6 +15,7 @@ from posterity.curvature import Kronecker
 from posterity.flat import largest
 from posterity.noise import Noise
 from posterity.optim.state import FlatGroup, state_dtype
+from posterity.sharding import beside, gradient, local
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,10 @@ class Sums:
         """
         flat = self.grad.to(self.group.dtype, copy=not last)
         views = self.group.layout.views(flat)
-        self.published = flat, {i: views[i] for i in self.used}
+        params, split = self.group.params, self.group.sharded
+        self.published = flat, {i: beside(views[i], params[i]) if split else views[i] for i in self.used}
         for i, view in self.published[1].items():
-            self.group.params[i].grad = view
+            params[i].grad = view
 
     @cached_property
     def mean_grad(self) -> Tensor:
@@ -123,9 +125,9 @@ class Sums:
             return self.group.gather()
         flat, views = self.published
         for i, view in views.items():
-            grad = self.group.params[i].grad
-            if grad is not None and grad is not view:  # replaced, not changed in place
-                view.copy_(grad)
+            p = self.group.params[i]
+            if p.grad is not view and (grad := gradient(p)) is not None:  # replaced, not changed in place
+                local(view).copy_(grad)
         return flat.to(self.grad.dtype)
 
     def judged(self) -> Tensor:

@@ -24,6 +24,7 @@ from posterity.optim.checks import hold_back, refuse_unfit, refuse_unreported
 from posterity.optim.counting import Behind, ModuleCalls
 from posterity.optim.state import FlatGroup, Group, State, members
 from posterity.optim.statistics import Statistics, Sums
+from posterity.sharding import gradient
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
@@ -119,7 +120,7 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
     params = opt.parameters()
     before = [p.grad for p in params]
     opt.buffers.enter(number)
-    used, drawn = False, list[Draw]()
+    used, failed, drawn = False, True, list[Draw]()
     calls, handle = ModuleCalls(opt.batch_dim, params), None
     try:
         one = range(number, number + 1)
@@ -127,6 +128,8 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         with torch.no_grad():
             for each in drawn:
                 each.group.put(each.flat)
+        if opt.sharded is not None:
+            opt.sharded.drop_gathered(failed=False)
         torch.clear_autocast_cache()  # it casts a weight once, and would use it in all samples
         for p, grad in zip(params, before, strict=True):
             if grad is not None:
@@ -138,7 +141,7 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         collector = collecting(opt)
         with terms, collector if opt.collector is None else _if_any(collector):
             yield
-        grads = [p.grad for p in params]
+        grads = list(map(gradient, params))
         if any(grad.is_sparse for grad in grads if grad is not None):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
         if weight and any(grad is not None for grad in grads):
@@ -147,6 +150,12 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             used = True
         elif weight and opt.world.mesh is not None:  # others may have examples in this context
             opt.local.skip(weight)
+        elif weight and opt.sharded is not None and calls.reached():
+            raise RuntimeError(
+                "a backward pass inside sampled_params() has left no gradient: take all backward passes of a "
+                "step in one context, and set_requires_gradient_sync(True) before the last"
+            )
+        failed = False
     finally:
         calls.inside = False
         if handle is not None:
@@ -159,6 +168,8 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             for each in drawn:
                 each.group.locate()
                 each.group.put(each.group.weights)
+        if opt.sharded is not None:
+            opt.sharded.drop_gathered(failed)
         torch.clear_autocast_cache()
         opt.buffers.leave(number, used)
 
@@ -301,7 +312,7 @@ def apply(opt: VariationalOptimizer, behind: Behind, ok: Tensor | None) -> list[
         if ok is None:
             refuse_unfit(opt, everything, values)
         else:
-            hold_back(ok, everything, values)
+            hold_back(ok, everything, values, None if opt.sharded is None else opt.world)
     except BaseException:
         for flat in opt.cache.latest:
             flat.load()

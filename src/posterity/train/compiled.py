@@ -17,6 +17,7 @@ from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import runs_ahead_of
 from posterity.optim.counting import as_count
 from posterity.posterior import ByName, Density, Posterior
+from posterity.sharding import is_sharded
 from posterity.torch_private import TreeSpec
 from posterity.train.cuda_graph import Graph, flat_batch
 from posterity.train.gradient import ByGradient
@@ -94,6 +95,11 @@ def compile_step(
         torch.Size([])
     """
     learner: Learner
+    if any(map(is_sharded, model.parameters())):
+        raise TypeError(
+            "the model has DTensors, as fully_shard() and parallelize_module() make them, which compile_step "
+            "would not gather: take a loop with sampled_params(), or step(closure)"
+        )
     if isinstance(model, Variational):
         learner = ByGradient(
             model,

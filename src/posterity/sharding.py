@@ -1,0 +1,163 @@
+"""Tensors of which every process has a shard: DTensors, as fully_shard() and parallelize_module() make them.
+
+A rule is a function of single weights, so that each process moves its own shard, and draws that slice of the
+noise: together they do what one process would. What is sharded here is kept as DTensors, which
+``torch.distributed.checkpoint`` saves by shards and loads into any number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from posterity.torch_private import fsdp_drop_gathered, fsdp_shares, shard_place
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; looked up by what it has, since importing the class takes a second.
+
+    Example:
+        >>> is_sharded(torch.zeros(2))
+        False
+    """
+    return type(tensor) not in _PLAIN and hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor, in the same memory; all of one that is no DTensor.
+
+    Example:
+        >>> local(torch.ones(2))
+        tensor([1., 1.])
+    """
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return cast(Tensor, cast(Any, tensor).to_local())
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, in every process; all of them make this call.
+
+    Example:
+        >>> whole(torch.ones(2))
+        tensor([1., 1.])
+    """
+    return cast(Tensor, cast(Any, tensor).full_tensor()) if is_sharded(tensor) else tensor
+
+
+def gradient(p: Tensor) -> Tensor | None:
+    """What this process has of a parameter's gradient."""
+    grad = p.grad
+    if grad is None or not is_sharded(grad):
+        return grad
+    return local(_placed(grad, p))
+
+
+def offset(tensor: Tensor) -> tuple[int, ...]:
+    """Where in the whole tensor this process's part begins, along every axis.
+
+    Example:
+        >>> offset(torch.ones(2, 3))
+        (0, 0)
+    """
+    if not is_sharded(tensor):
+        return (0,) * tensor.dim()
+    return shard_place(tensor)[1]
+
+
+@torch.no_grad()
+def beside(part: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor that is sharded like another, of which this process has the given part."""
+    from torch.distributed.tensor import DTensor
+
+    own: Any = tensor
+    at: dict[str, Any] = {"shape": own.shape, "stride": own.stride()}
+    return DTensor.from_local(part, own.device_mesh, own.placements, run_check=False, **at)
+
+
+@torch.no_grad()
+def as_in(value: Tensor, tensor: Tensor) -> Tensor:
+    """A value, whole in every process or sharded, in the form that a tensor of its shape has."""
+    if not is_sharded(tensor):
+        return whole(value)
+    if is_sharded(value):
+        return _placed(value, tensor)
+    part = value
+    for axis, (first, size) in enumerate(zip(offset(tensor), local(tensor).shape, strict=True)):
+        part = part.narrow(axis, first, size)
+    return beside(part.clone(memory_format=torch.contiguous_format), tensor)
+
+
+@torch.no_grad()
+def _placed(value: Any, tensor: Any) -> Tensor:
+    """A DTensor as another is sharded; a replicated parameter's gradient may be a sum not yet taken."""
+    alike = value.placements == tensor.placements
+    return cast(Tensor, value if alike else value.redistribute(placements=tensor.placements))
+
+
+@final
+class ShardedModel:
+    """A model with sharded parameters, and what it has gathered of them.
+
+    Args:
+        module: The model; its parameters are gathered only inside modules that fully_shard() was applied to.
+
+    Attributes:
+        shares: That a batch is in: processes that differ in nothing but their shards of a layer, as
+            parallelize_module() makes them, see the same examples.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self._modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        self.shares = max(map(fsdp_shares, self._modules), default=1)
+
+    def drop_gathered(self, failed: bool) -> None:
+        """Drop what was gathered of the parameters, so that the next pass gathers them as they are.
+
+        FSDP2 keeps it after a forward pass without a backward pass, where a user asks for it, and, in the
+        modules that were running, after an error.
+
+        Args:
+            failed: Whether there was an error.
+        """
+        for module in self._modules:
+            fsdp_drop_gathered(module, failed)
+
+
+def refuse_shards(name: str, p: Tensor, rule: str, collects: bool, mesh: object, module: object) -> None:
+    """Raise for a DTensor that a rule cannot learn.
+
+    Args:
+        name: Of the parameter.
+        p: The parameter.
+        rule: Name of the optimiser.
+        collects: Whether it wants single examples' gradients from layers.
+        mesh: That of the optimiser.
+        module: What it was built from.
+    """
+    what = f"{name!r} is a DTensor, as fully_shard() and parallelize_module() make them"
+    if collects:
+        raise TypeError(
+            f"{what}, and {rule} takes curvature from layers that hold their weights whole: use IVON "
+            "or BGD, or wrap the model in DistributedDataParallel"
+        )
+    if mesh is not None:
+        raise TypeError(f"{what}, whose gradients are averaged there: leave mesh= out")
+    if module is None:
+        raise TypeError(f"{what}: pass the module itself, which gathers its weights anew for every draw")
+    if any(each.is_partial() for each in cast(Any, p).placements):
+        raise TypeError(f"{what}, of which every process has a summand: shard or replicate it")
+
+
+def sharded_model(module: nn.Module | None, params: Iterable[Tensor]) -> ShardedModel | None:
+    """A model, if some of its parameters are sharded."""
+    return ShardedModel(module) if module is not None and any(map(is_sharded, params)) else None

@@ -49,7 +49,8 @@ def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimato
 
 
 def parameters_of(
-    posterior: Factorised,
+    leaves: Mapping[str, Leaf],
+    tensors: Mapping[str, Sequence[str]],
     estimators: Mapping[str, Estimator],
     samples: range,
     *,
@@ -60,7 +61,8 @@ def parameters_of(
     """What a model gets for its parameters: one draw, or a stand-in where a block has another estimator.
 
     Args:
-        posterior: Of the parameters.
+        leaves: By block.
+        tensors: The names of every block's tensors.
         estimators: By block.
         samples: Number of the sample, or of all those that vmap stacks.
         level: Of vmap, if it stacks them.
@@ -68,9 +70,9 @@ def parameters_of(
         at: Seed and step of the noise.
     """
     found: dict[str, Tensor] = {}
-    for name, leaf in posterior.blocks.items():
+    for name, leaf in leaves.items():
         draws = BlockDraws(leaf, name, estimators[name], samples, level, batch_dim, at)
-        names = posterior.tensors[name]
+        names = tensors[name]
         if estimators[name] == "weight":
             found |= zip(names, draws.values(), strict=True)
             continue
@@ -160,7 +162,7 @@ class Sampled(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.make = module, make
-        self.title = type(module).__name__
+        self.title = getattr(module, "title", type(module).__name__)
         self.sample = nn.Parameter(torch.zeros((), dtype=torch.long), requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -238,7 +238,8 @@ class Variational(nn.Module):
     def _given(self, samples: range, level: int | None, step: int) -> dict[str, Tensor]:
         """What the module gets for its parameters, by the blocks' estimators."""
         return parameters_of(
-            self.posterior,
+            self.posterior.blocks,
+            self.posterior.tensors,
             self.estimators,
             samples,
             level=level,

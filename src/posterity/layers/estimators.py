@@ -144,9 +144,15 @@ class Drawn:
 
 @final
 class StandIn(Tensor):
-    """What a model gets in the place of a parameter; all its numbers are NaN."""
+    """What a model gets in the place of a parameter; all its numbers are NaN.
+
+    Attributes:
+        drawn: What it stands for.
+        origin: The tensor that it is a view of, whose hook hears of gradients that reach it.
+    """
 
     drawn: Drawn
+    origin: Tensor
 
     @classmethod
     def of(cls, drawn: Drawn, shape: Sequence[int], like: Tensor) -> Self:
@@ -159,7 +165,7 @@ class StandIn(Tensor):
             if torch.is_grad_enabled():
                 empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
             found = empty.as_subclass(cls)
-        found.drawn = drawn
+        found.drawn, found.origin = drawn, empty
         return found
 
     @classmethod

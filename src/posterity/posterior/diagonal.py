@@ -75,11 +75,13 @@ class DiagonalGaussian(Leaf):
             self.register_buffer("raw", spread.clone())
 
     @classmethod
-    def made_of(cls, loc: Tensor, raw: Tensor, *, keep: Tensor | None, held: Tensor | None) -> Self:
-        """A leaf whose means and ρ are these very tensors, which may be part of a graph, as are its masks."""
+    def made_of(
+        cls, loc: Tensor, raw: Tensor, *, keep: Tensor | None, held: Tensor | None, stores_raw: bool = True
+    ) -> Self:
+        """A leaf whose means and ρ, or stds, are these very tensors, which may be part of a graph."""
         leaf = cls.__new__(cls)
         Leaf.__init__(leaf, loc.shape)
-        leaf._trainable, leaf.loc, leaf.raw = True, loc, raw
+        leaf._trainable, leaf.loc, leaf.raw = stores_raw, loc, raw
         leaf._buffers.update(keep=keep, held=held)
         return leaf
 

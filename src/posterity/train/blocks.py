@@ -1,44 +1,66 @@
-"""Blocks of a posterior that is trained by gradient, as a step draws them and moves on from their gradients.
+"""Diagonal blocks of a posterior that is trained by gradient: what a step draws, and learns from.
 
 A drawn weight is w = μ + σ(ρ) · eps, so the gradients of a loss at drawn weights are E[g] for μ and
-E[g·eps] · σ'(ρ) for ρ: the sums that rules collect. :class:`Diagonal` leaves, end to end, need no more than
-these. Any :class:`Other` leaf is drawn through autograd's graph, and gets the gradients of its own parameters
-from there.
+E[g·eps] · σ'(ρ) for ρ: the sums that rules collect. Where layers draw outputs for each example instead
+(:mod:`posterity.layers.estimators`), the gradients in μ and σ themselves are the same sums. Either way a
+:class:`Diagonal` group is a few flat buffers, with one KL and one chain from σ to ρ.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, cast, final
+from functools import cached_property
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
-from posterity.flat import ALIGN
+from posterity.flat import ALIGN, Layout, largest
+from posterity.layers import Estimator
 from posterity.noise import Domain, Noise
 from posterity.optim.state import FlatGroup, zero
 from posterity.optim.statistics import Accumulator, Sink
 from posterity.optim.step import Draw
 from posterity.posterior import Density, DiagonalGaussian, Leaf
 from posterity.posterior.divergence import formula_of, leaf_kl
+from posterity.torch_private import foreach_add_
+from posterity.train.learner import Drawn
 
 _MASKS = ("keep", "held")
 
 
-@final
-class Diagonal:
-    """Diagonal leaves of one device, type and prior, end to end.
+class StepValues(NamedTuple):
+    """What is the same for all blocks in one step.
+
+    Attributes:
+        sums: Of gradients and their products with noise.
+        share: What the KL counts for in the loss.
+        scale: What the sums will be multiplied by; None if they will not be.
+        at: Where the noise is.
+    """
+
+    sums: Accumulator
+    share: Any
+    scale: Any
+    at: Mapping[str, Any]
+
+
+class Diagonal(ABC):
+    """Diagonal leaves of one device, type, prior and estimator, end to end.
 
     Args:
         number: Of the group.
         leaves: By block.
         params: The module's parameters that the blocks take the place of.
         priors: Of the blocks: one and the same density, or diagonal Gaussians.
+        at_draw: Whether a KL that has no formula is estimated at the weights that the loss sees; else at a
+            draw of its own.
 
     Attributes:
         flat: The means, with ρ and masks as their state.
         run: How a function of leaves and tensors is run: as it is, or as one kernel.
+        divergence: The KL, as far as it is known.
     """
 
     def __init__(
@@ -47,6 +69,7 @@ class Diagonal:
         leaves: Mapping[str, DiagonalGaussian],
         params: Sequence[Tensor],
         priors: Sequence[Leaf | Density],
+        at_draw: bool,
     ) -> None:
         self.leaves, self.params = list(leaves.values()), list(params)
         states = {
@@ -62,7 +85,8 @@ class Diagonal:
         if isinstance(self.prior, DiagonalGaussian):
             self.prior = DiagonalGaussian(torch.zeros_like(self.flat.weights), 1.0)
             self.follow()
-        self.estimated = formula_of(DiagonalGaussian, type(self.prior))[0] is None
+        estimated = formula_of(DiagonalGaussian, type(self.prior))[0] is None
+        self.at_draw, self._own_draw = estimated and at_draw, estimated and not at_draw
         self.run: Callable[[Any], Callable[..., Any]] = as_it_is
         self.clear()
 
@@ -101,49 +125,113 @@ class Diagonal:
             return leaf, leaf, own
         return leaf, DiagonalGaussian.made_of(*own, keep=self._inside, held=held), own
 
-    @torch.no_grad()
-    def draw(self, rows: range, weight: float, at: Mapping[str, Any]) -> Draw:
-        """Weights of some samples, by the addresses that each leaf alone would have."""
-        flat = self.flat
+    def _load(self, rows: range) -> DiagonalGaussian:
+        """All weights as one leaf, as they are at the first sample of a step."""
         if rows.start == 0:
-            flat.read()
-            flat.load()
-        noise = Noise(
-            rows, flat.layout, weight=weight, device=flat.device, dtype=flat.dtype, room=flat.room, **at
-        )
-        leaf, _, _ = self.leaf()
-        return Draw(flat, noise, noise.perturb(leaf.mean(), leaf.std()))
+            self.flat.read()
+            self.flat.load()
+        return self.leaf()[0]
 
-    def hand_out(self, drawn: Draw, sums: Accumulator, weights: dict[Tensor, Tensor], sinks: Any) -> None:
-        """Put drawn weights, which want gradients if μ or ρ does, in the place of parameters."""
-        one = len(drawn.noise.samples) == 1
-        views = drawn.group.layout.views(drawn.flat) if one else drawn.weights()
-        for i, (p, leaf, own) in enumerate(zip(self.params, self.leaves, views, strict=True)):
-            weights[p] = own.requires_grad_(leaf.loc.requires_grad or leaf.raw.requires_grad)
-            if own.requires_grad:
-                sinks[own] = Sink(sums, drawn.group, drawn.noise, i)
+    @abstractmethod
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Any:
+        """Put what some samples see in the place of parameters; what :meth:`absorb` is to be given of it."""
 
+    @abstractmethod
     def absorb(
-        self, grads: Mapping[Tensor, Tensor | None], drawn: Draw, sums: Accumulator, share: Any, scale: Any
+        self,
+        grads: Mapping[Tensor, Tensor | None],
+        source: Any,
+        rows: range,
+        weight: float,
+        step: StepValues,
     ) -> None:
-        """Add gradients at drawn weights to the sums, and those of a KL that is estimated there.
+        """Add gradients to the sums, and those of a KL that is estimated at drawn weights.
 
         Args:
-            grads: By the module's parameter.
-            drawn: The weights.
-            sums: Of all groups.
-            share: What the KL counts for in the loss.
-            scale: What the sums will be multiplied by; None if they will not be.
+            grads: As the step has them.
+            source: What :meth:`draw` gave.
+            rows: Numbers of the samples.
+            weight: Of each.
+            step: As it was when they were drawn.
         """
+
+    @torch.no_grad()
+    def finish(self, step: StepValues) -> None:
+        """Give μ and ρ their gradients."""
+        mine = step.sums.of(self.flat, None)
+        for i in set(range(len(self.params))) - mine.used:  # which may hold anything
+            mine.both[:, self.flat.layout.span(i)] = 0.0
+        if step.scale is not None:
+            mine.both.mul_(step.scale)
+        seeds = list(mine.both.to(self.flat.dtype))
+        with torch.enable_grad():
+            leaf, counted, own = self.leaf()
+            if self.at_draw:
+                ends = [leaf.mean(), leaf.std()]
+            else:
+                if self._own_draw:
+                    ends = self.run(_with_estimate)(leaf, counted, self.prior, self._noise_of_kl(step.at))
+                else:
+                    ends = self.run(_with_divergence)(leaf, counted, self.prior)
+                seeds.append(ends[-1].new_ones(()) * step.share)
+                self.divergence = ends[-1].detach()
+        found = torch.autograd.grad(ends, own, seeds)
+        if self._partial is not None:
+            found = tuple(a + b for a, b in zip(found, self._partial, strict=True))
+        loc, raw = map(self.flat.layout.views, found)
+        for i, block in enumerate(self.leaves):
+            give(block.loc, loc[i])
+            give(block.raw, raw[i])
+
+    def _noise_of_kl(self, at: Mapping[str, Any]) -> Tensor:
+        """Standard normals ``[1, size]`` behind the draw that ``Variational.kl()`` would take."""
+        own = {"seed": at["seed"], "step": at["step"] + 1, "domain": Domain.SAMPLE}
+        where: dict[str, Any] = {"device": self.flat.device, "dtype": self.flat.dtype}
+        return Noise(range(1), self._kl_layout, **own, **where).values[None]
+
+    @cached_property
+    def _kl_layout(self) -> Layout:
+        layout = self.flat.layout
+        align = ALIGN if self._inside is not None else 1
+        return Layout([f"kl|{name}" for name in layout.names], layout.shapes, align=align)
+
+
+@final
+class DrawnDiagonal(Diagonal):
+    """Of which every sample has one draw of all weights."""
+
+    @torch.no_grad()
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Draw:
+        """Weights of some samples, by the addresses that each leaf alone would have."""
+        flat, leaf = self.flat, self._load(rows)
+        where: dict[str, Any] = {"device": flat.device, "dtype": flat.dtype, "room": flat.room}
+        noise = Noise(rows, flat.layout, weight=weight, **where, **step.at)
+        source = Draw(flat, noise, noise.perturb(leaf.mean(), leaf.std()))
+        views = flat.layout.views(source.flat) if len(rows) == 1 else source.weights()
+        for i, (p, block, own) in enumerate(zip(self.params, self.leaves, views, strict=True)):
+            drawn.weights[p] = own.requires_grad_(block.loc.requires_grad or block.raw.requires_grad)
+            if own.requires_grad:
+                drawn.sinks[own] = Sink(step.sums, flat, noise, i)
+        return source
+
+    def absorb(
+        self,
+        grads: Mapping[Tensor, Tensor | None],
+        source: Draw,
+        rows: range,
+        weight: float,
+        step: StepValues,
+    ) -> None:
+        """Add gradients at drawn weights to the sums, and those of a KL that is estimated there."""
         own = {i: grad for i, p in enumerate(self.params) if (grad := grads.get(p)) is not None}
-        mine = sums.of(self.flat, drawn.noise)
+        mine = step.sums.of(self.flat, source.noise)
         if own:
-            mine.add(own, drawn.noise)
-        if self.estimated:
-            by_weight = self._estimate(drawn, share)
-            if scale is not None:
-                by_weight = {i: grad / scale for i, grad in by_weight.items()}
-            mine.add(by_weight, drawn.noise)
+            mine.add(own, source.noise)
+        if self.at_draw:
+            by_weight = self._estimate(source, step.share)
+            if step.scale is not None:
+                by_weight = {i: grad / step.scale for i, grad in by_weight.items()}
+            mine.add(by_weight, source.noise)
 
     def _estimate(self, drawn: Draw, share: Any) -> dict[int, Tensor]:
         """The gradients of the KL at drawn weights in these, by block; those in μ and ρ are kept."""
@@ -175,30 +263,66 @@ class Diagonal:
         """Where blocks lie, and their sizes."""
         return [(self.flat.layout.span(i), size) for i, size in enumerate(self.flat.layout.sizes)]
 
+
+@final
+class EstimatedDiagonal(Diagonal):
+    """Whose layers get means and stds, and have an estimator for each example.
+
+    Args:
+        number: As for every group, and so are the others.
+        leaves: By block.
+        params: Of the module.
+        priors: Of the blocks.
+        estimator: Of the blocks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        leaves: Mapping[str, DiagonalGaussian],
+        params: Sequence[Tensor],
+        priors: Sequence[Leaf | Density],
+        estimator: Estimator,
+    ) -> None:
+        super().__init__(number, leaves, params, priors, at_draw=False)
+        self.estimator = estimator
+        self.given = {
+            name: DiagonalGaussian.made_of(
+                leaf.loc.detach(), leaf.raw.detach(), keep=None, held=None, stores_raw=False
+            )
+            for name, leaf in leaves.items()
+        }
+
     @torch.no_grad()
-    def finish(self, sums: Accumulator, share: Any, scale: Any) -> None:
-        """Give μ and ρ their gradients."""
-        mine = sums.of(self.flat, None)
-        for i in set(range(len(self.params))) - mine.used:  # which may hold anything
-            mine.both[:, self.flat.layout.span(i)] = 0.0
-        if scale is not None:
-            mine.both.mul_(scale)
-        seeds = list(mine.both.to(self.flat.dtype))
-        with torch.enable_grad():
-            leaf, counted, own = self.leaf()
-            if self.estimated:
-                ends = [leaf.mean(), leaf.std()]
-            else:
-                ends = self.run(_with_divergence)(leaf, counted, self.prior)
-                seeds.append(ends[-1].new_ones(()) * share)
-                self.divergence = ends[-1].detach()
-        found = torch.autograd.grad(ends, own, seeds)
-        if self._partial is not None:
-            found = tuple(a + b for a, b in zip(found, self._partial, strict=True))
-        loc, raw = map(self.flat.layout.views, found)
-        for i, block in enumerate(self.leaves):
-            give(block.loc, loc[i])
-            give(block.raw, raw[i])
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
+        """Let layers have means and stds, in which gradients are taken."""
+        leaf, views = self._load(rows), self.flat.layout.views
+        moments = zip(views(leaf.mean()), views(leaf.std()), strict=True)
+        for (mean, std), own, given in zip(moments, self.leaves, self.given.values(), strict=True):
+            given.loc, given.raw = drawn.leaves[own.loc], drawn.leaves[own.raw] = mean, std
+            mean.requires_grad_(own.loc.requires_grad)
+            std.requires_grad_(own.raw.requires_grad)
+
+    @torch.no_grad()
+    def absorb(
+        self,
+        grads: Mapping[Tensor, Tensor | None],
+        source: None,
+        rows: range,
+        weight: float,
+        step: StepValues,
+    ) -> None:
+        """Add gradients in means and stds, which are sums over samples, to the sums."""
+        mine = step.sums.of(self.flat, None)
+        for own, flat in zip(("loc", "raw"), mine.both, strict=True):
+            views = self.flat.layout.views(flat)
+            found = [grads.get(getattr(leaf, own)) for leaf in self.leaves]
+            there = {i: grad.to(flat.dtype) for i, grad in enumerate(found) if grad is not None}
+            mine.used |= there.keys()
+            if there:
+                foreach_add_([views[i] for i in there], list(there.values()), alpha=weight)
+        if mine.both.is_cuda:
+            mine.poison.add_(largest(mine.both), alpha=0.0)
 
 
 # What a captured step runs as one kernel.
@@ -208,6 +332,12 @@ def _with_divergence(
     leaf: DiagonalGaussian, counted: DiagonalGaussian, prior: Leaf | Density
 ) -> tuple[Tensor, Tensor, Tensor]:
     return leaf.mean(), leaf.std(), leaf_kl(counted, prior, None, dict)
+
+
+def _with_estimate(
+    leaf: DiagonalGaussian, counted: DiagonalGaussian, prior: Leaf | Density, noise: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return leaf.mean(), leaf.std(), leaf_kl(counted, prior, counted.draw(noise), dict)
 
 
 def _at_weights(leaf: DiagonalGaussian, prior: Leaf | Density, weights: Tensor) -> Tensor:
@@ -223,84 +353,6 @@ def as_it_is(function: Any) -> Any:
 def _part(leaf: DiagonalGaussian, span: slice) -> DiagonalGaussian:
     keep, held = (None if mask is None else mask[span] for mask in (leaf.keep, leaf.held))
     return DiagonalGaussian.made_of(leaf.loc[span], leaf.raw[span], keep=keep, held=held)
-
-
-@final
-class Other:
-    """A leaf of any family, drawn through autograd's graph.
-
-    Args:
-        name: Of the block.
-        leaf: Its leaf.
-        params: The module's parameters that it takes the place of.
-        prior: Its prior.
-    """
-
-    def __init__(self, name: str, leaf: Leaf, params: Sequence[Tensor], prior: Leaf | Density) -> None:
-        self.name, self.leaf, self.params, self.prior = name, leaf, list(params), prior
-        self._estimated = formula_of(type(leaf), type(prior))[0] is None
-        self.clear()
-
-    def clear(self) -> None:
-        """Start the next step."""
-        self._grads: dict[Tensor, Tensor] = {}
-        self.divergence: Tensor | float = 0.0
-
-    @torch.enable_grad()
-    def draw(self, rows: range, at: Mapping[str, Any]) -> Tensor:
-        """Weights of some samples."""
-        return self.leaf.draw(self.leaf.noise(rows, block=self.name, **at))
-
-    def hand_out(self, drawn: Tensor, weights: dict[Tensor, Tensor]) -> None:
-        """Put drawn weights in the place of parameters."""
-        for p, part in zip(self.params, self.leaf.split(drawn), strict=True):
-            own = part.detach()
-            weights[p] = (own[0] if len(own) == 1 else own).requires_grad_(part.requires_grad)
-
-    def absorb(
-        self,
-        grads: Mapping[Tensor, Tensor | None],
-        drawn: Tensor,
-        rows: range,
-        weight: float,
-        share: Any,
-        scale: Any,
-        at: Mapping[str, Any],
-    ) -> None:
-        """Add the gradients of the leaf's own parameters: the loss's by drawn weights, and the KL's."""
-        ends, seeds = list[Tensor](), list[Tensor]()
-        with torch.enable_grad():
-            for p, part in zip(self.params, self.leaf.split(drawn), strict=True):
-                grad = grads.get(p)
-                if grad is not None and part.requires_grad:
-                    ends.append(part)
-                    seeds.append(grad.reshape(part.shape) * (weight if scale is None else weight * scale))
-            if self._estimated or rows.start == 0:
-                noise: Callable[[], Mapping[str, Tensor]] = partial(
-                    self.leaf.noise,
-                    range(1),
-                    block=f"kl|{self.name}",
-                    seed=at["seed"],
-                    step=at["step"] + 1,  # as Variational.kl() has it, after the draw
-                    domain=Domain.SAMPLE,
-                )
-                value = leaf_kl(self.leaf, self.prior, drawn, noise)
-                part_of = len(rows) * weight if self._estimated else 1.0
-                self.divergence = self.divergence + part_of * value.detach()
-                if value.requires_grad:
-                    ends.append(value)
-                    seeds.append(value.new_ones(()) * (part_of * share))
-        own = [p for p in self.leaf.parameters() if p.requires_grad]
-        if not ends or not own:
-            return
-        for p, grad in zip(own, torch.autograd.grad(ends, own, seeds, allow_unused=True), strict=True):
-            if grad is not None:
-                self._grads[p] = self._grads[p] + grad if p in self._grads else grad
-
-    def finish(self) -> None:
-        """Give the leaf's parameters their gradients."""
-        for p, grad in self._grads.items():
-            give(p, grad)
 
 
 @torch.no_grad()

@@ -16,11 +16,13 @@ from operator import is_
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from posterity.distributed import several
+from posterity.estimators import Sampled, parameters_of
+from posterity.layers.estimators import StandIn
 from posterity.noise import Domain
 from posterity.objective import Factor, factor_at, refuse_num_data
 from posterity.optim import VariationalOptimizer
@@ -33,7 +35,8 @@ from posterity.posterior import ByName, Density, DiagonalGaussian, Leaf, Posteri
 from posterity.posterior.divergence import formula_of
 from posterity.posterior.end_to_end import alike
 from posterity.posterior.matching import prior_of
-from posterity.train.blocks import Diagonal, Other, give
+from posterity.train.blocks import Diagonal, DrawnDiagonal, EstimatedDiagonal, StepValues, give
+from posterity.train.families import DrawnOther, EstimatedOther, Other
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import GradientReplays
 from posterity.variational import PRIOR, Variational
@@ -76,11 +79,6 @@ class ByGradient(Learner):
                 "a posterior that is trained by gradient needs an optimiser of torch such as Adam, not "
                 f"{type(optimizer).__name__}; rules take the plain module"
             )
-        if other := sorted({each for each in model.estimators.values() if each != "weight"}):
-            raise ValueError(
-                f"compile_step draws one set of weights for a batch, and estimator={other[0]!r} does not: "
-                "train this model in a loop, or build it with estimator='weight'"
-            )
         if num_data is None:
             raise ValueError("num_data is missing: pass the number of training examples, which scales the KL")
         refuse_num_data(num_data)
@@ -88,6 +86,8 @@ class ByGradient(Learner):
         if not isinstance(samples, int) or samples < 1:
             raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
         self.model, self.module, self.optimizer = model, model.module, optimizer
+        self.estimates = set(model.estimators.values()) != {"weight"}
+        self._stand_ins: list[Tensor] = []
         self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
         self._prior = PRIOR if prior is None else prior
         self._num_data, self._factor, self._samples = num_data, factor, samples
@@ -138,7 +138,9 @@ class ByGradient(Learner):
 
     def _build(self) -> None:
         q, params = self.model.posterior, dict(self.module.named_parameters())
-        leaves = q.blocks
+        leaves, estimators = q.blocks, self.model.estimators
+        # Where some layers have no draw of their weights, no KL is estimated at one.
+        at_draw = not self.estimates
         priors = {name: prior_of(self._prior, name, q.tensors[name], leaf) for name, leaf in leaves.items()}
         with torch.no_grad():  # refuses a prior that does not fit
             kl(q, self._prior, seed=self.model.seed)
@@ -146,27 +148,31 @@ class ByGradient(Learner):
         def kind(name: str) -> object:
             leaf, prior = leaves[name], priors[name]
             masks = leaf.keep is None, leaf.held is None
-            return (*masks, DiagonalGaussian if isinstance(prior, DiagonalGaussian) else id(prior))
+            family = DiagonalGaussian if isinstance(prior, DiagonalGaussian) else id(prior)
+            return (*masks, family, estimators[name])
 
         flat = {
             name: leaf
             for name, leaf in leaves.items()
             if type(leaf) is DiagonalGaussian and leaf.stores_raw and _elementwise(priors[name])
         }
-        self._diagonal = [
-            Diagonal(
-                number,
-                group,
-                [params[name] for name in group],
-                [priors[name] for name in group],
+        self._diagonal: list[Diagonal] = []
+        for number, group in enumerate(alike(flat, kind)):
+            given = number, group, [params[name] for name in group], [priors[name] for name in group]
+            estimator = estimators[next(iter(group))]
+            self._diagonal.append(
+                DrawnDiagonal(*given, at_draw)
+                if estimator == "weight"
+                else EstimatedDiagonal(*given, estimator)
             )
-            for number, group in enumerate(alike(flat, kind))
-        ]
-        self._other = [
-            Other(name, leaf, [params[each] for each in q.tensors[name]], priors[name])
-            for name, leaf in leaves.items()
-            if name not in flat
-        ]
+        self._other: list[Other] = []
+        for name in (name for name in leaves if name not in flat):
+            block = name, leaves[name], [params[each] for each in q.tensors[name]], priors[name]
+            self._other.append(
+                DrawnOther(*block, at_draw)
+                if estimators[name] == "weight"
+                else EstimatedOther(*block, estimators[name])
+            )
         drawn = {each for names in q.tensors.values() for each in names}
         plain: dict[object, list[tuple[str, Tensor]]] = {}
         for name, p in params.items():
@@ -184,6 +190,31 @@ class ByGradient(Learner):
         self._params: list[Tensor] = list(params.values())
         self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
         self._generation = next(_generations)
+
+    def target(self, loss: nn.Module) -> nn.Module:
+        """The loss, with stand-ins for weights in its module where layers have estimators."""
+        if self.estimates:
+            self._sampled = Sampled(loss, self._in_place_of_weights)
+            return self._sampled
+        return loss
+
+    def _in_place_of_weights(self, samples: range, level: int | None, _: int) -> dict[str, Tensor]:
+        """What the loss gets for parameters that are not drawn beforehand, in one forward pass."""
+        found: dict[str, Tensor] = {}
+        for block in self._blocks():
+            if isinstance(block, EstimatedDiagonal | EstimatedOther):
+                found |= parameters_of(
+                    block.given,
+                    self.model.posterior.tensors,
+                    dict.fromkeys(block.given, block.estimator),
+                    samples,
+                    level=level,
+                    batch_dim=self.model.batch_dim,
+                    **self._at,
+                )
+        origins = (each.origin for each in found.values() if isinstance(each, StandIn))
+        self._stand_ins += [each for each in origins if each.requires_grad]
+        return {f"model.{name}": each for name, each in found.items()}
 
     def _blocks(self) -> list[Diagonal | Other]:
         return [*self._diagonal, *self._other]
@@ -224,16 +255,19 @@ class ByGradient(Learner):
         """Where the noise of this step is."""
         return {"seed": self.model.seed, "step": self._clock, "domain": Domain.TRAIN}
 
+    @property
+    def _values(self) -> StepValues:
+        """Of this step, for all blocks."""
+        return StepValues(self.sums, self._share, self._behind.scale, self._at)
+
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights of all blocks."""
-        drawn = Drawn({}, {}, [])
-        sources: list[Any] = []
-        for each in self._diagonal:
-            sources.append(each.draw(rows, weight, self._at))
-            each.hand_out(sources[-1], self.sums, drawn.weights, drawn.sinks)
-        for other in self._other:
-            sources.append(other.draw(rows, self._at))
-            other.hand_out(sources[-1], drawn.weights)
+        self._stand_ins = []
+        drawn, step = Drawn({}, {}, [], {}, self._stand_ins), self._values
+        sources = [block.draw(rows, weight, step, drawn) for block in self._blocks()]
+        if self.estimates:
+            numbers = torch.arange(rows.start, rows.stop)
+            drawn.weights[self._sampled.sample] = numbers if len(rows) > 1 else numbers[0]
         return drawn._replace(sources=sources)
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:
@@ -243,12 +277,9 @@ class ByGradient(Learner):
     def absorb(self, grads: Mapping[Tensor, Tensor | None], drawn: Drawn, rows: range, weight: float) -> None:
         """Add them to the sums, and what the KL says of these weights."""
         self.sums.samples += len(rows)
-        share, scale = self._share, self._behind.scale
-        sources = iter(drawn.sources)
-        for each in self._diagonal:
-            each.absorb(grads, next(sources), self.sums, share, scale)
-        for other in self._other:
-            other.absorb(grads, next(sources), rows, weight, share, scale, self._at)
+        step = self._values
+        for block, source in zip(self._blocks(), drawn.sources, strict=True):
+            block.absorb(grads, source, rows, weight, step)
         for flat in self._plain:
             own = {i: grad for i, p in enumerate(flat.params) if (grad := grads.get(p)) is not None}
             if own:
@@ -262,13 +293,12 @@ class ByGradient(Learner):
     @torch.no_grad()
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Give all parameters their gradients; the negative ELBO."""
-        share, scale = self._share, self._behind.scale
+        step = self._values
+        share, scale = step.share, step.scale
         for p in self._own:
             p.grad = None  # of the last step, or of before it was frozen
-        for each in self._diagonal:
-            each.finish(self.sums, share, scale)
-        for other in self._other:
-            other.finish()
+        for block in self._blocks():
+            block.finish(step)
         for flat in self._plain:
             mine = self.sums.of(flat, None)
             views = flat.layout.views(mine.grad.to(flat.dtype))

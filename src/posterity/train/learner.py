@@ -26,11 +26,15 @@ class Drawn(NamedTuple):
         weights: By parameter: ``[samples, ...]``, or of a single sample without that dimension.
         sinks: By weight: what may take its gradient in the middle of a stacked backward pass.
         sources: What the learner has drawn them from.
+        leaves: By parameter, of the module or not: where its gradient is taken, if not in a drawn weight.
+        stand_ins: Filled in the forward pass: tensors that no gradient may reach, by hooks of their own.
     """
 
     weights: dict[Tensor, Tensor]
     sinks: dict[Tensor, Sink]
     sources: Sequence[Any]
+    leaves: dict[Tensor, Tensor]
+    stand_ins: list[Tensor]
 
 
 class Learner(ABC):
@@ -42,13 +46,19 @@ class Learner(ABC):
         sums: Gradients and their products with noise, over the samples of a step.
         terms: Looks at the first losses.
         listens: Whether layers report to it in backward passes.
+        estimates: Whether layers get stand-ins for weights, which have estimators of their own.
     """
 
     module: nn.Module
     batch_dim: int
     listens: bool
+    estimates: bool = False
     sums: Accumulator
     terms: LossTerms
+
+    def target(self, loss: nn.Module) -> nn.Module:
+        """What a step runs: the loss of the module, or what gives it more than drawn weights."""
+        return loss
 
     @abstractmethod
     def parameters(self) -> list[Tensor]:

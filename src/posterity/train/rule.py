@@ -95,7 +95,7 @@ class ByRule(Learner):
                 weights[p] = own.requires_grad_(p.requires_grad)
                 if p.requires_grad and opt.collects is None:
                     sinks[own] = Sink(opt.local, each.group, each.noise, block)
-        return Drawn(weights, sinks, sources)
+        return Drawn(weights, sinks, sources, {}, [])
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:
         """Layers report the curvature that the rule wants."""

@@ -36,7 +36,7 @@ class TrainStep:
             raise ValueError(f"parts must be a whole number of at least 1, not {parts}")
         if parts > 1 and learner.batch_dim:
             raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {learner.batch_dim}")
-        self.target, self.learner = _Loss(learner.module, loss_fn), learner
+        self.target, self.learner = learner.target(_Loss(learner.module, loss_fn)), learner
         self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
         self._keeper = buffers.Keeper(self.target)
         self._ones: dict[tuple[object, ...], Tensor] = {}
@@ -106,20 +106,20 @@ class TrainStep:
                 p.grad = None  # of the last step
             named = {self.names[p]: weights for p, weights in drawn.weights.items()}
             seen = batch if parts == 1 else tuple(_dealt(x, parts, samples // parts, rows) for x in batch)
-            leaves = {p: drawn.weights.get(p, p) for p in params}
+            leaves = {p: drawn.weights.get(p, p) for p in params} | drawn.leaves
             leaves = {p: leaf for p, leaf in leaves.items() if leaf.requires_grad}
             if not leaves:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
             wanted = list(leaves.values())
             with ExitStack() as modes:
-                if not one or note is not None:
+                if not one or note is not None or learner.estimates:
                     modes.enter_context(Intercept(drawn.sinks, note))
                 modes.enter_context(learner.collecting(drawn, stacked=not one))
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
                     # Layers that are run again in the backward pass must find the drawn weights, too.
-                    then = {"then": partial(self._backward, wanted, samples=1)}
+                    then = {"then": partial(self._backward, wanted, drawn.stand_ins, samples=1)}
                     loss, grads = functional_call(self.target, {**named, **state}, mine, then)
                 else:
                     loss, moved = stacked_pass(
@@ -129,13 +129,13 @@ class TrainStep:
                         buffers.restore(self.target, moved)
                     if not learner.listens:
                         modes.close()  # the backward pass has nobody to tell
-                    loss, grads = self._backward(wanted, loss, len(rows))
+                    loss, grads = self._backward(wanted, drawn.stand_ins, loss, len(rows))
                 losses.append(loss.detach())
             learner.absorb(dict(zip(leaves, grads, strict=True)), drawn, rows, 1 / samples)
         return learner.publish(torch.cat(losses) if len(losses) > 1 else losses[0], self.max_norm)
 
     def _backward(
-        self, leaves: list[Tensor], loss: Tensor, samples: int
+        self, leaves: list[Tensor], stand_ins: list[Tensor], loss: Tensor, samples: int
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The samples' losses, and the gradients of their sum in the weights."""
         losses = loss[None] if samples == 1 else loss
@@ -144,8 +144,10 @@ class TrainStep:
             raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
         if not losses.requires_grad:
             raise ValueError("the loss does not depend on a weight that wants a gradient: see loss_fn")
-        grads = torch.autograd.grad(losses, leaves, self._ones_like(losses), allow_unused=True)
-        return losses, grads
+        # Of stand-ins only to hear whether there are any, which their hooks refuse.
+        inputs = [*leaves, *stand_ins]
+        grads = torch.autograd.grad(losses, inputs, self._ones_like(losses), allow_unused=True)
+        return losses, grads[: len(leaves)]
 
     def _dealt_to(self, batch: tuple[Any, ...]) -> int:
         """Into how many parts a batch is cut."""

@@ -1,0 +1,193 @@
+"""Blocks of any family in a training step: drawn through autograd's graph, which gives their gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from posterity.layers import Estimator
+from posterity.noise import Domain
+from posterity.posterior import Density, Leaf
+from posterity.posterior.divergence import formula_of, leaf_kl
+from posterity.train.blocks import StepValues, give
+from posterity.train.learner import Drawn
+
+
+class Other(ABC):
+    """A leaf of any family.
+
+    Args:
+        name: Of the block.
+        leaf: Its leaf.
+        params: The module's parameters that it takes the place of.
+        prior: Its prior.
+
+    Attributes:
+        divergence: The KL, as far as it is known.
+    """
+
+    def __init__(self, name: str, leaf: Leaf, params: Sequence[Tensor], prior: Leaf | Density) -> None:
+        self.name, self.leaf, self.params, self.prior = name, leaf, list(params), prior
+        self.clear()
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self._grads: dict[Tensor, Tensor] = {}
+        self.divergence: Tensor | float = 0.0
+
+    @abstractmethod
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Any:
+        """Put what some samples see in the place of parameters; what :meth:`absorb` is to be given of it."""
+
+    @abstractmethod
+    def absorb(
+        self,
+        grads: Mapping[Tensor, Tensor | None],
+        source: Any,
+        rows: range,
+        weight: float,
+        step: StepValues,
+    ) -> None:
+        """Add the gradients of the leaf's own parameters: the loss's by what was drawn, and the KL's."""
+
+    def finish(self, step: StepValues) -> None:
+        """Give the leaf's parameters their gradients."""
+        for p, grad in self._grads.items():
+            give(p, grad)
+
+    def _own(self) -> list[Tensor]:
+        """The leaf's parameters that want gradients."""
+        return [p for p in self.leaf.parameters() if p.requires_grad]
+
+    def _kl(self, weights: Tensor | None, part: float, step: StepValues) -> Tensor:
+        """The KL, at drawn weights or at a draw of its own, of which a part counts here."""
+        noise: Callable[[], Mapping[str, Tensor]] = partial(
+            self.leaf.noise,
+            range(1),
+            block=f"kl|{self.name}",
+            seed=step.at["seed"],
+            step=step.at["step"] + 1,  # as Variational.kl() has it, after the draw
+            domain=Domain.SAMPLE,
+        )
+        value = leaf_kl(self.leaf, self.prior, weights, noise)
+        self.divergence = self.divergence + part * value.detach()
+        return value
+
+    def _add(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        """Add what gradients in some results are in the leaf's parameters."""
+        own = self._own()
+        if not ends or not own:
+            return
+        found = torch.autograd.grad(list(ends), own, list(seeds), allow_unused=True)
+        for p, grad in zip(own, found, strict=True):
+            self._keep(p, grad)
+
+    def _keep(self, p: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._grads[p] = self._grads[p] + grad if p in self._grads else grad
+
+
+@final
+class DrawnOther(Other):
+    """Of which every sample has one draw of its weights.
+
+    Args:
+        name: Of the block.
+        leaf: Its leaf.
+        params: Of the module.
+        prior: Its prior.
+        at_draw: Whether a KL that has no formula is estimated at the weights that the loss sees; else at a
+            draw of its own.
+    """
+
+    def __init__(
+        self, name: str, leaf: Leaf, params: Sequence[Tensor], prior: Leaf | Density, at_draw: bool
+    ) -> None:
+        super().__init__(name, leaf, params, prior)
+        self._at_draw = at_draw and formula_of(type(leaf), type(prior))[0] is None
+
+    @torch.enable_grad()
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Tensor:
+        """Weights of some samples."""
+        source = self.leaf.draw(self.leaf.noise(rows, block=self.name, **step.at))
+        for p, part in zip(self.params, self.leaf.split(source), strict=True):
+            own = part.detach()
+            drawn.weights[p] = (own[0] if len(own) == 1 else own).requires_grad_(part.requires_grad)
+        return source
+
+    @torch.enable_grad()
+    def absorb(
+        self,
+        grads: Mapping[Tensor, Tensor | None],
+        source: Tensor,
+        rows: range,
+        weight: float,
+        step: StepValues,
+    ) -> None:
+        """Lead gradients at drawn weights on."""
+        ends, seeds = list[Tensor](), list[Tensor]()
+        weight_now = weight if step.scale is None else weight * step.scale
+        for p, part in zip(self.params, self.leaf.split(source), strict=True):
+            grad = grads.get(p)
+            if grad is not None and part.requires_grad:
+                ends.append(part)
+                seeds.append(grad.reshape(part.shape) * weight_now)
+        if self._at_draw or rows.start == 0:
+            part_of = len(rows) * weight if self._at_draw else 1.0
+            value = self._kl(source if self._at_draw else None, part_of, step)
+            if value.requires_grad:
+                ends.append(value)
+                seeds.append(value.new_ones(()) * (part_of * step.share))
+        self._add(ends, seeds)
+
+
+@final
+class EstimatedOther(Other):
+    """Whose layers have an estimator for each example: what they get is part of the leaf's own graph.
+
+    Args:
+        name: Of the block.
+        leaf: Its leaf.
+        params: Of the module.
+        prior: Its prior.
+        estimator: Of the block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        leaf: Leaf,
+        params: Sequence[Tensor],
+        prior: Leaf | Density,
+        estimator: Estimator,
+    ) -> None:
+        super().__init__(name, leaf, params, prior)
+        self.estimator, self.given = estimator, {name: leaf}
+
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
+        """Take gradients in the leaf's parameters."""
+        drawn.leaves.update((p, p) for p in self._own())
+
+    @torch.enable_grad()
+    def absorb(
+        self,
+        grads: Mapping[Tensor, Tensor | None],
+        source: None,
+        rows: range,
+        weight: float,
+        step: StepValues,
+    ) -> None:
+        """Take gradients, which are sums over samples, as they are."""
+        weight_now = weight if step.scale is None else weight * step.scale
+        for p in self._own():
+            grad = grads.get(p)
+            self._keep(p, None if grad is None else grad * weight_now)
+        if rows.start == 0:
+            value = self._kl(None, 1.0, step)
+            if value.requires_grad:
+                self._add([value], [value.new_ones(()) * step.share])

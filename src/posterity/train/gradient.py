@@ -36,7 +36,7 @@ from posterity.posterior.together import alike
 from posterity.train.blocks import Diagonal, Other, give
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import GradientReplays
-from posterity.variational import PRIOR, Variational
+from posterity.variational import Variational
 
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "lr", "initial_lr")
@@ -50,7 +50,7 @@ class ByGradient(Learner):
     Args:
         model: Whose module runs.
         optimizer: Of all parameters of the model that want gradients.
-        prior: N(0, 1) if None.
+        prior: The model's own if None.
         num_data: Training examples.
         factor: What the KL counts for, times ``num_data``, or a function of ``model.draws`` that gives it.
         mc_samples: Weight samples of a step.
@@ -89,7 +89,7 @@ class ByGradient(Learner):
             raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
         self.model, self.module, self.optimizer = model, model.module, optimizer
         self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
-        self._prior = PRIOR if prior is None else prior
+        self._prior = model.prior if prior is None else prior
         self._num_data, self._factor, self._samples = num_data, factor, samples
         self._max_norm: float | None = None
         self._behind = Behind(0)

@@ -102,6 +102,7 @@ def names() -> dict[str, Any]:
         "docs/laplace.md",
         "docs/loss.md",
         "docs/settings.md",
+        "docs/sparsity.md",
     ],
 )
 def test_python_in_the_documents_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

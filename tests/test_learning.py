@@ -176,3 +176,38 @@ def test_one_line_changes_in_the_training_of_a_resnet() -> None:
     net.eval()
     p = posterity.predict(net, opt.posterior(), x_test, samples=10)
     assert posterity.metrics.accuracy(p.probs, y_test) > 0.85
+
+
+def test_a_sparsity_prior_removes_nine_of_ten_weights_at_no_cost() -> None:
+    x, y, x_test, y_test = data()
+
+    def trained(sparse: bool) -> tuple[nn.Module, posterity.Factorised | None]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+        prior, local = posterity.LogUniform(), {"estimator": "local", "seed": 0}
+        model = posterity.variational(net, prior=prior, deterministic="*bias", **local) if sparse else net
+        opt = torch.optim.Adam(model.parameters(), lr=0.01)
+        generator, epochs, steps = torch.Generator().manual_seed(1), 60, len(x) // 100
+        slower = torch.optim.lr_scheduler.LambdaLR(opt, lambda i: min(1.0, 2 - 2 * i / (epochs * steps)))
+        factor = posterity.warmup(15 * steps, delay=3 * steps)
+        for epoch in range(epochs):
+            for i, rows in enumerate(torch.randperm(len(x), generator=generator).split(100)):
+                opt.zero_grad()
+                loss = loss_fn(model, x[rows], y[rows])
+                if sparse:
+                    step = epoch * steps + i
+                    loss = posterity.elbo(loss, model.kl(), num_data=len(x), factor=factor, step=step)
+                loss.backward()
+                opt.step()
+                slower.step()
+        return net, model.posterior if sparse else None
+
+    def accuracy(net: nn.Module, means: dict[str, Tensor]) -> float:
+        return posterity.metrics.accuracy(torch.func.functional_call(net, means, x_test).softmax(-1), y_test)
+
+    dense = accuracy(trained(sparse=False)[0], {})
+    net, q = trained(sparse=True)
+    small = posterity.prune(q, log_alpha=3.0)
+    kept = torch.cat([keep.flatten() for keep in small.kept().values()])
+    assert kept.double().mean() < 0.1
+    assert accuracy(net, small.mean()) > dense - 0.02

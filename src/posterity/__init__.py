@@ -18,6 +18,7 @@ from posterity.optim import (
     VariationalOptimizer,
 )
 from posterity.posterior import (
+    ARD,
     ByName,
     Density,
     DiagonalGaussian,
@@ -26,6 +27,7 @@ from posterity.posterior import (
     IsotropicGaussian,
     KernelGaussian,
     Leaf,
+    LogUniform,
     MatrixGaussian,
     Posterior,
     ScaledGaussian,
@@ -44,6 +46,7 @@ from posterity.variational import Variational, variational
 __version__ = "0.1.0"
 
 __all__ = [
+    "ARD",
     "BGD",
     "IVON",
     "KFAC",
@@ -59,6 +62,7 @@ __all__ = [
     "IsotropicGaussian",
     "KernelGaussian",
     "Leaf",
+    "LogUniform",
     "MCDropout",
     "MatrixGaussian",
     "NoisyKFAC",

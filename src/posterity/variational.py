@@ -7,7 +7,7 @@ so a method is this wrapper, a prior, :func:`~posterity.elbo` and any torch opti
 | paper | here |
 |---|---|
 | θ = (μ, ρ) | ``model.posterior``; μ are the wrapped module's own parameters |
-| P(w) | any prior that ``kl`` takes, :class:`~posterity.ScaleMixture` for the paper's; N(0, 1) without one |
+| P(w) | ``prior=``: N(0, 1), or another that ``kl`` takes; the paper's is :class:`~posterity.ScaleMixture` |
 | F(D, θ) | ``num_data · elbo(nll, kl, num_data=...)`` |
 | π_i | ``factor=posterity.blundell(num_batches), step=...`` |
 
@@ -43,6 +43,7 @@ from posterity.posterior import (
     IsotropicGaussian,
     Leaf,
     Posterior,
+    SparsityPrior,
     kl,
 )
 from posterity.posterior.end_to_end import EndToEnd, Joined, end_to_end
@@ -53,7 +54,9 @@ Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
 _drawing = threading.Lock()
 # Numbers of draws that one process may take alone: far from those of any step.
 _PEEKS = 1 << 30
-PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
+_PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
+Prior: TypeAlias = Posterior | Density | ByName
+_A_PRIOR = instance("a prior", Posterior, Density, ByName)
 
 
 @final
@@ -79,6 +82,8 @@ class Variational(nn.Module):
             name patterns of blocks. docs/estimators.md says what each of them serves.
         batch_dim: The axis that counts examples in the inputs of linear layers, for ``"flipout"``, where
             these have several axes to choose from.
+        prior: What :meth:`kl` and ``compile_step`` take the KL to: N(0, 1) if None. It is no part of this
+            module: ``to``, ``state_dict`` and ``parameters`` leave it out.
 
     Example:
         >>> import torch
@@ -88,7 +93,11 @@ class Variational(nn.Module):
     """
 
     @takes(
-        module=MODULE, posterior=instance("a Factorised posterior", Factorised), seed=WHOLE, batch_dim=WHOLE
+        module=MODULE,
+        posterior=instance("a Factorised posterior", Factorised),
+        seed=WHOLE,
+        batch_dim=WHOLE,
+        prior=_A_PRIOR,
     )
     def __init__(
         self,
@@ -98,6 +107,7 @@ class Variational(nn.Module):
         *,
         estimator: Estimator | Mapping[str, Estimator] = "weight",
         batch_dim: int = 0,
+        prior: Prior | None = None,
     ) -> None:
         super().__init__()
         if isinstance(module, DistributedDataParallel):
@@ -114,6 +124,7 @@ class Variational(nn.Module):
                 f"estimator={estimator!r} must see the layers of the module, which torch.compile hides: pass "
                 "the module as it was before, or estimator='weight'"
             )
+        self._prior = (_PRIOR if prior is None else prior,)  # in a tuple: it is no submodule
         self.module = module
         self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
         _hold_padding(self.posterior, module)
@@ -151,12 +162,18 @@ class Variational(nn.Module):
         self._sampled.step = self._count()
         return run(self._sampled, {"sample": torch.arange(samples)}, *args, how=how, chunk=chunk, **kwargs)
 
-    def kl(self, prior: Posterior | Density | ByName = PRIOR) -> Tensor:
-        """KL(posterior ‖ prior); estimated where there is no closed form. The prior is N(0, 1) by default.
+    @property
+    def prior(self) -> Prior:
+        """What the KL is taken to if nothing else is said."""
+        return self._prior[0]
+
+    def kl(self, prior: Prior | None = None) -> Tensor:
+        """KL(posterior ‖ prior), the model's own if None; estimated where there is no closed form.
 
         The weights are those that were drawn last, if the posterior is as it was then; else others. With an
         estimator that draws none for all examples they are always others, the same for one forward pass.
         """
+        prior = self.prior if prior is None else prior
         if not self._one_draw:
             return kl(self.posterior, prior, seed=self.seed, step=self.draws)
         # Weights of what the posterior was before it changed would give no KL.
@@ -263,7 +280,7 @@ class Variational(nn.Module):
         return [p._version for p in chain.from_iterable(own) if p is not None]
 
 
-@takes(module=MODULE, std_scale=NUMBER, std_init=NUMBER, deterministic=FILTER, seed=WHOLE)
+@takes(module=MODULE, std_scale=NUMBER, std_init=NUMBER, deterministic=FILTER, seed=WHOLE, prior=_A_PRIOR)
 def variational(
     module: nn.Module,
     *,
@@ -274,6 +291,7 @@ def variational(
     seed: int | None = None,
     estimator: Estimator | Mapping[str, Estimator] = "weight",
     batch_dim: int = 0,
+    prior: Prior | None = None,
 ) -> Variational:
     """Give a module's weights a posterior that is trained by gradient.
 
@@ -284,12 +302,15 @@ def variational(
             of which the first that matches counts: ``{"conv*.weight": MyFamily, "*": DiagonalGaussian}``.
         std_scale: Std of the weights at the start, times the root of their fan-in (its mean over weights), as
             rules have it. Each draw of the weights is shared by a batch, so wider stds slow training down.
+            With a sparsity prior the default is wider (``presets.toml``).
         std_init: Std of every weight at the start, instead.
-        deterministic: Filter of names that stay plain parameters.
+        deterministic: Filter of names that stay plain parameters, of which no prior says anything.
         seed: Seed of the weight noise; see :class:`Variational` for the default.
         estimator: ``"weight"``, ``"local"`` or ``"flipout"``, or these by name patterns, as for families; see
             :class:`Variational`.
         batch_dim: The axis that counts examples; see :class:`Variational`.
+        prior: What ``model.kl()`` is taken to: N(0, 1), or anything else that ``kl`` takes, such as
+            :class:`~posterity.LogUniform` for weights that can be removed.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -301,9 +322,8 @@ def variational(
         >>> loss = elbo(nn.functional.cross_entropy(model(x), y), model.kl(), num_data=8, factor=0.01)
         >>> loss.backward(); opt.step()
     """
-    found = settings(
-        "variational", "default", {"std_scale": std_scale, "std_init": std_init}, ("std_scale", "std_init")
-    )
+    widths = {"std_scale": std_scale, "std_init": std_init}
+    found = settings("variational", "sparse" if _sparse(prior) else "default", widths, tuple(widths))
     for key in ("std_scale", "std_init"):
         if found[key] is not None and not 0.0 < found[key] < math.inf:
             raise ValueError(f"{key} must be finite and greater than 0, not {found[key]}")
@@ -322,7 +342,16 @@ def variational(
                 f"family= makes a leaf of a parameter and its std, which {described(made)} does not"
             )
         leaves[name] = made(p, std)
-    return Variational(module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim)
+    return Variational(
+        module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim, prior=prior
+    )
+
+
+def _sparse(prior: Prior | None) -> bool:
+    """Whether a prior, or one of those by name, makes weights noise."""
+    if isinstance(prior, ByName):
+        return any(map(_sparse, prior.priors.values()))
+    return isinstance(prior, SparsityPrior)
 
 
 def _refuse_again(module: nn.Module, args: object) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from posterity_lab.hints import hint
+from posterity_lab.prunable import lenet5_caffe, vgg_like
 from posterity_lab.residual import resnet18
 
 Recipe: TypeAlias = Callable[[Sequence[int], int], nn.Module]
@@ -281,6 +282,8 @@ def recipe(name: str) -> Recipe:
     kind, *sizes = name.split("-")
     if name in _BY_NAME:
         return _BY_NAME[name]
+    if kind == "vgglike":
+        return _vgg_like(name, sizes)
     dropout = _DROPOUT if sizes[-1:] == ["dropout"] else None
     sizes = sizes if dropout is None else sizes[:-1]
     if kind == "mlp" and sizes and all(size.isdecimal() and int(size) > 0 for size in sizes):
@@ -295,11 +298,12 @@ def build(name: str, shape: Sequence[int], classes: int) -> nn.Module:
     """The net of that name, with torch's default weights.
 
     Args:
-        name: ``lenet5``, ``conv3fc3``, ``conv4``, ``alexnet``, ``vgg11``, ``vgg11-bn``, ``resnet18``, or
-            ``mlp-`` and the widths of the hidden layers: ``mlp-400-400``. ``resnet18-imagenet`` has the stem
-            for large images, and BatchNorm unless ``-nobn`` follows; ``-dropout`` after it, ``lenet5`` or
-            ``alexnet`` adds what MC dropout needs, at the rates of the VOGN paper's authors, and after an MLP
-            drops inputs at 0.2 and hidden units at 0.5.
+        name: ``lenet5``, ``lenet5-caffe``, ``conv3fc3``, ``conv4``, ``alexnet``, ``vgg11``, ``vgg11-bn``,
+            ``resnet18``, or ``mlp-`` and the widths of the hidden layers: ``mlp-400-400``. ``vgglike`` may be
+            followed by what its widths are multiplied by, ``vgglike-0.5``, and by ``-dropout``.
+            ``resnet18-imagenet`` has the stem for large images, and BatchNorm unless ``-nobn`` follows;
+            ``-dropout`` after it, ``lenet5`` or ``alexnet`` adds what MC dropout needs, at the rates of the
+            VOGN paper's authors, and after an MLP drops inputs at 0.2 and hidden units at 0.5.
         shape: Of one input, such as [1, 28, 28].
         classes: Outputs (logits).
 
@@ -361,6 +365,29 @@ def _lenet5_dropout(shape: Sequence[int], classes: int) -> nn.Module:
     return nn.Sequential(*with_dropout(_lenet5(shape, classes), 0.1).children(), nn.Dropout(0.1))
 
 
+def _lenet5_caffe(shape: Sequence[int], classes: int) -> nn.Module:
+    return lenet5_caffe(*_square("Caffe's LeNet-5", shape), classes)
+
+
+def _vgg_like(name: str, options: Sequence[str]) -> Recipe:
+    """The VGG-like net by what follows its name: a width, ``dropout``, both or neither."""
+    widths = options[:-1] if options[-1:] == ["dropout"] else options
+    try:
+        (width,) = map(float, widths or ["1"])
+    except ValueError:
+        width = math.nan
+    if not 0.0 < width < math.inf:
+        raise ValueError(
+            f"there is no net {name!r}: name one like vgglike, vgglike-0.5 or vgglike-0.5-dropout"
+        )
+
+    def make(shape: Sequence[int], classes: int) -> nn.Module:
+        dropout = len(widths) < len(options)
+        return vgg_like(*_square("the VGG-like net", shape), classes, width, dropout)
+
+    return make
+
+
 def _square(net: str, shape: Sequence[int]) -> tuple[int, int]:
     """Channels and size of a square image."""
     if len(shape) != 3 or shape[1] != shape[2]:
@@ -372,6 +399,7 @@ _resnet18_imagenet: Recipe = partial(_resnet18, stem="imagenet")
 _BY_NAME: dict[str, Recipe] = {
     "lenet5": _lenet5,
     "lenet5-dropout": _lenet5_dropout,
+    "lenet5-caffe": _lenet5_caffe,
     "conv3fc3": _conv3fc3,
     "conv4": _conv4,
     "alexnet": _alexnet,

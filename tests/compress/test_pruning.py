@@ -1,5 +1,6 @@
-"""Pruning by signal-to-noise ratio, and by magnitude."""
+"""Pruning by signal-to-noise ratio, by log α, and by magnitude."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,25 @@ def test_a_threshold_removes_what_is_below_it() -> None:
     assert sparsity(q) == {"a": 0.0, "b": 0.0}
 
 
+def test_log_alpha_removes_what_is_at_it_or_above() -> None:
+    alpha = torch.tensor([2.9, 3.1, -1.0, 8.0], dtype=torch.float64).exp()
+    mean = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    q = Factorised(
+        {
+            "w": DiagonalGaussian(mean, mean.abs() * alpha.sqrt()),
+            "sure": DiagonalGaussian(torch.tensor([1.0, 0.0]), 0.0),
+        }
+    )
+    assert prune(q, log_alpha=3.0).kept()["w"].tolist() == [True, False, True, False]
+    assert prune(q, log_alpha=3.0).kept()["sure"].tolist() == [True, False]  # a zero is of no use
+    level = DiagonalGaussian(torch.tensor([0.25, 0.5]), 1.0)  # α = 16 and 4
+    assert prune(Factorised({"w": level}), log_alpha=math.log(16.0)).kept()["w"].tolist() == [False, True]
+    # A group's 1/α is the mean of its weights': 0.5 · (1/16 + 1/4) for these.
+    rows = Factorised({"w": DiagonalGaussian(level.mean()[None].repeat(2, 1), 1.0)})
+    for log_alpha, kept in ((math.log(32 / 5) + 1e-4, True), (math.log(32 / 5) - 1e-4, False)):
+        assert bool(prune(rows, log_alpha=log_alpha, groups="outputs").kept()["w"].all()) is kept
+
+
 def test_per_layer_each_layer_loses_its_share() -> None:
     q = named()
     everywhere, by_layer = prune(q, 0.5), prune(q, 0.5, scope="layer")
@@ -152,8 +172,11 @@ def test_what_is_gone_goes_first_even_among_zeros() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "either a fraction of the weights or a threshold"),
-        ({"fraction": 0.5, "threshold": 1.0}, "either a fraction of the weights or a threshold"),
+        ({}, "one of these: a fraction of the weights, a threshold"),
+        ({"fraction": 0.5, "threshold": 1.0}, "one of these: a fraction of the weights, a threshold"),
+        ({"log_alpha": 3.0, "threshold": 1.0}, "one of these: a fraction of the weights, a threshold"),
+        ({"log_alpha": float("nan")}, "log_alpha must be a number"),
+        ({"log_alpha": 3.0, "score": magnitude}, "log_alpha is a cut of the SNR"),
         ({"threshold": float("nan")}, "threshold must be a number"),
         ({"fraction": 0.5, "scope": "row"}, "scope must be 'global' or 'layer', not 'row'"),
         ({"fraction": 0.5, "spare": "*"}, "spares every tensor"),

@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from posterity import (
+    ARD,
+    Density,
     DiagonalGaussian,
     EigenGaussian,
     Factorised,
     IsotropicGaussian,
     Leaf,
+    LogUniform,
     MatrixGaussian,
     ScaledGaussian,
     ScaleMixture,
@@ -56,7 +59,7 @@ KERNEL = 'MNF, `conv="kernel"`'
 QS = ["FFG", "CFG", "MNF", "matrix", "eigenbasis"]
 
 
-def how(q: Factorised, p: Factorised | IsotropicGaussian | ScaleMixture) -> str:
+def how(q: Factorised, p: Factorised | Density) -> str:
     """What ``kl`` does with a pair."""
     try:
         values = [float(kl(q, p).detach()) for _ in range(2)]
@@ -71,6 +74,7 @@ def test_the_table_of_pairs_is_what_kl_does() -> None:
     conv = nn.Conv2d(2, 3, 2)
     weight, bias = (p.detach() for p in conv.parameters())
     priors = {"isotropic": IsotropicGaussian(), "mixture": ScaleMixture()}
+    priors |= {"log-uniform": LogUniform(), "ARD": ARD()}
     priors |= {kind: layer(kind, weight + 0.1, bias) for kind in QS}
     lines = [["q \\ p", *priors]]
     for kind in QS:

@@ -83,6 +83,7 @@ def sparsity(posterior: Factorised) -> dict[str, float]:
     posterior=_POSTERIOR,
     fraction=NUMBER,
     threshold=NUMBER,
+    log_alpha=NUMBER,
     scope=TEXT,
     score=FUNCTION,
     spare=FILTER,
@@ -92,6 +93,7 @@ def prune(
     fraction: float | None = None,
     *,
     threshold: float | None = None,
+    log_alpha: float | None = None,
     scope: Scope = "global",
     score: Score = snr,
     groups: Groups | None = None,
@@ -109,8 +111,11 @@ def prune(
         posterior: What to prune; it is left as it is.
         fraction: Share of the weights to remove, from 0 to 1; what is pruned already counts.
         threshold: Instead of a fraction: remove every weight whose score is below this.
+        log_alpha: Instead of either: remove every weight whose log α = log(σ²/μ²) is not below this. That is
+            an SNR of at most exp(−log α / 2): 0.223 for 3.0, where nets that were trained with
+            :class:`~posterity.LogUniform` are cut. Of a group, 1/α is the mean over its weights.
         scope: Whether a fraction is of all weights together (``"global"``) or of those of each layer, weight
-            and bias together (``"layer"``). A threshold is the same for all.
+            and bias together (``"layer"``). A threshold, or a log α, is the same for all.
         score: What the worth of a weight is: ``snr``, ``magnitude``, or any function of the posterior that
             gives one number per weight.
         groups: Remove whole rows of matrices and kernels, ``"outputs"``, or whole columns, ``"inputs"``, by
@@ -125,13 +130,21 @@ def prune(
         tensor([ 0., -3.,  0.,  2.])
         >>> prune(q, threshold=1.0).mean()["w"]
         tensor([ 1., -3.,  0.,  2.])
+        >>> prune(q, log_alpha=3.0).mean()["w"]  # an SNR of 0.2 goes, one of 2 stays
+        tensor([ 1., -3.,  0.,  2.])
     """
-    if (fraction is None) == (threshold is None):
-        raise ValueError("prune() takes either a fraction of the weights or a threshold of their score")
+    if sum(each is not None for each in (fraction, threshold, log_alpha)) != 1:
+        raise ValueError(
+            "prune() takes one of these: a fraction of the weights, a threshold of their score, a log_alpha"
+        )
     if fraction is not None and not 0.0 <= fraction <= 1.0:
         raise ValueError(f"fraction must lie between 0 and 1, not {fraction}")
     if threshold is not None and math.isnan(threshold):
         raise ValueError("threshold must be a number, not nan")
+    if log_alpha is not None and math.isnan(log_alpha):
+        raise ValueError("log_alpha must be a number, not nan")
+    if log_alpha is not None and score is not snr:
+        raise ValueError("log_alpha is a cut of the SNR: leave score= out, or give a threshold of that score")
     if scope not in ("global", "layer"):
         raise ValueError(f"scope must be 'global' or 'layer', not {scope!r}")
     if groups not in (None, "outputs", "inputs"):
@@ -147,6 +160,9 @@ def prune(
     keep = {name: torch.ones_like(scores[name], dtype=torch.bool) for name in spared}
     if threshold is not None:
         keep |= {name: ranks[name].of_weights(ranks[name].score >= float(threshold)) for name in names}
+    if log_alpha is not None:
+        least = math.exp(-0.5 * log_alpha)
+        keep |= {name: ranks[name].of_weights(ranks[name].score > least) for name in names}
     if fraction is not None:
         for members in _together(names, scope):
             keep |= _strongest({name: ranks[name] for name in members}, fraction)

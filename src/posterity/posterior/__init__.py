@@ -11,8 +11,10 @@ from posterity.posterior.kernel import KernelGaussian, cfg
 from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian, ScaleMixture, around
 from posterity.posterior.scaled import ScaledGaussian
+from posterity.posterior.sparse import ARD, LogUniform, SparsityPrior
 
 __all__ = [
+    "ARD",
     "ByName",
     "Density",
     "DiagonalGaussian",
@@ -21,10 +23,12 @@ __all__ = [
     "IsotropicGaussian",
     "KernelGaussian",
     "Leaf",
+    "LogUniform",
     "MatrixGaussian",
     "Posterior",
     "ScaleMixture",
     "ScaledGaussian",
+    "SparsityPrior",
     "around",
     "cfg",
     "kl",

@@ -22,14 +22,22 @@ from posterity.posterior.kronecker import KroneckerGaussian
 from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import Density, IsotropicGaussian
 from posterity.posterior.scaled import ScaledGaussian
+from posterity.posterior.sparse import LogUniform, SparsityPrior
 
 Gaussian: TypeAlias = DiagonalGaussian | IsotropicGaussian
+# What says of each weight by itself how near its marginal is.
+OfMarginals: TypeAlias = Gaussian | SparsityPrior
 # Numbers that a CPU works on at once.
 _IN_CACHE = 1 << 16
 
 
-def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: Gaussian) -> Tensor:
-    """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), over the weights that vary; leading dimensions stay."""
+def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: OfMarginals) -> Tensor:
+    """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), or what p has instead, over the weights that vary.
+
+    Leading dimensions stay.
+    """
+    if isinstance(p, SparsityPrior):
+        return q.total(p.divergence(mean, std))
     p_mean, p_std = (p.mean, p.std) if isinstance(p, IsotropicGaussian) else (p.mean(), p.filled_std())
     growth, shift = (std - p_std) / p_std, (mean - p_mean) / p_std
     gap = shift * shift + _spread_gap(growth)
@@ -94,7 +102,7 @@ def _gap(growth: Tensor) -> Tensor:
 
 
 def _independent_kl(
-    q: DiagonalGaussian | ScaledGaussian, mean: Tensor, p: Gaussian | KernelGaussian
+    q: DiagonalGaussian | ScaledGaussian, mean: Tensor, p: OfMarginals | KernelGaussian
 ) -> Tensor:
     """Of weights that are independent given their means; leading dimensions of these stay."""
     if isinstance(p, KernelGaussian):
@@ -105,13 +113,15 @@ def _independent_kl(
 @register_kl(DiagonalGaussian, DiagonalGaussian)
 @register_kl(DiagonalGaussian, IsotropicGaussian)
 @register_kl(DiagonalGaussian, KernelGaussian)
-def _(q: DiagonalGaussian, p: Gaussian | KernelGaussian) -> Tensor:
+@register_kl(DiagonalGaussian, SparsityPrior)
+def _(q: DiagonalGaussian, p: OfMarginals | KernelGaussian) -> Tensor:
     return _independent_kl(q, q.mean(), p)
 
 
 @register_kl(KernelGaussian, DiagonalGaussian)
 @register_kl(KernelGaussian, IsotropicGaussian)
-def _(q: KernelGaussian, p: Gaussian) -> Tensor:
+@register_kl(KernelGaussian, SparsityPrior)
+def _(q: KernelGaussian, p: OfMarginals) -> Tensor:
     # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
     return q.correlation() + _normals_kl(q, q.mean(), q.filled_std(), p)
 
@@ -124,7 +134,8 @@ def _(q: KernelGaussian, p: KernelGaussian) -> Tensor:
 @register_kl(ScaledGaussian, DiagonalGaussian, needs_draw=True)
 @register_kl(ScaledGaussian, IsotropicGaussian, needs_draw=True)
 @register_kl(ScaledGaussian, KernelGaussian, needs_draw=True)
-def _(q: ScaledGaussian, p: Gaussian | KernelGaussian, noise: Mapping[str, Tensor]) -> Tensor:
+@register_kl(ScaledGaussian, LogUniform, needs_draw=True)  # ARD's variances cannot follow z
+def _(q: ScaledGaussian, p: OfMarginals | KernelGaussian, noise: Mapping[str, Tensor]) -> Tensor:
     z, log_q = q.scales.draw(noise["z"])
     given = _independent_kl(q, z * q.loc, p)
     return (given + log_q - q.scales.log_auxiliary(z, q.given(z, noise))).mean()
@@ -159,7 +170,8 @@ def _(q: DiagonalGaussian, p: KroneckerGaussian) -> Tensor:
 
 @register_kl(KroneckerGaussian, DiagonalGaussian)
 @register_kl(KroneckerGaussian, IsotropicGaussian)
-def _(q: KroneckerGaussian, p: Gaussian) -> Tensor:
+@register_kl(KroneckerGaussian, SparsityPrior)
+def _(q: KroneckerGaussian, p: OfMarginals) -> Tensor:
     # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
     theirs = q.marginals()
     return q.correlation() + _normals_kl(theirs, theirs.mean(), theirs.filled_std(), p)

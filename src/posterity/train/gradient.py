@@ -39,7 +39,7 @@ from posterity.train.blocks import Diagonal, DrawnDiagonal, EstimatedDiagonal, S
 from posterity.train.families import DrawnOther, EstimatedOther, Other
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import GradientReplays
-from posterity.variational import PRIOR, Variational
+from posterity.variational import Variational
 
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "lr", "initial_lr")
@@ -53,7 +53,7 @@ class ByGradient(Learner):
     Args:
         model: Whose module runs.
         optimizer: Of all parameters of the model that want gradients.
-        prior: N(0, 1) if None.
+        prior: The model's own if None.
         num_data: Training examples.
         factor: What the KL counts for, times ``num_data``, or a function of ``model.draws`` that gives it.
         mc_samples: Weight samples of a step.
@@ -89,7 +89,7 @@ class ByGradient(Learner):
         self.estimates = set(model.estimators.values()) != {"weight"}
         self._stand_ins: list[Tensor] = []
         self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
-        self._prior = PRIOR if prior is None else prior
+        self._prior = model.prior if prior is None else prior
         self._num_data, self._factor, self._samples = num_data, factor, samples
         self._max_norm: float | None = None
         self._behind = Behind(0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from posterity import (
+    ARD,
     BGD,
     IVON,
     KFAC,
@@ -19,6 +20,7 @@ from posterity import (
     ByName,
     DiagonalGaussian,
     IsotropicGaussian,
+    LogUniform,
     NoisyKFAC,
     ScaleMixture,
     cfg,
@@ -27,7 +29,9 @@ from posterity import (
 )
 from posterity.variational import Family
 from posterity_lab import baselines
+from posterity_lab.baselines.one_pass import OnePass
 from posterity_lab.baselines.point import Nll
+from posterity_lab.baselines.sparse import kl_factor
 from posterity_lab.continual import by_rule
 from posterity_lab.methods import Method
 from posterity_lab.reproduce.study import Values
@@ -55,6 +59,10 @@ NAMES = {
     "ffg-laplace": "FFG, Laplace prior",
     "fine-tuning": "fine-tuning",
     "joint": "joint training",
+    "sparse-vd": "sparse VD",
+    "sparse-ard": "ARD",
+    "magnitude": "pruning by magnitude",
+    "l0": "L0 gates",
     "thompson": "BBB, Thompson sampling",
     "greedy": "greedy",
     "greedy-1": "greedy but for 1 %",
@@ -127,6 +135,22 @@ def learner(
                 seed=seed,
                 **given("lr", "std_init", "kl_factor"),
             )
+        case "sparse-vd" | "sparse-ard":
+            steps = -(-num_data // config["batch_size"]) * config["epochs"]
+            return baselines.variational_dropout(
+                model,
+                prior=ARD() if method == "sparse-ard" else OnePass(LogUniform(), config["compiled"]),
+                num_data=num_data,
+                factor=kl_factor(config["kl_factor"], steps, config["kl_delay"], config["kl_rise"]),
+                seed=seed,
+                **given("lr", "std_init"),
+            )
+        case "magnitude":
+            steps = -(-num_data // config["batch_size"]) * config["epochs"]
+            return baselines.magnitudes(model, steps=steps, **given("lr", "keep"))
+        case "l0":
+            assert isinstance(model, nn.Sequential)
+            return baselines.l0(model, num_data=num_data, **given("lr", "strength"))
         case "ivon":
             ivon = IVON(
                 model,

@@ -19,6 +19,7 @@ from posterity import warmup
 from posterity_lab import data, nets
 from posterity_lab.data import Dataset, Split
 from posterity_lab.methods import Method
+from posterity_lab.prunable import narrow
 from posterity_lab.reproduce.learners import Autocast, learner, scale_lr
 from posterity_lab.reproduce.study import Show, Unit, Values
 from posterity_lab.run_files import CHECKPOINT, foreign, load, resume, save
@@ -53,7 +54,7 @@ class Training:
 
 
 def fit(
-    unit: Unit, device: str, cache: Path, show: Show, scores: Callable[[Training], dict[str, float]]
+    unit: Unit, device: str, cache: Path, show: Show, scores: Callable[[Training], dict[str, Any]]
 ) -> Training:
     """Train a net as the unit says.
 
@@ -63,7 +64,10 @@ def fit(
             the learning rate is divided by ten; ``warmup``, the share in which the temperature rises from
             ``warmup_start`` in a straight line to 1; ``passes``, how often BGD counts the data in all;
             ``bfloat16``, on a GPU, where nets other than MLPs have it anyway; ``mean_reach``, for weights
-            that begin evenly between minus that and that.
+            that begin evenly between minus that and that, or ``mean_std``, for those of `narrow`;
+            ``decay_from``, the share of the epochs after which the learning rate falls in a straight line to
+            0; ``centred``, for images less their mean; ``labels``, ``"random"`` for training labels that have
+            nothing to do with the images.
         device: Where.
         cache: Folder for the checkpoint.
         show: Is told of every epoch.
@@ -96,7 +100,7 @@ def fit(
             state = {"seconds": training.seconds, "curve": training.curve, "method": method.state_dict()}
             save(cache / CHECKPOINT, {"unit": _identity(unit), **state})
         last = training.curve[-1] if training.curve else {}
-        seen = [f"{key} {value:.4f}" for key, value in last.items() if key != "epoch"]
+        seen = [f"{key} {value:.4f}" for key, value in last.items() if isinstance(value, float)]
         show(epoch + 1, config["epochs"], ", ".join([*seen, "epoch"]))
     return training
 
@@ -111,8 +115,12 @@ def begun(method: str, config: Values, train: Split, classes: int, device: str, 
         torch.Size([8, 2])
     """
     model = nets.build(config["net"], train.x.shape[1:], classes)
-    reach = config.get("mean_reach")
-    model = nets.initialise(model, seed) if reach is None else nets.uniform(model, reach, seed)
+    if "mean_reach" in config:
+        nets.uniform(model, config["mean_reach"], seed)
+    elif "mean_std" in config:
+        narrow(model, config["mean_std"], seed)
+    else:
+        nets.initialise(model, seed)
     # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
     half = config.get("bfloat16", not config["net"].startswith("mlp"))
     model = (Autocast(model) if half else model).to(device)
@@ -152,7 +160,20 @@ def ready(dataset: Dataset, config: Values) -> Dataset:
     """Padded and scaled as a config says."""
     if config.get("pad"):
         dataset = padded(dataset, config["pad"])
-    return normalised(dataset, config["mean"], config["std"])
+    dataset = normalised(dataset, config["mean"], config["std"])
+    if config.get("centred"):
+        middle = dataset.train.x.mean(0)
+        train, test = (replace(each, x=each.x - middle) for each in (dataset.train, dataset.test))
+        dataset = replace(dataset, train=train, test=test)
+    if config.get("labels") == "random":
+        dataset = replace(dataset, train=replace(dataset.train, y=_random(dataset)))
+    return dataset
+
+
+def _random(dataset: Dataset) -> Tensor:
+    """Labels that say nothing of the images, the same for all seeds."""
+    drawn = torch.randint(dataset.classes, (len(dataset.train),), generator=torch.Generator().manual_seed(0))
+    return drawn.to(dataset.train.y.device)
 
 
 def splits(dataset: Dataset, config: Values) -> tuple[Split, Split]:
@@ -189,8 +210,13 @@ def lr_factor(config: Values, epoch: int) -> float:
     Example:
         >>> [lr_factor({"epochs": 161, "milestones": [0.4969, 0.7453]}, epoch) for epoch in (79, 80, 120)]
         [1.0, 0.1, 0.01]
+        >>> [lr_factor({"epochs": 4, "decay_from": 0.5}, epoch) for epoch in range(4)]
+        [1.0, 1.0, 0.75, 0.25]
     """
-    passed = sum((epoch + 0.5) / config["epochs"] > share for share in config.get("milestones", ()))
+    done = (epoch + 0.5) / config["epochs"]
+    if "decay_from" in config:
+        return float(min(1.0, (1.0 - done) / (1.0 - config["decay_from"])))
+    passed = sum(done > share for share in config.get("milestones", ()))
     return float(round(0.1**passed, passed))
 
 

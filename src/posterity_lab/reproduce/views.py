@@ -14,7 +14,13 @@ from posterity.predict import MODES
 from posterity_lab import figures, report
 from posterity_lab.errors import PruningCurve
 from posterity_lab.report import Part, Picture, Table
-from posterity_lab.reproduce import blundell_views, doubt_views, incremental_views, vogn_views
+from posterity_lab.reproduce import (
+    blundell_views,
+    doubt_views,
+    incremental_views,
+    sparse_views,
+    vogn_views,
+)
 from posterity_lab.reproduce.groups import Group, columns, settings, within
 from posterity_lab.reproduce.records import Record
 
@@ -214,6 +220,9 @@ VIEWS: Mapping[str, View] = {
     "bbb-regression": doubt_views.regression,
     "bbb-bandit": doubt_views.regret,
     "uncertainty-samples": doubt_views.networks,
+    "sparse-lenet": sparse_views.compressed,
+    "sparse-pictures": sparse_views.pictures,
+    "sparse-random-labels": sparse_views.labels,
 }
 
 

@@ -1,0 +1,262 @@
+"""Sparse variational dropout: LeNets on MNIST with most weights removed, and labels that mean nothing.
+
+Molchanov, Ashukha, Vetrov: "Variational Dropout Sparsifies Deep Neural Networks", ICML 2017, as a lecture has
+it (Chirkova: "Stochastic variational inference and Bayesian neural networks"). Errors are of the net at its
+means, pruned, which is trained no more. Compression is the number of weights over the number that stay;
+biases count in neither, since nothing removes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posterity import Factorised, metrics, predict
+from posterity.compress import point_mass
+from posterity_lab import nets
+from posterity_lab.baselines import Sparsifying
+from posterity_lab.data import Split
+from posterity_lab.prunable import narrow
+from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Values, grid
+from posterity_lab.reproduce.training import Training, fit
+from posterity_lab.run_files import POSTERIOR, save_posterior
+
+# Errors that a net chosen by the rule may have at most, on held-out images: the paper's, by net.
+LIMITS = {"mlp-300-100": 0.0192, "lenet5-caffe": 0.0075}
+CHOSEN = "chosen"
+# After which twentieths of a training the weights are pictured.
+_PICTURED = (1, 2, 3, 4, 6, 10, 20)
+_PARTS = 20
+_PATCH = 100
+_PIXELS = round(256 / 255, 6)  # the authors divide pixels by 256
+
+
+def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
+    """Train a net as the unit says, prune it, and test it before and after.
+
+    Args:
+        unit: What to do.
+        device: Where.
+        cache: Folder for checkpoint and posterior.
+        show: Is told of every epoch.
+
+    Example:
+        >>> import tempfile
+        >>> cell = lenet_cells(quick=True)[0]
+        >>> unit = Unit("sparse-lenet", cell.setting, cell.method, 0, {**cell.config, "epochs": 1}, "")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found = train(unit, "cpu", Path(folder), lambda done, total, what: None).metrics
+        >>> found["weights"], sorted(found["kept"])
+        (3056, ['1.weight', '3.weight', '5.weight'])
+    """
+    training = fit(unit, device, cache, show, scores)
+    net, posterior = pruned(training)
+    save_posterior(cache / POSTERIOR, posterior)
+    kept = weights(posterior)
+    sizes = {name: mean.numel() for name, mean in posterior.mean().items() if name in kept}
+    limit = unit.config.get("limit", 1.0)
+    last = {key: value for key, value in training.curve[-1].items() if isinstance(value, float)}
+    removed = 1.0 - sum(kept.values()) / sum(sizes.values())
+    found = {
+        "accuracy": 1.0 - last["error"],
+        **last,
+        # What trials are judged by: the share of the weights that goes, of a net that errs little enough.
+        "removed_within_limit": removed if last["error"] <= limit else -last["error"],
+        "train_accuracy": _accuracy(net, posterior, training.train),
+        "weights": sum(sizes.values()),
+        "sizes": sizes,
+        "kept": kept,
+        "curve": training.curve,
+        "begun": picture(*_begun(unit, training)),
+    }
+    return Outcome(found, len(training.test))
+
+
+def pruned(training: Training) -> tuple[nn.Module, Factorised]:
+    """The net with what its method does without at zero; one of a method that removes nothing is whole."""
+    if isinstance(training.method, Sparsifying):
+        return training.method.pruned()
+    return training.model, point_mass(training.model)
+
+
+def weights(posterior: Factorised) -> dict[str, int]:
+    """How many weights stay, by tensor; biases and BatchNorm left out.
+
+    Example:
+        >>> weights(point_mass(nn.Linear(3, 2)))
+        {'weight': 6}
+    """
+    return {name: int(kept.sum()) for name, kept in posterior.kept().items() if kept.dim() > 1}
+
+
+def scores(training: Training) -> dict[str, Any]:
+    """Error, NLL, ECE, compression of the pruned net, the error of the whole, and a picture now and then."""
+    net, posterior = pruned(training)
+    found = predict(net, posterior, training.test.x, mode="mean")
+    if not bool(torch.isfinite(found.samples).all()):
+        raise FloatingPointError("the predictions are not finite: lower lr")
+    whole = training.method.whole() if isinstance(training.method, Sparsifying) else (net, posterior)
+    kept, y = weights(posterior), training.test.y
+    total = sum(mean.numel() for name, mean in posterior.mean().items() if name in kept)
+    marks = [-(-training.unit.config["epochs"] * part // _PARTS) for part in _PICTURED]
+    return {
+        "error": 1.0 - metrics.accuracy(found.probs, y),
+        "nll": metrics.nll(found, y),
+        "ece": metrics.ece(found.probs, y),
+        "whole_error": 1.0 - _accuracy(*whole, training.test),
+        "compression": total / max(1, sum(kept.values())),
+        **({"picture": picture(net, posterior)} if len(training.seconds) in marks else {}),
+    }
+
+
+def picture(net: nn.Module, posterior: Factorised) -> dict[str, Any]:
+    """What is shown of the weights: kernels of a convolution, weights by pixel, and a patch of a matrix.
+
+    Example:
+        >>> seen = picture(net := nn.Linear(9, 4), point_mass(net))
+        >>> seen["pixels"], seen["patch"][0]
+        ([4, 4, 4, 4, 4, 4, 4, 4, 4], '111111111')
+    """
+    means, kept = posterior.mean(), posterior.kept()
+    first, *others = (name for name, mask in kept.items() if mask.dim() > 1)
+    found: dict[str, Any] = {}
+    if kept[first].dim() == 4:
+        shown = (means[first] * kept[first])[:, 0].detach().cpu()
+        found["kernels"] = [[round(value, 3) for value in kernel.flatten().tolist()] for kernel in shown]
+    else:
+        found["pixels"] = kept[first].sum(0).tolist()
+    matrix = kept[next((name for name in others if kept[name].dim() == 2), first)]
+    found["patch"] = ["".join("01"[bit] for bit in row) for row in _patch(matrix)]
+    return found
+
+
+def _patch(matrix: Tensor) -> list[list[int]]:
+    """The middle of a matrix, at most a hundred by a hundred, ones where a weight stays."""
+    rows, columns = (slice(max(0, (size - _PATCH) // 2), (size + _PATCH) // 2) for size in matrix.shape)
+    shown: list[list[int]] = matrix[rows, columns].int().tolist()
+    return shown
+
+
+def _begun(unit: Unit, training: Training) -> tuple[nn.Module, Factorised]:
+    """The net as it was before it learned."""
+    net = nets.build(unit.config["net"], training.train.x.shape[1:], 10)
+    net = narrow(net, unit.config["mean_std"], unit.seed)
+    return net, point_mass(net)
+
+
+def _accuracy(net: nn.Module, posterior: Factorised, split: Split) -> float:
+    return metrics.accuracy(predict(net, posterior, split.x, mode="mean").probs, split.y)
+
+
+def base(quick: bool) -> dict[str, Any]:
+    """What all nets have in common: the authors' data, batches and widths at the start."""
+    found: dict[str, Any] = {
+        "data": "mnist",
+        "mean": 0.0,
+        "std": _PIXELS,
+        "centred": True,
+        "batch_size": 100,
+        "epochs": 200,
+        "mean_std": 0.01,
+        "bfloat16": False,
+        "lr": 1e-3,
+        "compiled": True,
+        "held_out": 0,
+        "tested_on": "test",
+    }
+    return found | ({"data": "digits", "epochs": 6, "mean_std": 0.1, "compiled": False} if quick else {})
+
+
+def nets_of(quick: bool) -> dict[str, tuple[dict[str, Any], float]]:
+    """By setting: net and schedules as the authors have them, and the paper's compression.
+
+    Example:
+        >>> nets_of(quick=False)["300-100"][0]["kl_delay"] * 200
+        5.0
+    """
+    variational = {"std_init": round(math.exp(-5), 6), "kl_factor": 1.0}
+    if quick:
+        small = {"net": "mlp-32-24", "kl_delay": 0.1, "kl_rise": 0.3, "decay_from": 0.5}
+        return {"32-24": ({**small, **variational, "std_init": 0.05, "lr": 0.01}, 4.0)}
+    mlp = {"net": "mlp-300-100", "kl_delay": 0.025, "kl_rise": 0.075, "decay_from": 0.5}
+    conv = {"net": "lenet5-caffe", "kl_delay": 0.0, "kl_rise": 0.0, "decay_from": 0.0}
+    return {"300-100": ({**mlp, **variational}, 68.0), "lenet5": ({**conv, **variational}, 280.0)}
+
+
+def lenet_cells(quick: bool) -> list[Cell]:
+    """LeNet-300-100 and LeNet-5-Caffe: with the authors' settings, and with what trials chose.
+
+    Nets that are ``chosen`` have trials of 60 epochs on 50,000 images, tested on the other 10,000. The trial
+    that removes most weights is taken, of those that err no more than the paper's net; if there is none, the
+    one that errs least. What is tried is what trades error for weights in each method: the KL's factor, the
+    share of the weights that magnitudes leave, the price of an open gate.
+
+    Example:
+        >>> sorted({cell.setting for cell in lenet_cells(quick=False)})
+        ['300-100', '300-100 chosen', 'lenet5', 'lenet5 chosen']
+    """
+    trial = {"tested_on": "held-out images", "held_out": 10_000, "epochs": 60}
+    if quick:
+        trial |= {"held_out": 287, "epochs": 2}
+    cells = []
+    for setting, (own, ratio) in nets_of(quick).items():
+        common = {**base(quick), **own, "limit": LIMITS.get(own["net"], 0.5)}
+        methods = {
+            "sparse-vd": (common, grid(kl_factor=[0.25, 0.5, 1.0, 2.0, 4.0])),
+            "sparse-ard": (common, grid(kl_factor=[0.25, 0.5, 1.0, 2.0, 4.0])),
+            "magnitude": (
+                {**common, "keep": round(1 / ratio, 6)},
+                grid(keep=[round(times / ratio, 6) for times in (0.25, 0.5, 1.0, 2.0, 4.0)]),
+            ),
+            "l0": ({**common, "strength": 0.1}, grid(strength=[0.025, 0.05, 0.1, 0.2, 0.4])),
+        }
+        cells += [Cell(setting, method, config) for method, (config, _) in methods.items()]
+        cells += [
+            Cell(f"{setting} {CHOSEN}", method, config, tried, trial, "removed_within_limit")
+            for method, (config, tried) in methods.items()
+        ]
+    return cells
+
+
+def label_cells(quick: bool) -> list[Cell]:
+    """Random labels: MNIST by an MLP, CIFAR-10 by the VGG-like net; with dropout, and with neither.
+
+    Example:
+        >>> sorted({cell.setting for cell in label_cells(quick=False)})
+        ['300-100', 'vgg-like']
+    """
+    cells = []
+    settings: Mapping[str, Values] = {setting: own for setting, (own, _) in nets_of(quick).items()}
+    settings = {name: own for name, own in settings.items() if name != "lenet5"}
+    if not quick:
+        vgg = {"net": "vgglike", "data": "cifar10", "kl_delay": 0.0, "kl_rise": 0.25, "decay_from": 0.5}
+        settings = {**settings, "vgg-like": {**vgg, "std_init": round(math.exp(-5), 6), "kl_factor": 1.0}}
+    for setting, own in settings.items():
+        common = {**base(quick), **own, "labels": "random"}
+        cells += [
+            Cell(setting, "sparse-vd", common),
+            Cell(setting, "mc-dropout", {**common, "net": f"{own['net']}-dropout"}),
+            Cell(setting, "adam", common),
+        ]
+    return cells
+
+
+_METRICS = (
+    "accuracy",
+    "error",
+    "nll",
+    "ece",
+    "whole_error",
+    "compression",
+    "kept",
+    "sizes",
+    "weights",
+    "curve",
+)
+LENET = Study("sparse-lenet", lenet_cells, train, _METRICS)
+LABELS = Study("sparse-random-labels", label_cells, train, (*_METRICS, "train_accuracy"))

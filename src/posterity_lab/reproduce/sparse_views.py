@@ -1,0 +1,197 @@
+"""How the experiments on sparse nets are shown: errors and compression, trade-offs, pictures of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from posterity_lab import report
+from posterity_lab.report import COLOURS, Part, Picture, Table
+from posterity_lab.reproduce.groups import Group, columns, settings, within
+from posterity_lab.reproduce.records import Record
+
+_KERNELS = 20
+
+
+def compressed(found: Sequence[Group]) -> list[Part]:
+    """The table: error and compression, sparsity by layer; the trade-off of trials; the way there."""
+    rows = [
+        [
+            group.title,
+            group.paper,
+            group.spread(partial(_value, "error")),
+            _times(group),
+            _layers(group),
+            group.spread(partial(_value, "whole_error")),
+            group.spread(partial(_value, "nll"), 4, 1.0),
+            group.spread(partial(_value, "ece"), 4, 1.0),
+            group.epochs,
+            group.runs,
+            group.time,
+        ]
+        for group in found
+    ]
+    header = ["setting", "paper", "error, %", "compression", "removed by layer, %", "error of the whole, %"]
+    caption = "Pruned nets at their means. Compression is all weights over those that stay, without biases"
+    parts: list[Part] = [Table(caption, [*header, "NLL", "ECE", "epochs", "runs", "time"], rows)]
+    tried = [group for group in found if group.tried]
+    if tried:
+        parts += [_frontier_table(tried), _frontier(tried)]
+    return [*parts, *(_course(within(found, name), name) for name in settings(found) if within(found, name))]
+
+
+def labels(found: Sequence[Group]) -> list[Part]:
+    """Random labels: what is learned of them, and how many weights that takes."""
+    rows = [
+        [
+            group.title,
+            group.paper,
+            group.spread(partial(_value, "train_accuracy")),
+            group.spread(partial(_value, "accuracy")),
+            group.spread(_removed),
+            group.spread(partial(_value, "nll"), 3, 1.0),
+            group.epochs,
+            group.runs,
+            group.time,
+        ]
+        for group in found
+    ]
+    header = ["setting", "paper", "train accuracy, %", "test accuracy, %", "removed, %", "NLL, test"]
+    caption = "Training labels that say nothing of the images; the test has its own"
+    return [Table(caption, [*header, "epochs", "runs", "time"], rows)]
+
+
+def pictures(found: Sequence[Group]) -> list[Part]:
+    """Weights as training goes on: kernels or pixels of the first layer, and a patch of a matrix."""
+    parts = list[Part]()
+    for group in found:
+        if not group.whole:
+            continue
+        record = group.whole[0]
+        metrics = record["metrics"]
+        start = {"epoch": 0, "compression": 1.0, "picture": metrics["begun"]}
+        frames = [start, *(each for each in metrics["curve"] if "picture" in each)]
+        where = f"{group.title}, seed {record['seed']}"
+        if "kernels" in metrics["begun"]:
+            words = f"kernels of the first convolution, {_KERNELS} of them; grey is 0"
+            parts.append(_frames(frames, _kernels, f"{where}: {words}."))
+        else:
+            words = "how many weights of each pixel stay in the first layer; white is none"
+            parts.append(_frames(frames, _pixels, f"{where}: {words}."))
+        patch = (
+            "the middle of the first matrix after it"
+            if "kernels" in metrics["begun"]
+            else "of a hidden layer"
+        )
+        parts.append(_frames(frames, _patch, f"{where}: weights that stay (black), {patch}."))
+    return parts
+
+
+def _value(key: str, record: Record) -> float:
+    return float(record["metrics"][key])
+
+
+def _removed(record: Record) -> float:
+    metrics = record["metrics"]
+    return 1.0 - float(sum(metrics["kept"].values()) / metrics["weights"])
+
+
+def _times(group: Group) -> str:
+    if any(_removed(record) == 1.0 for record in group.whole):
+        return "nothing stays"
+    spread = group.spread(partial(_value, "compression"), 1, 1.0)
+    return "–" if spread == "–" else f"{spread}×"
+
+
+def _layers(group: Group) -> str:
+    """Shares removed of each layer, means over runs."""
+    if not group.whole:
+        return "–"
+    shares = [
+        [1.0 - kept / record["metrics"]["sizes"][name] for name, kept in record["metrics"]["kept"].items()]
+        for record in group.whole
+    ]
+    return " – ".join(f"{100 * share:.1f}" for share in columns(shares)[0])
+
+
+def _trade(record: Record) -> tuple[float, float]:
+    return _value("compression", record), _value("error", record)
+
+
+def _frontier_table(tried: Sequence[Group]) -> Table:
+    rows = [
+        [
+            f"{group.title}: " + ", ".join(f"{key} {value:g}" for key, value in record["trial"].items()),
+            f"{_trade(record)[0]:.1f}×",
+            f"{100 * _trade(record)[1]:.2f}",
+        ]
+        for group in tried
+        for record in group.tried
+    ]
+    return Table(
+        "The trade-off: trials, tested on held-out images", ["trial", "compression", "error, %"], rows
+    )
+
+
+def _frontier(tried: Sequence[Group]) -> Picture:
+    """Error against compression, a line through each method's trials."""
+    drawn, (axes,) = report.figure()
+    for slot, group in enumerate(tried):
+        points = sorted(map(_trade, group.tried))
+        colour = COLOURS[slot % len(COLOURS)]
+        style = "o-" if slot < len(COLOURS) else "s:"
+        axes.plot(*zip(*points, strict=True), style, color=colour, label=group.title)
+    axes.set(xscale="log", xlabel="compression", ylabel="error on held-out images")
+    axes.legend(loc="best", frameon=False)
+    return report.picture(drawn, "Error against compression: trials with more and less weight on sparsity.")
+
+
+def _course(own: Sequence[Group], setting: str) -> Picture:
+    """Error and compression as training goes on."""
+    drawn, (left, right) = report.figure(panels=2)
+    for slot, group in enumerate(own):
+        epochs = [each["epoch"] for each in group.whole[0]["metrics"]["curve"]]
+        for axes, key in ((left, "error"), (right, "compression")):
+            runs = [[each[key] for each in record["metrics"]["curve"]] for record in group.whole]
+            middle, spread = map(np.asarray, columns(runs))
+            axes.plot(epochs, middle, color=COLOURS[slot], label=group.name)
+            axes.fill_between(
+                epochs, middle - spread, middle + spread, color=COLOURS[slot], alpha=0.18, linewidth=0
+            )
+    left.set(xlabel="epoch", ylabel="test error, pruned", ylim=(0.0, 0.1))
+    right.set(xlabel="epoch", ylabel="compression", yscale="log")
+    left.legend(loc="best", frameon=False)
+    return report.picture(drawn, f"{setting}: the pruned net as training goes on; bands show ± one sd.")
+
+
+def _frames(frames: Sequence[dict[str, Any]], draw: Any, caption: str) -> Picture:
+    drawn, panels = report.figure(panels=len(frames), height=2.4, width=1.9)
+    for axes, frame in zip(panels, frames, strict=True):
+        draw(axes, frame["picture"])
+        axes.set(xticks=[], yticks=[], title=f"epoch {frame['epoch']}\n{frame['compression']:.0f}×")
+        axes.grid(visible=False)
+    return report.picture(drawn, caption)
+
+
+def _kernels(axes: Axes, seen: dict[str, Any]) -> None:
+    """Kernels side by side in four columns, each scaled to the largest weight of all."""
+    kernels = np.asarray(seen["kernels"][:_KERNELS])
+    size = round(kernels.shape[1] ** 0.5)
+    padded = np.pad(kernels.reshape(-1, size, size), ((0, -len(kernels) % 4), (0, 1), (0, 1)))
+    rows = [np.concatenate(list(padded[start : start + 4]), 1) for start in range(0, len(padded), 4)]
+    most = max(float(np.abs(kernels).max()), 1e-9)
+    axes.imshow(np.concatenate(rows), cmap="gray", vmin=-most, vmax=most)
+
+
+def _pixels(axes: Axes, seen: dict[str, Any]) -> None:
+    counts = np.asarray(seen["pixels"])
+    size = round(len(counts) ** 0.5)
+    axes.imshow(counts.reshape(size, size), cmap="gray_r", vmin=0, vmax=max(int(counts.max()), 1))
+
+
+def _patch(axes: Axes, seen: dict[str, Any]) -> None:
+    axes.imshow([[int(bit) for bit in row] for row in seen["patch"]], cmap="gray_r", vmin=0, vmax=1)

@@ -865,6 +865,20 @@ _CURVATURE = [
 
 _LAPLACE = [
     Site(
+        "the one logit of a binary model is taken for the first class's",
+        "posterity/laplace/fitting.py",
+        "F.pad(logit.reshape(-1, 1), (1, 0))",
+        "F.pad(logit.reshape(-1, 1), (0, 1))",
+        ("laplace/test_fit.py::test_one_logit_is_two_classes",),
+    ),
+    Site(
+        "moments of one logit are certain of the first class",
+        "posterity/laplace/closed.py",
+        "(F.pad(self.logits, (1, 0)) if one else self.logits)",
+        "self.logits",
+        ("laplace/test_fit.py::test_one_logit_is_two_classes",),
+    ),
+    Site(
         "Laplace's evidence ignores the temperature",
         "posterity/laplace/evidence.py",
         "return self.log_likelihood / self.temperature + sum(parts)",

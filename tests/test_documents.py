@@ -5,6 +5,9 @@ import inspect
 import math
 import re
 import tomllib
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,26 +95,56 @@ def names() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "docs/conventions.md",
-        "docs/families.md",
-        "docs/estimators.md",
-        "docs/laplace.md",
-        "docs/loss.md",
-        "docs/settings.md",
-        "docs/sparsity.md",
-    ],
-)
-def test_python_in_the_documents_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def of_curvature() -> dict[str, Any]:
+    model = nn.Sequential(OrderedDict(fc=nn.Linear(4, 8), act=nn.ReLU(), out=nn.Linear(8, 3)))
+    stacks = {
+        name: p.detach().expand(2, *p.shape).clone().requires_grad_() for name, p in model.named_parameters()
+    }
+    samples = [{name: p[k].detach().requires_grad_() for name, p in stacks.items()} for k in range(2)]
+    return {"model": model, "stacks": stacks, "samples": samples, "K": 2, "loss_fn": F.cross_entropy}
+
+
+def learn(model: nn.Module, opt: posterity.BGD, batches: DataLoader[Any]) -> None:
+    for x, y in batches:
+        opt.step(partial(lambda x, y: F.cross_entropy(model(x), y), x, y))
+
+
+def of_diagnostics() -> dict[str, Any]:
+    model = names()["model"]
+    return {"model": model, "opt": posterity.BGD(model), "epochs": 1, "learn": learn}
+
+
+def of_pruning() -> dict[str, Any]:
+    pytest.importorskip("onnxscript")
+    model = names()["model"]
+    same = {"net": model, "sgd_net": model, "sgd_error": 0.5, "posterior": posterity.BGD(model).posterior()}
+    return same | {
+        "x_test": torch.randn(16, 4),
+        "y_test": torch.randint(0, 3, (16,)),
+        "predict": posterity.predict,
+    }
+
+
+# What a page takes for given besides, or in another form.
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "docs/curvature.md": of_curvature,
+    "docs/diagnostics.md": of_diagnostics,
+    "docs/dropout.md": lambda: {"x": torch.randn(16, 784), "y": torch.randint(0, 10, (16,))},
+    "docs/methods/bgd.md": lambda: {"stream": names()["loader"]},
+    "docs/methods/kfac.md": lambda: {"model": of_curvature()["model"]},
+    "docs/methods/vogn.md": lambda: {"tasks": [1, 2], "learn": lambda model, opt, task: None},
+    "docs/pruning.md": of_pruning,
+}
+PAGES = [page for page in DOCUMENTS if blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_in_the_documents_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = names()
-    code = blocks(ROOT / page)
-    assert code
-    for block in code:
-        exec(compile(block, page, "exec"), given)
+    more = GIVEN.get(page.relative_to(ROOT).as_posix(), dict)
+    given = names() | more()
+    for block in blocks(page):
+        exec(compile(block, page.name, "exec"), given)
 
 
 def test_the_settings_page_shows_the_table() -> None:

@@ -328,6 +328,17 @@ def test_squares_that_a_context_has_dropped_are_dropped() -> None:
     assert torch.equal(*results)
 
 
+def test_all_refused_weights_are_named_at_once() -> None:
+    """Else a user of a GRU would meet four errors, one after another."""
+    model = nn.ModuleDict({"cell": nn.GRU(3, 4, batch_first=True), "head": nn.Linear(4, 2)}).double()
+    opt = VOGN(model, num_data=8, seed=0)
+    x, y = torch.randn(8, 5, 3).double(), torch.randint(0, 2, (8,))
+    with pytest.raises(RuntimeError, match=r"all 4 .* \(deterministic='cell\.\*', deterministic_lr=1e-3\)"):
+        opt.step(lambda: F.cross_entropy(model["head"](model["cell"](x)[0].mean(1)), y))
+    opt = VOGN(model, num_data=8, seed=0, deterministic="cell.*", deterministic_lr=1e-3)
+    opt.step(lambda: F.cross_entropy(model["head"](model["cell"](x)[0].mean(1)), y))
+
+
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_a_weight_whose_examples_cannot_be_seen_is_refused_by_name(way: str) -> None:
     class Scaled(nn.Module):

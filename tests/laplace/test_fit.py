@@ -687,3 +687,46 @@ def test_the_evidence_costs_more_than_chance_on_digits() -> None:
 def test_a_net_that_is_too_sure_gains() -> None:
     cost, error = excess("diabetes, MLP 10-50-1", 300, "last, validation")
     assert cost < -2 * error
+
+
+class TwoLogits(nn.Module):
+    """What a model of one logit is as one of two classes."""
+
+    def __init__(self, one: nn.Module) -> None:
+        super().__init__()
+        self.one = one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(self.one(x), (1, 0))
+
+
+@pytest.mark.parametrize("names", [None, "*"])
+def test_one_logit_is_two_classes(names: str | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(60, 4)
+    y = (x.sum(1) + torch.randn(60) > 0).float()
+    one = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    found = laplace.fit(one, (x, y[:, None]), names=names, prior_precision=2.0, binary=True)
+    two = laplace.fit(
+        TwoLogits(one),
+        (x, y.long()),
+        names=names,
+        prior_precision=2.0,
+    )
+    assert found.log_evidence == pytest.approx(two.log_evidence, rel=1e-6)
+    for name, std in found.posterior().std().items():
+        torch.testing.assert_close(std, two.posterior().std()[f"one.{name}"])
+    many = predict(one, found.posterior(), x, samples=2000, binary=True)
+    assert many.probs.shape == (60, 2)
+    closed = laplace.moments(one, found.posterior(), x).probs
+    assert (closed - many.probs).abs().max() < 0.03  # of the probit approximation, and of 2000 samples
+
+
+def test_one_logit_needs_to_be_said() -> None:
+    x, y = torch.randn(8, 3), torch.tensor([0, 1] * 4)
+    with pytest.raises(ValueError, match="pass binary=True"):
+        laplace.fit(nn.Linear(3, 1), (x, y))
+    with pytest.raises(ValueError, match="one logit"):
+        laplace.fit(nn.Linear(3, 2), (x, y), binary=True)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        laplace.fit(nn.Linear(3, 1), (x, y), binary=True, likelihood="regression")

@@ -865,6 +865,41 @@ _CURVATURE = [
 
 _LAPLACE = [
     Site(
+        "the one logit of a binary model is taken for the first class's",
+        "posterity/laplace/fitting.py",
+        "F.pad(logit.reshape(-1, 1), (1, 0))",
+        "F.pad(logit.reshape(-1, 1), (0, 1))",
+        ("laplace/test_fit.py::test_one_logit_is_two_classes",),
+    ),
+    Site(
+        "moments of one logit are certain of the first class",
+        "posterity/laplace/closed.py",
+        "(F.pad(self.logits, (1, 0)) if one else self.logits)",
+        "self.logits",
+        ("laplace/test_fit.py::test_one_logit_is_two_classes",),
+    ),
+    Site(
+        "a parameter that another optimiser trains is warned of",
+        "posterity/optim/watch.py",
+        "self._versions.get(name) == p._version",
+        "name in self._versions",
+        ("optim/test_watch.py::test_a_parameter_unfrozen_after_the_optimizer_was_built_is_warned_of",),
+    ),
+    Site(
+        "a learning rate of the paper's is taken for Adam's",
+        "posterity/optim/handover.py",
+        'if group.get("lr_unit") == 1.0:',
+        "if False:",
+        ("optim/test_watch.py::test_a_papers_small_learning_rate_is_not_taken_for_adams",),
+    ),
+    Site(
+        "what is refused is named one by one",
+        "posterity/optim/checks.py",
+        "whole <= {*wrong}",
+        "False",
+        ("exact/test_vogn.py::test_all_refused_weights_are_named_at_once",),
+    ),
+    Site(
         "Laplace's evidence ignores the temperature",
         "posterity/laplace/evidence.py",
         "return self.log_likelihood / self.temperature + sum(parts)",

@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import posterity
 from conformance.rules import Rule, X, Y, by_closure, by_context, loss_fn, net, rules
 from posterity import diagnostics
 from posterity.diagnostics import PosteriorWarning
+from posterity.optim import handover
 from posterity.optim.watch import LossWatch
 
 
@@ -40,7 +42,7 @@ SICK = {
     "worse by the chance of batches": (
         [4.6 + (0.3 if t % 2 else -0.3) + (0.15 if t >= 10 else 0.0) for t in range(1000)],
         0.1,
-        "300 steps .*: try another lr",
+        "300 steps .*: try another lr or a larger max_step, and norm layers",
     ),
     "noise": (run(lambda t: 3.0, 0.6), 2.0, "300 steps .*: its stds outweigh its weights, raise damping"),
     "noise that was worse": (
@@ -117,7 +119,7 @@ def test_a_run_that_stands_still_is_told_of_lr(rule: Rule) -> None:
         by_closure(model, opt)
     with pytest.warns(
         posterity.DivergenceWarning,
-        match=f"{rule.name} has not lowered its loss in 300 steps .* another lr, or a larger max_step$",
+        match=f"{rule.name} has not lowered its loss in 300 steps .* raise lr: it is 0, and the default is",
     ):
         by_closure(model, opt)
 
@@ -194,3 +196,55 @@ def test_wide_stds_that_were_learned_with_are_no_reason_to_warn() -> None:
     assert opt.watch.learned
     assert opt.unfit(opt.posterior().blocks.values()) is None
     assert loss_fn(model, X, Y).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("rule", "lr", "said"),
+    [
+        ("IVON", 1e-3, True),
+        ("IVON", 0.2, False),
+        ("BGD", 1e-3, True),
+        ("BGD", 0.2, False),
+        ("VOGN", 1e-3, True),
+    ],
+)
+def test_a_learning_rate_of_adams_is_named_where_a_run_stands_still(rule: str, lr: float, said: bool) -> None:
+    given = {} if rule == "BGD" else {"num_data": 16}
+    opt: posterity.VariationalOptimizer = getattr(posterity, rule)(nn.Linear(5, 3), lr=lr, **given)
+    assert (f"raise lr: it is {lr:g}, and the default is" in handover.slow(opt)) == said
+
+
+def test_a_papers_small_learning_rate_is_not_taken_for_adams() -> None:
+    assert handover.slow(posterity.VOGN(nn.Linear(5, 3), num_data=16, preset="osawa2019")) == ""
+
+
+@rules
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_parameter_unfrozen_after_the_optimizer_was_built_is_warned_of(rule: Rule, trained: bool) -> None:
+    """By whoever trains it else it is changed, and then nobody forgot it."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    opt = rule.make(model, mc_samples=1)
+    adam = torch.optim.Adam(model[0].parameters())
+    for step in range(3):
+        opt.zero_grad()
+        adam.zero_grad()
+        late = step == 2 and not trained
+        with pytest.warns(UserWarning, match="'0.weight' has a gradient, and") if late else nullcontext():
+            by_context(model, opt)
+        if trained:
+            adam.step()
+        model[0].requires_grad_()  # from the second step on
+
+
+@rules
+def test_a_group_of_the_modules_parameters_has_its_names(rule: Rule) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    opt = rule.make(model, mc_samples=1)
+    by_context(model, opt)
+    opt.add_param_group({"params": model[0].requires_grad_().parameters()})
+    for _ in range(3):
+        by_context(model, opt)
+    assert {*opt.posterior().mean()} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    posterity.predict(model, opt.posterior(), X, samples=2)

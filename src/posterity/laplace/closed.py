@@ -10,6 +10,7 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 from torch.func import jacrev, vjp, vmap
+from torch.nn import functional as F
 
 from posterity import buffers
 from posterity.inputs import Inputs, Pick, arguments, batches, mapped, moved, random_numbers_kept
@@ -53,8 +54,14 @@ class Moments:
 
     @property
     def probs(self) -> Tensor:
-        """Class probabilities ``[B, C]``, the softmax of ``logits``."""
-        return self.logits.softmax(-1)
+        """Class probabilities ``[B, C]``, the softmax of ``logits``; ``[B, 2]`` of a model with one logit.
+
+        Example:
+            >>> Moments(torch.tensor([[2.0]]), torch.tensor([[0.0]])).probs
+            tensor([[0.1192, 0.8808]])
+        """
+        one = self.mean.shape[-1] == 1  # that of the second of two classes
+        return (F.pad(self.logits, (1, 0)) if one else self.logits).softmax(-1)
 
 
 def moments(

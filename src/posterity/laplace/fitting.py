@@ -10,11 +10,12 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from posterity.arguments import FILTER, MODULE, NUMBER, TEXT, WHOLE, takes
+from posterity.arguments import FILTER, FLAG, MODULE, NUMBER, TEXT, WHOLE, takes
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
-from posterity.inputs import Inputs, Pick, called, moved, pairs, random_numbers_kept, shown
+from posterity.inputs import Inputs, Pick, called, moved, pairs, random_numbers_kept, shown, tensor_of
 from posterity.laplace.choice import last_layer, picked
 from posterity.laplace.evidence import Laplace, Prior, Sums, check_prior, log_probs, positive
 from posterity.names import NameFilter, inner, padding_rows
@@ -46,6 +47,7 @@ _COST, _MEASURED = 0.0005, 512
     samples=WHOLE,
     seed=WHOLE,
     batch_size=WHOLE,
+    binary=FLAG,
 )
 def fit(
     model: nn.Module,
@@ -67,6 +69,7 @@ def fit(
     fallback: Literal["vmap"] | None = None,
     batch_size: int = 256,
     output: Pick | None = None,
+    binary: bool = False,
     progress: bool = False,
 ) -> Laplace:
     """Fit a Laplace approximation to a trained model.
@@ -104,6 +107,8 @@ def fit(
         fallback: ``"vmap"`` for layers whose curvature cannot be collected: any, slowly, with a diagonal.
         batch_size: Examples at once, unless a loader decides.
         output: Which of the model's outputs, as for :func:`~posterity.predict`.
+        binary: Whether the model gives one logit, ``[B]`` or ``[B, 1]``, that of the second of two
+            classes, as for :func:`~posterity.predict`; labels are 0 and 1, floats as well.
         progress: Show a progress bar (needs the extra ``lab``).
 
     Example:
@@ -126,19 +131,25 @@ def fit(
         check_prior(each)
     model = evaluating(inner(model.module if isinstance(model, Variational) else model))
     params = chosen(model, "*") if names is None else picked(model, names)
+    read: Callable[[tuple[Inputs, Any]], tuple[Inputs, Any]] = partial(moved, model=model)
+    if binary:
+        if likelihood != "classification":
+            raise ValueError("binary=True is for likelihood='classification': leave one of them out")
+        output, read = partial(_two_logits, output), partial(_of_two_classes, model)
     options: dict[str, Any] = {"structure": structure, "likelihood": likelihood}
     options |= {"seed": seed, "fallback": fallback, "output": output}
     sums, seen = Sums(likelihood), _Sample()
     with torch.no_grad(), random_numbers_kept(model):
-        held_out = (
-            [] if validation is None else [moved(pair, model) for pair in pairs(validation, batch_size)]
-        )
+        held_out = [] if validation is None else [read(pair) for pair in pairs(validation, batch_size)]
         if validation is not None and not held_out:
             raise ValueError("the validation loader gave no batch: pass held-out data")
         data: Iterable[tuple[Inputs, Any]] = pairs(loader, batch_size)
         for step, pair in enumerate(shown(data, "collecting curvature") if progress else data):
-            x, y = moved(pair, model)
-            out = checked(called(model, x, output), y, likelihood)
+            x, y = read(pair)
+            out = called(model, x, output)
+            if likelihood == "classification" and out.shape[1:] in ((), (1,)):
+                raise ValueError(f"outputs {list(out.shape)} are one logit each: pass binary=True")
+            out = checked(out, y, likelihood)
             if step == 0:
                 params = last_layer(model, x, output) if names is None else params
                 options["names"] = list(params)
@@ -166,6 +177,24 @@ def fit(
         candidates = [result.with_prior(each) for each in priors]
         scores = [float(_log_probs(each, held_out, predicted).mean()) for each in candidates]
         return max(zip(scores, candidates, strict=True), key=lambda each: each[0])[1]
+
+
+def _two_logits(output: Pick | None, result: Any) -> Tensor:
+    """Logits ``[B, 2]`` of a model that gives one, that of the second class: the first one's is 0."""
+    logit = tensor_of(result, output)
+    if logit.shape[1:] not in ((), (1,)):
+        raise ValueError(
+            f"with binary=True the model must give one logit, [B] or [B, 1], not {list(logit.shape)}"
+        )
+    return F.pad(logit.reshape(-1, 1), (1, 0))
+
+
+def _of_two_classes(model: nn.Module, pair: tuple[Inputs, Any]) -> tuple[Inputs, Any]:
+    """A batch on the model's device, with the labels of a binary loss as whole numbers ``[B]``."""
+    x, y = moved(pair, model)
+    if isinstance(y, Tensor) and y.shape[1:] in ((), (1,)) and bool(((y == 0) | (y == 1)).all()):
+        y = y.reshape(-1).long()
+    return x, y
 
 
 @final

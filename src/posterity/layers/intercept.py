@@ -429,7 +429,10 @@ class Intercept(TorchFunctionMode):
         listener = call.listener
         one_by_one = stacked and any(part and part.sample is not None for part in call.parts)
         if stacked and (level is None or one_by_one or not listener.stacked):
-            reason = "is used inside torch.compile, or a transform of torch.func that stacks no samples"
+            reason = (
+                "is used inside torch.compile (train the model that is not compiled), or in a transform of "
+                "torch.func that stacks no samples"
+            )
         elif not call.find_examples(self._attending):
             reason = f"is used on inputs {list(call.input.shape)} without an axis of examples"
         elif graph_task_id() != -1:

@@ -120,24 +120,36 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
                 "gradients by the optimiser's own zero_grad(), and call torch.autograd.grad() outside"
             )
     # A gradient may have been lost with its report.
-    for name in dict.fromkeys((*grads, *collector.refused)):
-        if not (name in collector.sums or name in inside) or name in collector.refused:
-            reason = collector.refused.get(name, "has a gradient that no layer reported")
-            raise RuntimeError(
-                f"{name!r} {reason}, from which {rule} has no single examples' gradients: {_advice(name)}"
-            )
+    wrong = {
+        name: collector.refused.get(name, "has a gradient that no layer reported")
+        for name in dict.fromkeys((*grads, *collector.refused))
+        if not (name in collector.sums or name in inside) or name in collector.refused
+    }
+    for name, reason in wrong.items():
+        raise RuntimeError(
+            f"{name!r} {reason}, from which {rule} has no single examples' gradients: {_advice(wrong, grads)}"
+        )
     for each in collector.blocks.values():
         if each.rows is not None:
             raise RuntimeError(
                 f"{each.weight!r} is used in parts of its rows, of which {rule} has no blocks: "
-                f"{_advice(each.weight)}"
+                f"{_advice([each.weight], grads)}"
             )
 
 
-def _advice(name: str) -> str:
+def _advice(wrong: Collection[str], names: Iterable[str]) -> str:
+    """What to do about all parameters that are refused, so that the next step does not refuse another."""
+    patterns = []
+    for name in wrong:
+        module = name.rpartition(".")[0]
+        whole = {each for each in names if module and each.startswith(f"{module}.")}
+        patterns.append(f"{module}.*" if len(whole) > 1 and whole <= {*wrong} else name)
+    chosen = list(dict.fromkeys(patterns))
+    which = repr(chosen[0] if len(chosen) == 1 else chosen)
+    it = "it" if len(wrong) == 1 else f"all {len(wrong)} such parameters"
     return (
-        f"leave it without noise and let Adam train it (deterministic={name!r}, deterministic_lr=1e-3), or "
-        "freeze it"
+        f"leave {it} without noise and let Adam train {'it' if len(wrong) == 1 else 'them'} "
+        f"(deterministic={which}, deterministic_lr=1e-3), or freeze {'it' if len(wrong) == 1 else 'them'}"
     )
 
 

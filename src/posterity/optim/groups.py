@@ -116,6 +116,20 @@ def names_in(model: nn.Module | None, named: Iterable[tuple[str, Tensor]]) -> di
     return found
 
 
+def named_by(module: nn.Module, group: Group) -> Group:
+    """A group whose tensors have the names that they have in a module, if they are its parameters."""
+    given = group.get("params")
+    members = [given] if isinstance(given, Tensor) else given
+    if not isinstance(members, Iterable):
+        return group
+    known = {p: name for name, p in unwrapped(module.named_parameters())}
+    members = list(members)
+    return {
+        **group,
+        "params": [(known[p], p) if isinstance(p, Tensor) and p in known else p for p in members],
+    }
+
+
 def split_groups(groups: list[Group], deterministic: set[str], without_noise: Group | None) -> list[Group]:
     """Each group without its deterministic members, which get a group of their own.
 
@@ -148,6 +162,8 @@ def completed(opt: VariationalOptimizer, given: Group) -> Group:
         defaults = {**defaults, **(opt.without_noise or {})}
     refuse_unknown(given, defaults.keys() | {"params", "param_names"}, type(opt).__name__)
     own = {key: value if key == "params" else plain(value) for key, value in given.items()}
+    if opt.module is not None:
+        own = named_by(opt.module, own)
     group = checked_group(overridden(defaults, own, opt.widths), opt.param_groups)
     for name, p in group["params"]:
         if is_sharded(p):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posterity.optim import watch
+from posterity.optim.presets import far_below
 from posterity.optim.state import Group, State, state_dtype, zero
 from posterity.posterior import Factorised, Leaf
 from posterity.posterior.factorised import Key
@@ -57,6 +58,14 @@ def unfit(opt: VariationalOptimizer, leaves: Iterable[Leaf]) -> str | None:
         if noise > 1.0
         else None
     )
+
+
+def slow(opt: VariationalOptimizer) -> str:
+    """What to do about a learning rate that was meant for another optimiser, if it looks like one."""
+    group = opt.param_groups[0]
+    if group.get("lr_unit") == 1.0:  # a paper's own
+        return ""
+    return far_below(getattr(opt, "table", opt.__class__.__name__), float(group["lr"]))
 
 
 def noise(opt: VariationalOptimizer) -> float:

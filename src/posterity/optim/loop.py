@@ -119,6 +119,7 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     behind = counting.behind(opt, total[0], inputs, total[1])
     size = behind.batch_size if alone else float(batch_size or 0)  # each looks at losses of its own
     opt.terms.judge(size, inputs if alone else None, counted=count is not None)
+    opt.unfrozen.look(type(opt).__name__)
     opt.settle_step()
     opt.sums.finish()
     verdict = checks.Verdict(opt.sums, None if opt.sharded is None else opt.world)

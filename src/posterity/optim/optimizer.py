@@ -349,6 +349,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if built:
             self.sharded = sharded_model(self.module, self.parameters())
             self.cache.drop()
+            self.unfrozen = self._left_out()
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to resume from."""
@@ -406,7 +407,9 @@ class VariationalOptimizer(Optimizer, ABC):
             self.collector = self.collects(batch_dim=self.batch_dim, strict=False, once=True)
         fresh = all(group["steps"] == 0 for group in self.param_groups)
         noise = partial(handover.noise, proxy(self))  # a circle would keep both in memory
-        self.watch = watch.LossWatch(type(self).__name__, self.narrower, noise, fresh)
+        slow = partial(handover.slow, proxy(self))
+        self.watch = watch.LossWatch(type(self).__name__, self.narrower, noise, fresh, slow)
+        self.unfrozen = self._left_out()
         self.terms = counting.LossTerms(type(self).__name__)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()
@@ -452,6 +455,12 @@ class VariationalOptimizer(Optimizer, ABC):
     def parameters(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _left_out(self) -> watch.Unfrozen:
+        """The module's parameters that are not in any group."""
+        own = set(self.parameters())
+        named = [] if self.module is None else groups.unwrapped(self.module.named_parameters())
+        return watch.Unfrozen((name, p) for name, p in named if p not in own)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters with their names."""

@@ -62,6 +62,22 @@ def overridden(settings: Group, given: Group, widths: Sequence[str]) -> Group:
     return {**settings, **dict.fromkeys(set_aside), **given}
 
 
+def far_below(rule: str, lr: float) -> str:
+    """What to do about a learning rate that is far below those of all presets whose unit is the default's.
+
+    Example:
+        >>> far_below("IVON", 0.001)
+        "raise lr: it is 0.001, and the default is 1"
+        >>> far_below("IVON", 0.2)
+        ''
+    """
+    presets = TABLE.get(rule, {}).values()
+    rates = [each["lr"] for each in presets if "lr" in each and "lr_unit" not in each]
+    if not rates or lr >= 0.03 * min(rates):
+        return ""
+    return f"raise lr: it is {lr:g}, and the default is {rates[0]:g}"
+
+
 def fan_in(p: Tensor) -> int:
     """How many numbers a weight's products are summed over; of a bias or a norm's scale, its own length.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import final
 
 import torch
+from torch import Tensor
 
 from posterity.posterior import Leaf
 
@@ -88,10 +89,18 @@ class LossWatch:
         narrower: What to do about stds that are too large.
         noise: Gives ‖std‖ / ‖mean‖ of the weights that losses were taken at.
         fresh: Whether training begins here: what goes on may have nothing to learn.
+        slow: Says what is wrong with a learning rate that is far below the usual one, if it is.
     """
 
-    def __init__(self, name: str, narrower: str, noise: Callable[[], float], fresh: bool) -> None:
-        self.name, self.narrower, self._noise, self.fresh = name, narrower, noise, fresh
+    def __init__(
+        self,
+        name: str,
+        narrower: str,
+        noise: Callable[[], float],
+        fresh: bool,
+        slow: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.name, self.narrower, self._noise, self.fresh, self._slow = name, narrower, noise, fresh, slow
         self.losses, self._gradients = Average(), Average()
         self._begin: float | None = None
         self._halfway = self._stuck = math.inf
@@ -143,7 +152,11 @@ class LossWatch:
             told = f"hardly lowers its loss any more ({self._halfway:.3g} after {_PATIENCE} steps,"
         if stuck:
             self._stuck = seen.lowest
-            advice = "lower lr" if seen.risen() else "try another lr, or a larger max_step"
+            advice = self._slow()
+            if not advice and seen.risen():
+                advice = "lower lr"
+            elif not advice:
+                advice = "try another lr or a larger max_step, and norm layers if the net is deep"
             if noisy:
                 advice = f"its stds outweigh its weights, {self.narrower}"
             self._warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}")
@@ -162,6 +175,34 @@ class LossWatch:
         """Whether the loss has come down in spite of noise, or is not known for long enough to tell."""
         seen = self.losses
         return seen.count < _RECENT or (seen.fallen(True) and seen.lowest < 0.85 * self._stuck)
+
+
+@final
+class Unfrozen:
+    """Warns, once, of parameters that were frozen when an optimiser was built, and that nobody trains since.
+
+    Args:
+        named: The module's parameters that the optimiser does not have.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._named, self._versions = list(named), dict[str, int]()
+
+    def look(self, rule: str) -> None:
+        """At a step, gradients being there: two of them at one value, and no other optimiser has it."""
+        for name, p in self._named:
+            if p.grad is None or not p.requires_grad:
+                continue
+            if self._versions.get(name) == p._version:
+                warnings.warn(
+                    f"{name!r} has a gradient, and {rule} does not train it: it was frozen when {rule} was "
+                    "built; add it by add_param_group({'params': [...]}), or freeze it again",
+                    UserWarning,
+                    stacklevel=6,  # who called step()
+                )
+                self._named = []
+                return
+            self._versions[name] = p._version
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ MAY_IMPORT = {
         "torch_private",
         "buffers",
         "distributed",
+        "estimators",
         "flat",
         "inputs",
         "layers",

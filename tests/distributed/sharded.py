@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
 
 import posterity
 from distributed.runs import RULES, STEPS, batches, learned, loss_of, model, share
 from distributed.semantics import CLIP, moments, said
+from distributed.semantics import posterior as whole_posterior
 from posterity import VariationalOptimizer
 from posterity.sharding import local, whole
 
@@ -299,6 +300,47 @@ def save(path: Path, net: nn.Module, opt: VariationalOptimizer) -> None:
     checkpoint.save({"model": weights, "opt": state}, checkpoint_id=path)
 
 
+# Gradient methods.
+
+
+def by_gradient(net: nn.Module, plain: posterity.Variational, pairs: Pairs, prior: Any) -> dict[str, Tensor]:
+    """Bayes by Backprop, and what it predicts."""
+    opt = torch.optim.Adam(net.parameters(), lr=0.05)
+    for x, y in pairs:
+        opt.zero_grad()
+        nll = loss_of(net, x, y)
+        posterity.elbo(nll, plain.kl(prior), num_data=96).backward()
+        opt.step()
+    if isinstance(net, FSDPModule):
+        net.unshard()
+    q = plain.posterior
+    found = {f"mean {name}": value.detach().clone() for name, value in q.mean().items()}
+    found |= {f"std {name}": value.detach().clone() for name, value in q.std().items()}
+    p = posterity.predict(plain, q, next(batches())[0], samples=3, seed=1)
+    return found | {"prediction": p.probs}
+
+
+GRADIENT: dict[str, tuple[dict[str, Any], Any]] = {
+    "weight": ({}, posterity.IsotropicGaussian(1.0)),
+    "resharded": ({}, posterity.ScaleMixture()),
+}
+
+
+def variational(what: str, rank: int, world: int) -> Any:
+    settings, prior = GRADIENT[what]
+    torch.manual_seed(rank)
+    plain = posterity.variational(model(), std_init=0.1, seed=7, **settings)
+    options: dict[str, Any] = {"reshard_after_forward": True} if what == "resharded" else {}
+    net = fully_shard(plain, mesh=init_device_mesh("cpu", (world,)), **options)
+    if what == "resharded":
+        net(next(batches())[0])
+        scattered = said(plain.kl)
+        register_fsdp_forward_method(net, "kl")
+        plain.draws = 0
+        return {"message": scattered, "learned": by_gradient(net, plain, own(rank, world, world), prior)}
+    return by_gradient(net, plain, own(rank, world, world), prior)
+
+
 def refused(rank: int, world: int) -> Any:
     """What a sharded model cannot have."""
     mesh = init_device_mesh("cpu", (world,))
@@ -309,6 +351,8 @@ def refused(rank: int, world: int) -> Any:
         "mesh": said(lambda: RULES["ivon"](net, mesh=mesh)),
         "names": said(lambda: RULES["ivon"](net.named_parameters())),
         "compiled": said(lambda: posterity.compile_step(net, loss_of, opt)),
+        "variational": said(lambda: posterity.variational(net)),
+        "predict": said(lambda: posterity.predict(net, whole_posterior(), next(batches())[0])),
     }
 
 
@@ -335,5 +379,6 @@ for _rule in SHARDED:
     FOUR[f"sharded-saved fsdp {_rule}"] = partial(checkpointed, _rule, 2, STEPS)
 for _name, _trap in TRAPS.items():
     CASES[f"sharded-trap {_name} ivon"] = partial(loop, "ivon", before=_trap)
+CASES |= {f"sharded-gradient {what} ffg": partial(variational, what) for what in GRADIENT}
 CASES["sharded-bad result bgd"] = partial(bad, "result", "bgd")
 CASES |= {"sharded-unsynced": unsynced, "sharded-refused": refused}

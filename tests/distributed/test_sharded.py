@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+import posterity
 from distributed.runs import BATCH, RULES, STEPS, batches, loss_of, model
 from distributed.runs import alone as whole_batches
-from distributed.sharded import CASES, CLIP, FOUR, TRAPS, found, one, words
+from distributed.sharded import CASES, CLIP, FOUR, GRADIENT, TRAPS, by_gradient, found, one, words
 from distributed.test_semantics import learned_in
 from distributed.test_together import compare
 
@@ -104,6 +105,17 @@ def test_checkpoints_of_shards_go_on_in_one_and_in_four_processes(two: Found, fo
     compare(learned_in(four, case, "learned"), case, whole)
 
 
+@pytest.mark.parametrize("case", cases("sharded-gradient"))
+def test_gradient_methods(two: Found, case: str) -> None:
+    settings, prior = GRADIENT[case.split()[1]]
+    plain = posterity.variational(model(), std_init=0.1, seed=7, **settings)
+    found = two
+    if case == "sharded-gradient resharded ffg":
+        assert 'register_fsdp_forward_method(model, "kl")' in two[0][case]["message"]
+        found = learned_in(two, case, "learned")
+    compare(found, case, by_gradient(plain, plain, batches(), prior))
+
+
 def test_a_context_whose_gradients_do_not_travel_is_refused(two: Found) -> None:
     for each in two:
         assert "has left no gradient: take all backward passes" in each["sharded-unsynced"]["message"]
@@ -115,6 +127,8 @@ def test_what_a_sharded_model_cannot_have_is_refused_by_name(two: Found) -> None
         "mesh": "leave mesh= out",
         "names": "pass the module itself",
         "compiled": "take a loop with sampled_params()",
+        "variational": "fully_shard(variational(net))",
+        "predict": "call model.unshard() first",
     }
     for each in two:
         said = each["sharded-refused"]

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "compress": {"disk", "inputs", "names", "posterior", "prediction", "replica", "torch_private"},
     "diagnostics": {"optim", "posterior"},
     "inputs": set(),
-    "replica": {"torch_private", "buffers"},
+    "replica": {"torch_private", "buffers", "sharding"},
     "mc": {"torch_private", "buffers", "inputs", "layers", "replica"},
     "train": {
         "torch_private",
@@ -74,6 +74,7 @@ MAY_IMPORT = {
         "posterior",
         "mc",
         "replica",
+        "sharding",
     },
     "dropout": {"noise", "posterior"},
     "prediction": set(),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity import buffers
+from posterity.sharding import is_sharded
 from posterity.torch_private import wrap_script
 
 _ORIGIN = "_posterity_origin"
@@ -78,6 +79,11 @@ def origin(model: nn.Module) -> nn.Module:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
+    if any(map(is_sharded, model.parameters())):
+        raise TypeError(
+            "the model has DTensors, which only its own passes gather: call model.unshard() first, in all "
+            "processes, or pass a model that is whole"
+        )
     """The modules of a model: ``modules()`` in a fraction of the time."""
     found, waiting = {id(model): model}, [model]
     while waiting:

@@ -13,7 +13,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from posterity.torch_private import fsdp_drop_gathered, fsdp_shares, shard_place
+from posterity.torch_private import fsdp_drop_gathered, fsdp_holds_gradients, fsdp_shares, shard_place
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -119,6 +119,10 @@ class ShardedModel:
 
         self._modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
         self.shares = max(map(fsdp_shares, self._modules), default=1)
+
+    def holds_gradients(self) -> bool:
+        """Whether gradients wait to be reduced, as set_requires_gradient_sync(False) has it."""
+        return any(map(fsdp_holds_gradients, self._modules))
 
     def drop_gathered(self, failed: bool) -> None:
         """Drop what was gathered of the parameters, so that the next pass gathers them as they are.

@@ -160,6 +160,15 @@ def fsdp_shares(module: nn.Module) -> int:
     return max((math.prod(getattr(info, size, 1) for size in sizes) for info in infos), default=1)
 
 
+def fsdp_holds_gradients(module: Any) -> bool:
+    """Whether gradients of earlier passes wait in a module until they travel with those of the next."""
+    params = [param for group in _gathered(module)[1] for param in group.fsdp_params]
+    held = (getattr(param, "_unsharded_param", None) for param in params)
+    return any(param.unsharded_accumulated_grad is not None for param in params) or any(
+        p is not None and p.grad is not None for p in held
+    )
+
+
 def fsdp_drop_gathered(module: Any, failed: bool) -> None:
     """Drop what a module has gathered, also what is under way; after an error, whatever it was doing."""
     state, groups = _gathered(module)

@@ -48,6 +48,7 @@ from posterity.posterior import (
 )
 from posterity.posterior.end_to_end import EndToEnd, Joined, end_to_end
 from posterity.replica import replica
+from posterity.sharding import is_sharded
 from posterity.torch_private import graph_task_id, is_compiled
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
@@ -115,6 +116,11 @@ class Variational(nn.Module):
                 "the module is in DistributedDataParallel, which would not see its posterior: wrap what this "
                 "returns, DistributedDataParallel(variational(net))"
             )
+        if any(map(is_sharded, module.parameters())):
+            raise TypeError(
+                "the module has DTensors, which would be gathered without its posterior: shard what this "
+                "returns, fully_shard(variational(net))"
+            )
         if batch_dim < 0:
             raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
         self.estimators, self.batch_dim = by_block(posterior, estimator), batch_dim
@@ -174,6 +180,12 @@ class Variational(nn.Module):
         estimator that draws none for all examples they are always others, the same for one forward pass.
         """
         prior = self.prior if prior is None else prior
+        leaf = next(iter(self.posterior.blocks.values()))
+        if any(p is not None and is_sharded(p) for p in leaf._parameters.values()):
+            raise RuntimeError(
+                "the posterior is in shards: leave reshard_after_forward= out, so that kl() finds it whole "
+                'after a forward pass, or call register_fsdp_forward_method(model, "kl") once'
+            )
         if not self._one_draw:
             return kl(self.posterior, prior, seed=self.seed, step=self.draws)
         # Weights of what the posterior was before it changed would give no KL.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import posterity
+from distributed import sharded
 from distributed.runs import RULES, STEPS, batches, loss_of, model
 
 HERE = Path(__file__).parent
@@ -40,7 +41,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two")
     for rule in SAVED:
         torch.save(begun(rule), folder / f"one {rule}.pt")
-    return together(folder, 2)
+    return [each | {"folder": folder} for each in together(folder, 2)]
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +52,8 @@ def four(tmp_path_factory: pytest.TempPathFactory, two: list[dict[str, Any]]) ->
             torch.save(
                 through_one(rule, two[0][f"halves {way} {rule}"]["saved"]), folder / f"two {way} {rule}.pt"
             )
+    for rule in sharded.SHARDED:
+        sharded.through_one(rule, two[0]["folder"], folder)
     return together(folder, 4)
 
 

@@ -273,7 +273,7 @@ def _first_unfit(
 
 def _ends(values: Tensor) -> Tensor:
     """The least and the largest; what a std is between those of a state's is monotone in each."""
-    return torch.stack(torch.aminmax(values))
+    return torch.stack(torch.aminmax(values)) if values.numel() else values
 
 
 def unfit(

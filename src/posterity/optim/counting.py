@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from posterity.arguments import described, is_dense, is_number
 from posterity.layers import Intercept
+from posterity.sharding import ShardedModel
 from posterity.torch_private import add_hook, graph_task_id, is_compiled, tree_leaves
 
 if TYPE_CHECKING:
@@ -143,16 +144,17 @@ class ModuleCalls:
     Args:
         axis: Of the examples, in the first tensor that the module is given.
         params: Whose gradients.
+        sharded: Their model, if they are sharded.
 
     Attributes:
         inside: Whether the context is not left yet.
         last: Examples of the last call, if known.
     """
 
-    def __init__(self, axis: int, params: Sequence[Tensor]) -> None:
+    def __init__(self, axis: int, params: Sequence[Tensor], sharded: ShardedModel | None = None) -> None:
         self.inside = True
         self.last: int | None = None
-        self._axis, self._params = axis, params
+        self._axis, self._params, self._sharded = axis, params, sharded
         # By backward pass, the examples of the calls behind it.
         self._passes: dict[int, list[int | None]] = {}
 
@@ -178,13 +180,17 @@ class ModuleCalls:
                 )
             task = graph_task_id()
             later = self._passes and task not in self._passes
-            if later and all(p.grad is None for p in self._params):
+            if later and all(p.grad is None for p in self._params) and not self._waiting():
                 self._passes.clear()  # gradients were dropped since, or wanted in something else
             if fresh:
                 fresh.clear()
                 self._passes.setdefault(task, []).append(examples)
 
         return reached
+
+    def _waiting(self) -> bool:
+        """Whether gradients are there that no parameter has yet."""
+        return self._sharded is not None and self._sharded.holds_gradients()
 
     def reached(self) -> bool:
         """Whether a backward pass has come from the outputs of a call."""

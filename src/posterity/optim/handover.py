@@ -27,7 +27,7 @@ def leaves(opt: VariationalOptimizer, called: Mapping[str, str]) -> dict[Key, Le
         block, state = within.get(name), opt.state[p]
         names: Key
         if block is None:
-            state = {key: whole(value) for key, value in state.items()}
+            state = {key: whole(value) for key, value in state.items() if key not in opt.matrices}
             names, means, keep = called[name], [state.get("mean", whole(p.detach()))], state.get("keep")
         elif name == block.names[0]:
             names = tuple(called[each] for each in block.names)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posterity.curvature import Kronecker
 from posterity.optim.state import COUNTS, Group, State, members
@@ -199,9 +199,27 @@ class Matrices:
 
     def renew(self) -> None:
         """Look up the blocks again, where states were replaced."""
-        parts = self._parts() if self._keys else {}
         known = [names for group in self._groups for names in group.get("blocks", ())]
+        parts = self._parts() if known else {}  # which would give a state to every parameter
         self._blocks = [self._block(names, parts) for names in known]
+
+    def expect(self, opt: VariationalOptimizer) -> None:
+        """Make room for matrices to be loaded: torch.distributed.checkpoint reads only what is there already.
+
+        They belong to no block, so that a step without loading takes no notice of them.
+        """
+        if opt.module is None or not self._keys:
+            return
+        parts = {each.p: each.state for each in self._parts().values()}
+        parts = {p: parts[p] for group in self._groups if not opt.by_adam(group) for p in group["params"]}
+        for layer in opt.module.modules():
+            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) and layer.weight in parts:
+                outputs = len(layer.weight)
+                inputs = layer.weight[0].numel() + (layer.bias is not None and layer.bias in parts)
+                for key in self._keys:
+                    size = outputs if key in ("outputs", "rows") else inputs
+                    state = parts[layer.weight]
+                    state[key] = state["momentum"].new_zeros(size, size)
 
     def by_name(self) -> dict[str, Block]:
         """The blocks, by the name of each of their parameters."""

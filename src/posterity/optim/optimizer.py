@@ -262,6 +262,7 @@ class VariationalOptimizer(Optimizer, ABC):
             raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
         if closure is None and loop.asked_for_state(self):
             self.cache.groups()
+            self.blocks.expect(self)
             return None
         self.check_changed()
         checks.refuse_scaler(self)

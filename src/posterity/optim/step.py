@@ -121,7 +121,7 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
     before = [p.grad for p in params]
     opt.buffers.enter(number)
     used, failed, drawn = False, True, list[Draw]()
-    calls, handle = ModuleCalls(opt.batch_dim, params), None
+    calls, handle = ModuleCalls(opt.batch_dim, params, opt.sharded), None
     try:
         one = range(number, number + 1)
         drawn = draw(opt, opt.numbered(one) if weight else one, weight)

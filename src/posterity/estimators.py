@@ -162,7 +162,7 @@ class Sampled(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.make = module, make
-        self.title = getattr(module, "title", type(module).__name__)
+        self.title = type(module).__name__
         self.sample = nn.Parameter(torch.zeros((), dtype=torch.long), requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

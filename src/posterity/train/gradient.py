@@ -16,12 +16,12 @@ from operator import is_
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from posterity.distributed import several
-from posterity.estimators import Sampled, parameters_of
+from posterity.estimators import parameters_of
 from posterity.layers.estimators import StandIn
 from posterity.noise import Domain
 from posterity.objective import Factor, factor_at, refuse_num_data
@@ -44,6 +44,8 @@ from posterity.variational import Variational
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "lr", "initial_lr")
 _generations = count()
+# Leaves of more numbers than this are alone on a CPU, where copies end to end cost more than calls.
+_LARGE = 1 << 16
 
 
 @final
@@ -87,7 +89,7 @@ class ByGradient(Learner):
             raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
         self.model, self.module, self.optimizer = model, model.module, optimizer
         self.estimates = set(model.estimators.values()) != {"weight"}
-        self._stand_ins: list[Tensor] = []
+        self._origins: list[Tensor] = []
         self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
         self._prior = model.prior if prior is None else prior
         self._num_data, self._factor, self._samples = num_data, factor, samples
@@ -149,7 +151,8 @@ class ByGradient(Learner):
             leaf, prior = leaves[name], priors[name]
             masks = leaf.keep is None, leaf.held is None
             family = DiagonalGaussian if isinstance(prior, DiagonalGaussian) else id(prior)
-            return (*masks, family, estimators[name])
+            large = leaf.device.type == "cpu" and leaf.loc.numel() > _LARGE
+            return (*masks, family, estimators[name], name if large else None)
 
         flat = {
             name: leaf
@@ -191,19 +194,12 @@ class ByGradient(Learner):
         self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
         self._generation = next(_generations)
 
-    def target(self, loss: nn.Module) -> nn.Module:
-        """The loss, with stand-ins for weights in its module where layers have estimators."""
-        if self.estimates:
-            self._sampled = Sampled(loss, self._in_place_of_weights)
-            return self._sampled
-        return loss
-
-    def _in_place_of_weights(self, samples: range, level: int | None, _: int) -> dict[str, Tensor]:
-        """What the loss gets for parameters that are not drawn beforehand, in one forward pass."""
-        found: dict[str, Tensor] = {}
+    def stand_ins(self, samples: range, level: int | None) -> dict[Tensor, Tensor]:
+        """Stand-ins for weights whose layers have estimators."""
+        found: dict[Tensor, Tensor] = {}
         for block in self._blocks():
             if isinstance(block, EstimatedDiagonal | EstimatedOther):
-                found |= parameters_of(
+                made = parameters_of(
                     block.given,
                     self.model.posterior.tensors,
                     dict.fromkeys(block.given, block.estimator),
@@ -212,9 +208,10 @@ class ByGradient(Learner):
                     batch_dim=self.model.batch_dim,
                     **self._at,
                 )
+                found |= zip(block.params, made.values(), strict=True)
         origins = (each.origin for each in found.values() if isinstance(each, StandIn))
-        self._stand_ins += [each for each in origins if each.requires_grad]
-        return {f"model.{name}": each for name, each in found.items()}
+        self._origins += [each for each in origins if each.requires_grad]
+        return found
 
     def _blocks(self) -> list[Diagonal | Other]:
         return [*self._diagonal, *self._other]
@@ -262,12 +259,9 @@ class ByGradient(Learner):
 
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights of all blocks."""
-        self._stand_ins = []
-        drawn, step = Drawn({}, {}, [], {}, self._stand_ins), self._values
+        self._origins = []
+        drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
         sources = [block.draw(rows, weight, step, drawn) for block in self._blocks()]
-        if self.estimates:
-            numbers = torch.arange(rows.start, rows.stop)
-            drawn.weights[self._sampled.sample] = numbers if len(rows) > 1 else numbers[0]
         return drawn._replace(sources=sources)
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:

@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from posterity.layers import Estimator
 from posterity.noise import Domain
 from posterity.posterior import Density, Leaf
 from posterity.posterior.divergence import formula_of, leaf_kl
@@ -144,50 +143,3 @@ class DrawnOther(Other):
                 ends.append(value)
                 seeds.append(value.new_ones(()) * (part_of * step.share))
         self._add(ends, seeds)
-
-
-@final
-class EstimatedOther(Other):
-    """Whose layers have an estimator for each example: what they get is part of the leaf's own graph.
-
-    Args:
-        name: Of the block.
-        leaf: Its leaf.
-        params: Of the module.
-        prior: Its prior.
-        estimator: Of the block.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        leaf: Leaf,
-        params: Sequence[Tensor],
-        prior: Leaf | Density,
-        estimator: Estimator,
-    ) -> None:
-        super().__init__(name, leaf, params, prior)
-        self.estimator, self.given = estimator, {name: leaf}
-
-    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
-        """Take gradients in the leaf's parameters."""
-        drawn.leaves.update((p, p) for p in self._own())
-
-    @torch.enable_grad()
-    def absorb(
-        self,
-        grads: Mapping[Tensor, Tensor | None],
-        source: None,
-        rows: range,
-        weight: float,
-        step: StepValues,
-    ) -> None:
-        """Take gradients, which are sums over samples, as they are."""
-        weight_now = weight if step.scale is None else weight * step.scale
-        for p in self._own():
-            grad = grads.get(p)
-            self._keep(p, None if grad is None else grad * weight_now)
-        if rows.start == 0:
-            value = self._kl(None, 1.0, step)
-            if value.requires_grad:
-                self._add([value], [value.new_ones(()) * step.share])

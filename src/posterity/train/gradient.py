@@ -35,8 +35,9 @@ from posterity.posterior import ByName, Density, DiagonalGaussian, Leaf, Posteri
 from posterity.posterior.divergence import formula_of
 from posterity.posterior.end_to_end import alike
 from posterity.posterior.matching import prior_of
-from posterity.train.blocks import Diagonal, DrawnDiagonal, EstimatedDiagonal, StepValues, give
-from posterity.train.families import DrawnOther, EstimatedOther, Other
+from posterity.train.blocks import Diagonal, DrawnDiagonal, StepValues, give
+from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
+from posterity.train.families import DrawnOther, Other
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import GradientReplays
 from posterity.variational import Variational

@@ -25,6 +25,7 @@ from posterity.optim.step import Draw
 from posterity.posterior import Density, DiagonalGaussian, Leaf
 from posterity.posterior.divergence import formula_of, leaf_kl
 from posterity.train.learner import Drawn
+from posterity.train.shares import Share
 
 _MASKS = ("keep", "held")
 
@@ -37,12 +38,16 @@ class StepValues(NamedTuple):
         share: What the KL counts for in the loss.
         scale: What the sums will be multiplied by; None if they will not be.
         at: Where the noise is.
+        several: Whether processes will add up their sums.
+        mine: What this process is to the others, once that is known; None if it is alone.
     """
 
     sums: Accumulator
     share: Any
     scale: Any
     at: Mapping[str, Any]
+    several: bool = False
+    mine: Share | None = None
 
 
 class Whole(NamedTuple):
@@ -216,6 +221,8 @@ class Diagonal(ABC):
             mine.both[:, self.flat.layout.span(i)] = 0.0
         if step.scale is not None:
             mine.both.mul_(step.scale)
+        if step.mine is not None:
+            step.mine.add_up(mine.both)
         return list(mine.both.to(self.flat.dtype))
 
     def _noise_of_kl(self, at: Mapping[str, Any]) -> Tensor:

@@ -79,7 +79,7 @@ class EstimatedDiagonal(Diagonal):
     ) -> None:
         """Add gradients in means and stds, which are sums over samples, to the sums."""
         by_moment = [[grads.get(p) for p in own] for own in self._own]
-        if weight == 1 and step.scale is None and self._alone():
+        if weight == 1 and step.scale is None and not step.several and self._alone():
             (mean,), (std,) = by_moment
             if mean is not None and std is not None:  # they are the sums
                 self._direct = [mean.reshape(-1), std.reshape(-1)]
@@ -128,7 +128,7 @@ class EstimatedOther(Other):
 
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
         """Take gradients in the leaf's parameters."""
-        drawn.leaves.update((p, p) for p in self._own())
+        drawn.leaves.update((p, p) for p in self.own())
 
     @torch.enable_grad()
     def absorb(
@@ -141,7 +141,7 @@ class EstimatedOther(Other):
     ) -> None:
         """Take gradients, which are sums over samples, as they are."""
         weight_now = weight if step.scale is None else weight * step.scale
-        for p in self._own():
+        for p in self.own():
             grad = grads.get(p)
             self._keep(p, None if grad is None else grad * weight_now)
         if rows.start == 0:

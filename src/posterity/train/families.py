@@ -28,6 +28,7 @@ class Other(ABC):
 
     Attributes:
         divergence: The KL, as far as it is known.
+        grads: Of the leaf's own parameters.
     """
 
     def __init__(self, name: str, leaf: Leaf, params: Sequence[Tensor], prior: Leaf | Density) -> None:
@@ -36,7 +37,7 @@ class Other(ABC):
 
     def clear(self) -> None:
         """Start the next step."""
-        self._grads: dict[Tensor, Tensor] = {}
+        self.grads: dict[Tensor, Tensor] = {}
         self.divergence: Tensor | float = 0.0
 
     @abstractmethod
@@ -56,10 +57,10 @@ class Other(ABC):
 
     def finish(self, step: StepValues) -> None:
         """Give the leaf's parameters their gradients."""
-        for p, grad in self._grads.items():
+        for p, grad in self.grads.items():
             give(p, grad)
 
-    def _own(self) -> list[Tensor]:
+    def own(self) -> list[Tensor]:
         """The leaf's parameters that want gradients."""
         return [p for p in self.leaf.parameters() if p.requires_grad]
 
@@ -79,7 +80,7 @@ class Other(ABC):
 
     def _add(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         """Add what gradients in some results are in the leaf's parameters."""
-        own = self._own()
+        own = self.own()
         if not ends or not own:
             return
         found = torch.autograd.grad(list(ends), own, list(seeds), allow_unused=True)
@@ -88,7 +89,7 @@ class Other(ABC):
 
     def _keep(self, p: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
-            self._grads[p] = self._grads[p] + grad if p in self._grads else grad
+            self.grads[p] = self.grads[p] + grad if p in self.grads else grad
 
 
 @final

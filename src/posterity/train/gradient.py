@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from posterity.distributed import several
+from posterity.distributed import World, several
 from posterity.estimators import parameters_of
 from posterity.layers.estimators import StandIn
 from posterity.noise import Domain
@@ -28,6 +28,7 @@ from posterity.objective import Factor, factor_at, refuse_num_data
 from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
+from posterity.optim.pooling import share_buffers
 from posterity.optim.state import FlatGroup, zero
 from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED
@@ -40,6 +41,7 @@ from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
 from posterity.train.families import DrawnOther, Other
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import GradientReplays
+from posterity.train.shares import met, refuse_unlike
 from posterity.variational import Variational
 
 # Entries of a group that a graph does not read.
@@ -100,6 +102,8 @@ class ByGradient(Learner):
         self._clock: int | Tensor = model.draws
         self._found: list[object] = []
         self._quiet = False
+        self._world: World | None = None
+        self._met, self._ahead = False, 0
         self.check()
 
     # What is drawn and moved.
@@ -207,6 +211,7 @@ class ByGradient(Learner):
                     samples,
                     level=level,
                     batch_dim=self.model.batch_dim,
+                    ahead=self._ahead,
                     **self._at,
                 )
                 found |= zip(block.params, made.values(), strict=True)
@@ -236,13 +241,19 @@ class ByGradient(Learner):
 
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
         """Take note of this step's numbers."""
-        if several():
-            raise RuntimeError(
-                "compile_step trains a variational() model in one process: of several, train "
-                "DistributedDataParallel(variational(net)) in a loop"
-            )
+        self._world = World(None) if several() else None
+        if self._world is not None and not self._met:
+            self._meet(self._world)
         self._behind = self.behind(examples, as_count(count))
         self._share, self._clock = self._share_now(), self.model.draws
+
+    @torch.enable_grad()
+    def _meet(self, world: World) -> None:
+        """Before the first step: refuse processes that differ, and let all draw by one seed."""
+        self.model._meet()
+        settings = {"mc_samples": self._samples, "num_data": self._num_data}
+        refuse_unlike(world, dict(self.model.named_parameters()), self.optimizer, settings)
+        self._met = True
 
     def expect(self, behind: Behind) -> None:
         """The same, in a captured step."""
@@ -256,11 +267,12 @@ class ByGradient(Learner):
     @property
     def _values(self) -> StepValues:
         """Of this step, for all blocks."""
-        return StepValues(self.sums, self._share, self._behind.scale, self._at)
+        return StepValues(self.sums, self._share, self._behind.scale, self._at, self._world is not None)
 
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights of all blocks."""
         self._origins = []
+        self._ahead = self._world.rank * round(1 / weight) if self._world else 0
         drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
         sources = [block.draw(rows, weight, step, drawn) for block in self._blocks()]
         return drawn._replace(sources=sources)
@@ -289,22 +301,42 @@ class ByGradient(Learner):
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Give all parameters their gradients; the negative ELBO."""
         step = self._values
-        share, scale = step.share, step.scale
+        loss = losses.mean() if step.scale is None else losses.mean() * step.scale
+        if self._world is not None:
+            loss, step = self._shared(self._world, loss, step)
         for p in self._own:
             p.grad = None  # of the last step, or of before it was frozen
         for block in self._blocks():
             block.finish(step)
         for flat in self._plain:
             mine = self.sums.of(flat, None)
+            if step.scale is not None:
+                mine.grad.mul_(step.scale)
+            if step.mine is not None:
+                step.mine.add_up(mine.grad)
             views = flat.layout.views(mine.grad.to(flat.dtype))
             for i in mine.used:
-                give(flat.params[i], views[i] if scale is None else views[i] * scale)
+                give(flat.params[i], views[i])
         if self._max_norm is not None:
             clip_grad_norm_(self._trained(), self._max_norm)
-        loss = losses.mean() if scale is None else losses.mean() * scale
         for block in self._blocks():
-            loss = loss + torch.as_tensor(share * block.divergence).to(loss)
+            loss = loss + torch.as_tensor(step.share * block.divergence).to(loss)
         return loss[None], [sums.poison for sums in self.sums]
+
+    def _shared(self, world: World, loss: Tensor, step: StepValues) -> tuple[Tensor, StepValues]:
+        """The mean loss of all processes, with what this one is to the others."""
+        plain = [(self.sums.of(flat, None), i) for flat in self._plain for i in range(len(flat.params))]
+        other = [(block, p) for block in self._other for p in block.own()]
+        used = [i in sums.used for sums, i in plain] + [p in block.grads for block, p in other]
+        mine, loss, everywhere = met(world, float(self._behind.batch_size or 1), loss, used)
+        for (sums, i), anywhere in zip(plain, everywhere, strict=False):
+            if anywhere:
+                sums.used.add(i)
+        reached = [each for each, any_of in zip(other, everywhere[len(plain) :], strict=True) if any_of]
+        found = [block.grads[p] if p in block.grads else torch.zeros_like(p) for block, p in reached]
+        for (block, p), grad in zip(reached, mine.add_up_all(found), strict=True):
+            block.grads[p] = grad
+        return loss, step._replace(mine=mine)
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -323,6 +355,8 @@ class ByGradient(Learner):
             raise FloatingPointError(f"{what} is not finite; {UNTOUCHED}")
         self.terms.judge(self._behind.batch_size, examples, counted=count is not None)
         self.move(self._behind, None)
+        if self._world is not None:
+            share_buffers(self._world, self.module)
         self.reset()
         return loss
 
@@ -401,7 +435,10 @@ class ByGradient(Learner):
 
     def captures(self) -> bool:
         """Whether the optimiser reads its numbers on the device."""
-        return all(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
+        on_device = all(
+            group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups
+        )
+        return on_device and not several()
 
     def settle(self) -> None:
         """Nothing waits."""

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "precision": set(),
     "noise": {"torch_private", "flat", "kernels"},
     "kernels": {"flat", "noise"},
-    "posterior": {"disk", "flat", "names", "noise", "precision"},
+    "posterior": {"disk", "flat", "names", "noise", "precision", "torch_private"},
     "layers": {"noise", "torch_private"},
     "curvature": {"inputs", "layers", "names", "noise", "torch_private"},
     "distributed": set(),

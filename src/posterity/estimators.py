@@ -56,6 +56,7 @@ def parameters_of(
     *,
     level: int | None = None,
     batch_dim: int,
+    ahead: int = 0,
     **at: Any,
 ) -> dict[str, Tensor]:
     """What a model gets for its parameters: one draw, or a stand-in where a block has another estimator.
@@ -67,11 +68,12 @@ def parameters_of(
         samples: Number of the sample, or of all those that vmap stacks.
         level: Of vmap, if it stacks them.
         batch_dim: The axis that counts examples, where a layer leaves a choice.
+        ahead: Samples of other processes, which draw the same weights for other examples.
         at: Seed and step of the noise.
     """
     found: dict[str, Tensor] = {}
     for name, leaf in leaves.items():
-        draws = BlockDraws(leaf, name, estimators[name], samples, level, batch_dim, at)
+        draws = BlockDraws(leaf, name, estimators[name], samples, level, batch_dim, ahead, at)
         names = tensors[name]
         if estimators[name] == "weight":
             found |= zip(names, draws.values(), strict=True)
@@ -93,11 +95,13 @@ class BlockDraws:
         samples: range,
         level: int | None,
         batch_dim: int,
+        ahead: int,
         at: Mapping[str, Any],
     ) -> None:
         self.leaf, self.block, self.estimator, self.batch_dim = leaf, block, estimator, batch_dim
         self.transforms = transforms()
         self._samples, self._level = samples, level
+        self._by_example = range(samples.start + ahead, samples.stop + ahead)
         self._at: dict[str, Any] = {"domain": Domain.TRAIN, **at}
 
     def values(self) -> Sequence[Tensor]:
@@ -109,10 +113,10 @@ class BlockDraws:
         return self._parts
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Standard normals that belong to a name."""
+        """Standard normals of examples that belong to a name: no other process has the same."""
         like: dict[str, Any] = {"device": self.leaf.device, "dtype": self.leaf.dtype}
         with self._outside():
-            return self._placed(noise.normal(self._samples, shape, block=name, **like, **self._at))
+            return self._placed(noise.normal(self._by_example, shape, block=name, **like, **self._at))
 
     def _outside(self) -> AbstractContextManager[None]:
         """Inside, no samples are stacked, and no transform of the model's own runs."""
@@ -156,17 +160,18 @@ class Sampled(nn.Module):
     """
 
     step = 0
+    ahead = 0
 
     def __init__(
-        self, module: nn.Module, make: Callable[[range, int | None, int], dict[str, Tensor]]
+        self, module: nn.Module, make: Callable[[range, int | None, int, int], dict[str, Tensor]]
     ) -> None:
         super().__init__()
         self.module, self.make = module, make
-        self.title = getattr(module, "title", type(module).__name__)
+        self.title = type(module).__name__
         self.sample = nn.Parameter(torch.zeros((), dtype=torch.long), requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under the sample, or under all that vmap stacks."""
         numbers, level = inside(self.sample).reshape(-1).tolist(), level_of(self.sample)
         samples = range(numbers[0], numbers[-1] + 1)
-        return functional_call(self.module, self.make(samples, level, self.step), args, kwargs)
+        return functional_call(self.module, self.make(samples, level, self.step, self.ahead), args, kwargs)

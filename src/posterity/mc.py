@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias, cast
 from weakref import WeakSet
 
@@ -138,6 +138,7 @@ def stacked_pass(
     stacked: bool,
     own: bool = False,
     output: Pick | None = None,
+    more: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor] | None]:
     """Outputs under the given weights, and the first sample's buffers, if it moved them.
 
@@ -152,10 +153,12 @@ def stacked_pass(
         stacked: Whether in one pass, if it can be.
         own: Whether these are tensors ``[K, ...]``, each sample having its own; else all have the same.
         output: Which of the model's outputs, as for :func:`run`.
+        more: What the model gets for parameters, of what it is given for one pass, or for one sample.
     """
 
     def call(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *mine: Tensor) -> Tensor:
-        return one_pass(model, weights, state, mine if own else args, kwargs, output)
+        given = weights if more is None else more(weights)
+        return one_pass(model, given, state, mine if own else args, kwargs, output)
 
     rows = range(_count(weights))
     inputs = args if own else ()

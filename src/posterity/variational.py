@@ -71,7 +71,8 @@ class Variational(nn.Module):
     embeddings what they are.
 
     Several processes train ``DistributedDataParallel(variational(net))``, and all of them draw the same
-    weights: without a seed by the first one's. What they draw under ``torch.no_grad`` is their own.
+    weights: without a seed by the first one's. What they draw under ``torch.no_grad`` is their own, and so is
+    what ``"local"`` and ``"flipout"`` draw for each example.
 
     Args:
         module: The user's own module.
@@ -155,7 +156,8 @@ class Variational(nn.Module):
         if self._one_draw:
             return functional_call(module, self._draw_one(), args, kwargs)
         with Intercept():
-            return functional_call(module, self._given(range(1), None, self._count()), args, kwargs)
+            given = self._given(range(1), None, self._count(), self._ahead(1))
+            return functional_call(module, given, args, kwargs)
 
     @takes(samples=WHOLE, chunk=WHOLE)
     def outputs(
@@ -165,7 +167,7 @@ class Variational(nn.Module):
         self._meet()
         if self._one_draw or samples < 1:  # which is refused there
             return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
-        self._sampled.step = self._count()
+        self._sampled.step, self._sampled.ahead = self._count(), self._ahead(samples)
         return run(self._sampled, {"sample": torch.arange(samples)}, *args, how=how, chunk=chunk, **kwargs)
 
     @property
@@ -264,7 +266,11 @@ class Variational(nn.Module):
                 number, self.draws = self.draws, self.draws + 1
         return number
 
-    def _given(self, samples: range, level: int | None, step: int) -> dict[str, Tensor]:
+    def _ahead(self, samples: int) -> int:
+        """Samples of the processes before this one, where each has examples of its own."""
+        return World(None).rank * samples if torch.is_grad_enabled() and several() else 0
+
+    def _given(self, samples: range, level: int | None, step: int, ahead: int) -> dict[str, Tensor]:
         """What the module gets for its parameters, by the blocks' estimators."""
         return parameters_of(
             self.posterior.blocks,
@@ -273,6 +279,7 @@ class Variational(nn.Module):
             samples,
             level=level,
             batch_dim=self.batch_dim,
+            ahead=ahead,
             seed=self.seed,
             step=step,
         )

@@ -201,10 +201,10 @@ for _rule in ("bgd", "ivon", "vogn", "noisy-kfac"):
 
 
 def main() -> None:
-    from distributed import semantics, sharded
+    from distributed import gradients, semantics, sharded
 
     folder, rank, world, *chosen = sys.argv[1:]
-    more = (semantics, sharded)
+    more = (semantics, sharded, gradients)
     cases = dict(CASES if world == "2" else FOUR)
     for each in more:
         cases |= each.CASES if world == "2" else each.FOUR

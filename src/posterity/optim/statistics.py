@@ -64,10 +64,10 @@ class Sums:
     published: tuple[Tensor, dict[int, Tensor]] | None = None
 
     @classmethod
-    def empty(cls, group: FlatGroup, noise: Noise | None) -> Sums:
-        """Nothing yet, for gradients taken under some noise."""
+    def empty(cls, group: FlatGroup, overwritten: bool) -> Sums:
+        """Nothing yet; anything, where all will be written before it is read."""
         size, dtype = group.layout.size, state_dtype(group.weights)
-        if noise is not None and noise.overwrites:
+        if overwritten:
             both = torch.empty(2, size, dtype=dtype, device=group.device)
             numbers = torch.zeros(2, dtype=dtype, device=group.device)
             return cls(group, both, numbers, numbers[1])
@@ -167,10 +167,16 @@ class Accumulator:
         self._sums: dict[FlatGroup, Sums] = {}
         self._scaled = self._pooled = False
 
-    def of(self, group: FlatGroup, noise: Noise | None) -> Sums:
-        """The sums of one group, to add gradients to that were taken under some noise."""
+    def of(self, group: FlatGroup, noise: Noise | None, *, overwritten: bool = False) -> Sums:
+        """The sums of one group, to add gradients to that were taken under some noise.
+
+        Args:
+            group: Whose.
+            noise: Behind the gradients, if they are those of drawn weights.
+            overwritten: Whether all of them will be written before they are read.
+        """
         if group not in self._sums:
-            self._sums[group] = Sums.empty(group, noise)
+            self._sums[group] = Sums.empty(group, overwritten or (noise is not None and noise.overwrites))
         return self._sums[group]
 
     def skip(self, weight: float) -> None:

@@ -43,6 +43,7 @@ class DiagonalGaussian(Leaf):
 
     estimators = frozenset({"weight", "local", "flipout"})
     raw: Tensor
+    _std: Tensor | None = None
 
     @takes(mean=TENSOR, std=_STD, keep=TENSOR)
     def __init__(
@@ -76,12 +77,28 @@ class DiagonalGaussian(Leaf):
 
     @classmethod
     def made_of(
-        cls, loc: Tensor, raw: Tensor, *, keep: Tensor | None, held: Tensor | None, stores_raw: bool = True
+        cls,
+        loc: Tensor,
+        raw: Tensor,
+        *,
+        keep: Tensor | None,
+        held: Tensor | None,
+        std: Tensor | None = None,
+        stores_raw: bool = True,
     ) -> Self:
-        """A leaf whose means and ρ, or stds, are these very tensors, which may be part of a graph."""
+        """A leaf whose means and ρ are these very tensors, which may be part of a graph, as are its masks.
+
+        Args:
+            loc: Means.
+            raw: ρ, or stds.
+            keep: Mask of the weights that are not pruned.
+            held: Mask of those that are certain.
+            std: Those of the weights, where somebody has made them of ρ already.
+            stores_raw: Whether ``raw`` is ρ.
+        """
         leaf = cls.__new__(cls)
         Leaf.__init__(leaf, loc.shape)
-        leaf._trainable, leaf.loc, leaf.raw = stores_raw, loc, raw
+        leaf._trainable, leaf.loc, leaf.raw, leaf._std = stores_raw, loc, raw, std
         leaf._buffers.update(keep=keep, held=held)
         return leaf
 
@@ -96,6 +113,8 @@ class DiagonalGaussian(Leaf):
 
     def filled_std(self) -> Tensor:
         """The same with more than 0 for weights that do not vary: logarithms and quotients stay finite."""
+        if self._std is not None:
+            return self._std
         return softplus(self.raw) if self._trainable else self.raw
 
     def log_prob(self, value: Tensor) -> Tensor:

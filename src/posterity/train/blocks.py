@@ -15,17 +15,17 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from posterity.flat import ALIGN, Layout, largest
-from posterity.layers import Estimator
+from posterity.flat import ALIGN, Layout
 from posterity.noise import Domain, Noise
 from posterity.optim.state import FlatGroup, zero
 from posterity.optim.statistics import Accumulator, Sink
 from posterity.optim.step import Draw
 from posterity.posterior import Density, DiagonalGaussian, Leaf
 from posterity.posterior.divergence import formula_of, leaf_kl
-from posterity.torch_private import foreach_add_
 from posterity.train.learner import Drawn
+from posterity.train.shares import Share
 
 _MASKS = ("keep", "held")
 
@@ -38,12 +38,30 @@ class StepValues(NamedTuple):
         share: What the KL counts for in the loss.
         scale: What the sums will be multiplied by; None if they will not be.
         at: Where the noise is.
+        several: Whether processes will add up their sums.
+        mine: What this process is to the others, once that is known; None if it is alone.
     """
 
     sums: Accumulator
     share: Any
     scale: Any
     at: Mapping[str, Any]
+    several: bool = False
+    mine: Share | None = None
+
+
+class Whole(NamedTuple):
+    """All weights of a group as one leaf.
+
+    Attributes:
+        leaf: The leaf.
+        counted: The same without the padding between blocks.
+        own: Its μ and ρ, which gradients reach.
+    """
+
+    leaf: DiagonalGaussian
+    counted: DiagonalGaussian
+    own: list[Tensor]
 
 
 class Diagonal(ABC):
@@ -116,21 +134,39 @@ class Diagonal(ABC):
         self._partial: list[Tensor] | None = None  # gradients of μ and ρ that are not by way of weights
         self.divergence: Tensor | float = 0.0
 
-    def leaf(self) -> tuple[DiagonalGaussian, DiagonalGaussian, list[Tensor]]:
-        """All weights as one leaf, the same without the padding, and its μ and ρ, which gradients reach."""
-        own = [each.detach().requires_grad_() for each in (self.flat.weights, self.flat.state["raw"])]
-        keep, held = (self.flat.state.get(name) for name in _MASKS)
-        leaf = DiagonalGaussian.made_of(*own, keep=keep, held=held)
-        if keep is not None or self._inside is None:
-            return leaf, leaf, own
-        return leaf, DiagonalGaussian.made_of(*own, keep=self._inside, held=held), own
+    def _alone(self) -> bool:
+        """Whether the tensors of a single leaf can be used as they lie, in the place of flat copies."""
+        one, align = self.leaves[0], self._inside is not None
+        return len(self.leaves) == 1 and not align and one.loc.is_contiguous() and one.raw.is_contiguous()
 
-    def _load(self, rows: range) -> DiagonalGaussian:
-        """All weights as one leaf, as they are at the first sample of a step."""
+    def _flat(self) -> tuple[Tensor, Tensor]:
+        """Means and ρ of all weights."""
+        if self._alone():
+            one = self.leaves[0]
+            return one.loc.detach().view(-1), one.raw.detach().view(-1)
+        return self.flat.weights, self.flat.state["raw"]
+
+    @torch.enable_grad()
+    def leaf(self) -> Whole:
+        """All weights as one leaf."""
+        own = [each.detach().requires_grad_() for each in self._flat()]
+        keep, held = (self.flat.state.get(name) for name in _MASKS)
+        # A kernel that draws or has the KL makes stds as it goes.
+        masks: dict[str, Any] = {"held": held, "std": softplus(own[1]) if self.run is as_it_is else None}
+        leaf = DiagonalGaussian.made_of(*own, keep=keep, **masks)
+        if keep is not None or self._inside is None:
+            return Whole(leaf, leaf, own)
+        return Whole(leaf, DiagonalGaussian.made_of(*own, keep=self._inside, **masks), own)
+
+    def _moments(self, rows: range) -> tuple[Tensor, Tensor]:
+        """Means and stds of all weights, as they are at the first sample of a step."""
         if rows.start == 0:
-            self.flat.read()
-            self.flat.load()
-        return self.leaf()[0]
+            if not self._alone():
+                self.flat.read()
+                self.flat.load()
+            self._whole = self.leaf()
+        leaf = self._whole.leaf
+        return leaf.mean().detach(), leaf.std().detach()
 
     @abstractmethod
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Any:
@@ -158,30 +194,36 @@ class Diagonal(ABC):
     @torch.no_grad()
     def finish(self, step: StepValues) -> None:
         """Give μ and ρ their gradients."""
-        mine = step.sums.of(self.flat, None)
-        for i in set(range(len(self.params))) - mine.used:  # which may hold anything
-            mine.both[:, self.flat.layout.span(i)] = 0.0
-        if step.scale is not None:
-            mine.both.mul_(step.scale)
-        seeds = list(mine.both.to(self.flat.dtype))
+        seeds, whole = self._seeds(step), self._whole
         with torch.enable_grad():
-            leaf, counted, own = self.leaf()
             if self.at_draw:
-                ends = [leaf.mean(), leaf.std()]
+                ends = [whole.leaf.mean(), whole.leaf.std()]
             else:
                 if self._own_draw:
-                    ends = self.run(_with_estimate)(leaf, counted, self.prior, self._noise_of_kl(step.at))
+                    noise = self._noise_of_kl(step.at)
+                    ends = self.run(_with_estimate)(whole.leaf, whole.counted, self.prior, noise)
                 else:
-                    ends = self.run(_with_divergence)(leaf, counted, self.prior)
+                    ends = self.run(_with_divergence)(whole.leaf, whole.counted, self.prior)
                 seeds.append(ends[-1].new_ones(()) * step.share)
                 self.divergence = ends[-1].detach()
-        found = torch.autograd.grad(ends, own, seeds)
+        found = torch.autograd.grad(ends, whole.own, seeds)
         if self._partial is not None:
             found = tuple(a + b for a, b in zip(found, self._partial, strict=True))
         loc, raw = map(self.flat.layout.views, found)
         for i, block in enumerate(self.leaves):
             give(block.loc, loc[i])
             give(block.raw, raw[i])
+
+    def _seeds(self, step: StepValues) -> list[Tensor]:
+        """Gradients of the loss in means and stds."""
+        mine = step.sums.of(self.flat, None)
+        for i in set(range(len(self.params))) - mine.used:  # which may hold anything
+            mine.both[:, self.flat.layout.span(i)] = 0.0
+        if step.scale is not None:
+            mine.both.mul_(step.scale)
+        if step.mine is not None:
+            step.mine.add_up(mine.both)
+        return list(mine.both.to(self.flat.dtype))
 
     def _noise_of_kl(self, at: Mapping[str, Any]) -> Tensor:
         """Standard normals ``[1, size]`` behind the draw that ``Variational.kl()`` would take."""
@@ -203,10 +245,10 @@ class DrawnDiagonal(Diagonal):
     @torch.no_grad()
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Draw:
         """Weights of some samples, by the addresses that each leaf alone would have."""
-        flat, leaf = self.flat, self._load(rows)
+        flat, moments = self.flat, self._moments(rows)
         where: dict[str, Any] = {"device": flat.device, "dtype": flat.dtype, "room": flat.room}
         noise = Noise(rows, flat.layout, weight=weight, **where, **step.at)
-        source = Draw(flat, noise, noise.perturb(leaf.mean(), leaf.std()))
+        source = Draw(flat, noise, noise.perturb(*moments))
         views = flat.layout.views(source.flat) if len(rows) == 1 else source.weights()
         for i, (p, block, own) in enumerate(zip(self.params, self.leaves, views, strict=True)):
             drawn.weights[p] = own.requires_grad_(block.loc.requires_grad or block.raw.requires_grad)
@@ -262,67 +304,6 @@ class DrawnDiagonal(Diagonal):
     def _spans(self) -> list[tuple[slice, int]]:
         """Where blocks lie, and their sizes."""
         return [(self.flat.layout.span(i), size) for i, size in enumerate(self.flat.layout.sizes)]
-
-
-@final
-class EstimatedDiagonal(Diagonal):
-    """Whose layers get means and stds, and have an estimator for each example.
-
-    Args:
-        number: As for every group, and so are the others.
-        leaves: By block.
-        params: Of the module.
-        priors: Of the blocks.
-        estimator: Of the blocks.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        leaves: Mapping[str, DiagonalGaussian],
-        params: Sequence[Tensor],
-        priors: Sequence[Leaf | Density],
-        estimator: Estimator,
-    ) -> None:
-        super().__init__(number, leaves, params, priors, at_draw=False)
-        self.estimator = estimator
-        self.given = {
-            name: DiagonalGaussian.made_of(
-                leaf.loc.detach(), leaf.raw.detach(), keep=None, held=None, stores_raw=False
-            )
-            for name, leaf in leaves.items()
-        }
-
-    @torch.no_grad()
-    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
-        """Let layers have means and stds, in which gradients are taken."""
-        leaf, views = self._load(rows), self.flat.layout.views
-        moments = zip(views(leaf.mean()), views(leaf.std()), strict=True)
-        for (mean, std), own, given in zip(moments, self.leaves, self.given.values(), strict=True):
-            given.loc, given.raw = drawn.leaves[own.loc], drawn.leaves[own.raw] = mean, std
-            mean.requires_grad_(own.loc.requires_grad)
-            std.requires_grad_(own.raw.requires_grad)
-
-    @torch.no_grad()
-    def absorb(
-        self,
-        grads: Mapping[Tensor, Tensor | None],
-        source: None,
-        rows: range,
-        weight: float,
-        step: StepValues,
-    ) -> None:
-        """Add gradients in means and stds, which are sums over samples, to the sums."""
-        mine = step.sums.of(self.flat, None)
-        for own, flat in zip(("loc", "raw"), mine.both, strict=True):
-            views = self.flat.layout.views(flat)
-            found = [grads.get(getattr(leaf, own)) for leaf in self.leaves]
-            there = {i: grad.to(flat.dtype) for i, grad in enumerate(found) if grad is not None}
-            mine.used |= there.keys()
-            if there:
-                foreach_add_([views[i] for i in there], list(there.values()), alpha=weight)
-        if mine.both.is_cuda:
-            mine.poison.add_(largest(mine.both), alpha=0.0)
 
 
 # What a captured step runs as one kernel.

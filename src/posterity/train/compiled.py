@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from posterity import noise
@@ -100,6 +101,8 @@ def compile_step(
             "the model has DTensors, as fully_shard() and parallelize_module() make them, which compile_step "
             "would not gather: take a loop with sampled_params(), or step(closure)"
         )
+    if isinstance(model, DistributedDataParallel) and isinstance(model.module, Variational):
+        model = model.module  # whose averaging is passed by
     if isinstance(model, Variational):
         learner = ByGradient(
             model,

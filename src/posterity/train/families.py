@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from posterity.layers import Estimator
 from posterity.noise import Domain
 from posterity.posterior import Density, Leaf
 from posterity.posterior.divergence import formula_of, leaf_kl
@@ -29,6 +28,7 @@ class Other(ABC):
 
     Attributes:
         divergence: The KL, as far as it is known.
+        grads: Of the leaf's own parameters.
     """
 
     def __init__(self, name: str, leaf: Leaf, params: Sequence[Tensor], prior: Leaf | Density) -> None:
@@ -37,7 +37,7 @@ class Other(ABC):
 
     def clear(self) -> None:
         """Start the next step."""
-        self._grads: dict[Tensor, Tensor] = {}
+        self.grads: dict[Tensor, Tensor] = {}
         self.divergence: Tensor | float = 0.0
 
     @abstractmethod
@@ -57,10 +57,10 @@ class Other(ABC):
 
     def finish(self, step: StepValues) -> None:
         """Give the leaf's parameters their gradients."""
-        for p, grad in self._grads.items():
+        for p, grad in self.grads.items():
             give(p, grad)
 
-    def _own(self) -> list[Tensor]:
+    def own(self) -> list[Tensor]:
         """The leaf's parameters that want gradients."""
         return [p for p in self.leaf.parameters() if p.requires_grad]
 
@@ -80,7 +80,7 @@ class Other(ABC):
 
     def _add(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         """Add what gradients in some results are in the leaf's parameters."""
-        own = self._own()
+        own = self.own()
         if not ends or not own:
             return
         found = torch.autograd.grad(list(ends), own, list(seeds), allow_unused=True)
@@ -89,7 +89,7 @@ class Other(ABC):
 
     def _keep(self, p: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
-            self._grads[p] = self._grads[p] + grad if p in self._grads else grad
+            self.grads[p] = self.grads[p] + grad if p in self.grads else grad
 
 
 @final
@@ -144,50 +144,3 @@ class DrawnOther(Other):
                 ends.append(value)
                 seeds.append(value.new_ones(()) * (part_of * step.share))
         self._add(ends, seeds)
-
-
-@final
-class EstimatedOther(Other):
-    """Whose layers have an estimator for each example: what they get is part of the leaf's own graph.
-
-    Args:
-        name: Of the block.
-        leaf: Its leaf.
-        params: Of the module.
-        prior: Its prior.
-        estimator: Of the block.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        leaf: Leaf,
-        params: Sequence[Tensor],
-        prior: Leaf | Density,
-        estimator: Estimator,
-    ) -> None:
-        super().__init__(name, leaf, params, prior)
-        self.estimator, self.given = estimator, {name: leaf}
-
-    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
-        """Take gradients in the leaf's parameters."""
-        drawn.leaves.update((p, p) for p in self._own())
-
-    @torch.enable_grad()
-    def absorb(
-        self,
-        grads: Mapping[Tensor, Tensor | None],
-        source: None,
-        rows: range,
-        weight: float,
-        step: StepValues,
-    ) -> None:
-        """Take gradients, which are sums over samples, as they are."""
-        weight_now = weight if step.scale is None else weight * step.scale
-        for p in self._own():
-            grad = grads.get(p)
-            self._keep(p, None if grad is None else grad * weight_now)
-        if rows.start == 0:
-            value = self._kl(None, 1.0, step)
-            if value.requires_grad:
-                self._add([value], [value.new_ones(()) * step.share])

@@ -16,18 +16,19 @@ from operator import is_
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from posterity.distributed import several
-from posterity.estimators import Sampled, parameters_of
+from posterity.distributed import World, several
+from posterity.estimators import parameters_of
 from posterity.layers.estimators import StandIn
 from posterity.noise import Domain
 from posterity.objective import Factor, factor_at, refuse_num_data
 from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
+from posterity.optim.pooling import share_buffers
 from posterity.optim.state import FlatGroup, zero
 from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED
@@ -35,15 +36,19 @@ from posterity.posterior import ByName, Density, DiagonalGaussian, Leaf, Posteri
 from posterity.posterior.divergence import formula_of
 from posterity.posterior.end_to_end import alike
 from posterity.posterior.matching import prior_of
-from posterity.train.blocks import Diagonal, DrawnDiagonal, EstimatedDiagonal, StepValues, give
-from posterity.train.families import DrawnOther, EstimatedOther, Other
+from posterity.train.blocks import Diagonal, DrawnDiagonal, StepValues, give
+from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
+from posterity.train.families import DrawnOther, Other
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import GradientReplays
+from posterity.train.shares import met, refuse_unlike
 from posterity.variational import Variational
 
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "lr", "initial_lr")
 _generations = count()
+# Leaves of more numbers than this are alone on a CPU, where copies end to end cost more than calls.
+_LARGE = 1 << 16
 
 
 @final
@@ -87,7 +92,7 @@ class ByGradient(Learner):
             raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
         self.model, self.module, self.optimizer = model, model.module, optimizer
         self.estimates = set(model.estimators.values()) != {"weight"}
-        self._stand_ins: list[Tensor] = []
+        self._origins: list[Tensor] = []
         self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
         self._prior = model.prior if prior is None else prior
         self._num_data, self._factor, self._samples = num_data, factor, samples
@@ -97,6 +102,8 @@ class ByGradient(Learner):
         self._clock: int | Tensor = model.draws
         self._found: list[object] = []
         self._quiet = False
+        self._world: World | None = None
+        self._met, self._ahead = False, 0
         self.check()
 
     # What is drawn and moved.
@@ -149,7 +156,8 @@ class ByGradient(Learner):
             leaf, prior = leaves[name], priors[name]
             masks = leaf.keep is None, leaf.held is None
             family = DiagonalGaussian if isinstance(prior, DiagonalGaussian) else id(prior)
-            return (*masks, family, estimators[name])
+            large = leaf.device.type == "cpu" and leaf.loc.numel() > _LARGE
+            return (*masks, family, estimators[name], name if large else None)
 
         flat = {
             name: leaf
@@ -191,30 +199,25 @@ class ByGradient(Learner):
         self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
         self._generation = next(_generations)
 
-    def target(self, loss: nn.Module) -> nn.Module:
-        """The loss, with stand-ins for weights in its module where layers have estimators."""
-        if self.estimates:
-            self._sampled = Sampled(loss, self._in_place_of_weights)
-            return self._sampled
-        return loss
-
-    def _in_place_of_weights(self, samples: range, level: int | None, _: int) -> dict[str, Tensor]:
-        """What the loss gets for parameters that are not drawn beforehand, in one forward pass."""
-        found: dict[str, Tensor] = {}
+    def stand_ins(self, samples: range, level: int | None) -> dict[Tensor, Tensor]:
+        """Stand-ins for weights whose layers have estimators."""
+        found: dict[Tensor, Tensor] = {}
         for block in self._blocks():
             if isinstance(block, EstimatedDiagonal | EstimatedOther):
-                found |= parameters_of(
+                made = parameters_of(
                     block.given,
                     self.model.posterior.tensors,
                     dict.fromkeys(block.given, block.estimator),
                     samples,
                     level=level,
                     batch_dim=self.model.batch_dim,
+                    ahead=self._ahead,
                     **self._at,
                 )
+                found |= zip(block.params, made.values(), strict=True)
         origins = (each.origin for each in found.values() if isinstance(each, StandIn))
-        self._stand_ins += [each for each in origins if each.requires_grad]
-        return {f"model.{name}": each for name, each in found.items()}
+        self._origins += [each for each in origins if each.requires_grad]
+        return found
 
     def _blocks(self) -> list[Diagonal | Other]:
         return [*self._diagonal, *self._other]
@@ -238,13 +241,19 @@ class ByGradient(Learner):
 
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
         """Take note of this step's numbers."""
-        if several():
-            raise RuntimeError(
-                "compile_step trains a variational() model in one process: of several, train "
-                "DistributedDataParallel(variational(net)) in a loop"
-            )
+        self._world = World(None) if several() else None
+        if self._world is not None and not self._met:
+            self._meet(self._world)
         self._behind = self.behind(examples, as_count(count))
         self._share, self._clock = self._share_now(), self.model.draws
+
+    @torch.enable_grad()
+    def _meet(self, world: World) -> None:
+        """Before the first step: refuse processes that differ, and let all draw by one seed."""
+        self.model._meet()
+        settings = {"mc_samples": self._samples, "num_data": self._num_data}
+        refuse_unlike(world, dict(self.model.named_parameters()), self.optimizer, settings)
+        self._met = True
 
     def expect(self, behind: Behind) -> None:
         """The same, in a captured step."""
@@ -258,16 +267,14 @@ class ByGradient(Learner):
     @property
     def _values(self) -> StepValues:
         """Of this step, for all blocks."""
-        return StepValues(self.sums, self._share, self._behind.scale, self._at)
+        return StepValues(self.sums, self._share, self._behind.scale, self._at, self._world is not None)
 
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights of all blocks."""
-        self._stand_ins = []
-        drawn, step = Drawn({}, {}, [], {}, self._stand_ins), self._values
+        self._origins = []
+        self._ahead = self._world.rank * round(1 / weight) if self._world else 0
+        drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
         sources = [block.draw(rows, weight, step, drawn) for block in self._blocks()]
-        if self.estimates:
-            numbers = torch.arange(rows.start, rows.stop)
-            drawn.weights[self._sampled.sample] = numbers if len(rows) > 1 else numbers[0]
         return drawn._replace(sources=sources)
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:
@@ -294,22 +301,42 @@ class ByGradient(Learner):
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Give all parameters their gradients; the negative ELBO."""
         step = self._values
-        share, scale = step.share, step.scale
+        loss = losses.mean() if step.scale is None else losses.mean() * step.scale
+        if self._world is not None:
+            loss, step = self._shared(self._world, loss, step)
         for p in self._own:
             p.grad = None  # of the last step, or of before it was frozen
         for block in self._blocks():
             block.finish(step)
         for flat in self._plain:
             mine = self.sums.of(flat, None)
+            if step.scale is not None:
+                mine.grad.mul_(step.scale)
+            if step.mine is not None:
+                step.mine.add_up(mine.grad)
             views = flat.layout.views(mine.grad.to(flat.dtype))
             for i in mine.used:
-                give(flat.params[i], views[i] if scale is None else views[i] * scale)
+                give(flat.params[i], views[i])
         if self._max_norm is not None:
             clip_grad_norm_(self._trained(), self._max_norm)
-        loss = losses.mean() if scale is None else losses.mean() * scale
         for block in self._blocks():
-            loss = loss + torch.as_tensor(share * block.divergence).to(loss)
+            loss = loss + torch.as_tensor(step.share * block.divergence).to(loss)
         return loss[None], [sums.poison for sums in self.sums]
+
+    def _shared(self, world: World, loss: Tensor, step: StepValues) -> tuple[Tensor, StepValues]:
+        """The mean loss of all processes, with what this one is to the others."""
+        plain = [(self.sums.of(flat, None), i) for flat in self._plain for i in range(len(flat.params))]
+        other = [(block, p) for block in self._other for p in block.own()]
+        used = [i in sums.used for sums, i in plain] + [p in block.grads for block, p in other]
+        mine, loss, everywhere = met(world, float(self._behind.batch_size or 1), loss, used)
+        for (sums, i), anywhere in zip(plain, everywhere, strict=False):
+            if anywhere:
+                sums.used.add(i)
+        reached = [each for each, any_of in zip(other, everywhere[len(plain) :], strict=True) if any_of]
+        found = [block.grads[p] if p in block.grads else torch.zeros_like(p) for block, p in reached]
+        for (block, p), grad in zip(reached, mine.add_up_all(found), strict=True):
+            block.grads[p] = grad
+        return loss, step._replace(mine=mine)
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -328,6 +355,8 @@ class ByGradient(Learner):
             raise FloatingPointError(f"{what} is not finite; {UNTOUCHED}")
         self.terms.judge(self._behind.batch_size, examples, counted=count is not None)
         self.move(self._behind, None)
+        if self._world is not None:
+            share_buffers(self._world, self.module)
         self.reset()
         return loss
 
@@ -406,7 +435,10 @@ class ByGradient(Learner):
 
     def captures(self) -> bool:
         """Whether the optimiser reads its numbers on the device."""
-        return all(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
+        on_device = all(
+            group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups
+        )
+        return on_device and not several()
 
     def settle(self) -> None:
         """Nothing waits."""

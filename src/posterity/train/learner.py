@@ -56,9 +56,14 @@ class Learner(ABC):
     sums: Accumulator
     terms: LossTerms
 
-    def target(self, loss: nn.Module) -> nn.Module:
-        """What a step runs: the loss of the module, or what gives it more than drawn weights."""
-        return loss
+    def stand_ins(self, samples: range, level: int | None) -> dict[Tensor, Tensor]:
+        """What takes the place of parameters that are not drawn, made anew in every forward pass.
+
+        Args:
+            samples: Number of the sample, or of all those that vmap stacks.
+            level: Of vmap, if it stacks them.
+        """
+        return {}
 
     @abstractmethod
     def parameters(self) -> list[Tensor]:

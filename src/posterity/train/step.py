@@ -16,11 +16,14 @@ from posterity import buffers
 from posterity.arguments import described
 from posterity.inputs import moved
 from posterity.layers import Intercept
+from posterity.layers.stacks import inside, level_of
 from posterity.mc import chunks, stacked_pass
 from posterity.optim.counting import examples_of
 from posterity.train.learner import Learner
 
 LossFn: TypeAlias = Callable[..., Tensor]
+# Beside names of parameters: numbers of the samples, which are stacked as weights are.
+_SAMPLE = "number of the sample"
 
 
 @final
@@ -36,7 +39,7 @@ class TrainStep:
             raise ValueError(f"parts must be a whole number of at least 1, not {parts}")
         if parts > 1 and learner.batch_dim:
             raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {learner.batch_dim}")
-        self.target, self.learner = learner.target(_Loss(learner.module, loss_fn)), learner
+        self.target, self.learner = _Loss(learner.module, loss_fn), learner
         self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
         self._keeper = buffers.Keeper(self.target)
         self._ones: dict[tuple[object, ...], Tensor] = {}
@@ -104,7 +107,7 @@ class TrainStep:
             one = len(rows) == 1
             for p in params:
                 p.grad = None  # of the last step
-            named = {self.names[p]: weights for p, weights in drawn.weights.items()}
+            named = self._named(drawn.weights)
             seen = batch if parts == 1 else tuple(_dealt(x, parts, samples // parts, rows) for x in batch)
             leaves = {p: drawn.weights.get(p, p) for p in params} | drawn.leaves
             leaves = {p: leaf for p, leaf in leaves.items() if leaf.requires_grad}
@@ -120,10 +123,14 @@ class TrainStep:
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
                     # Layers that are run again in the backward pass must find the drawn weights, too.
                     then = {"then": partial(self._backward, wanted, drawn.stand_ins, samples=1)}
+                    named |= self._named(learner.stand_ins(rows, None))
                     loss, grads = functional_call(self.target, {**named, **state}, mine, then)
                 else:
+                    more = self._stacked_stand_ins if learner.estimates else None
+                    if more:
+                        named[_SAMPLE] = torch.arange(rows.start, rows.stop)
                     loss, moved = stacked_pass(
-                        self.target, named, before, seen, {}, stacked=True, own=parts > 1
+                        self.target, named, before, seen, {}, stacked=True, own=parts > 1, more=more
                     )
                     if rows.start == 0 and moved is not None:
                         buffers.restore(self.target, moved)
@@ -133,6 +140,17 @@ class TrainStep:
                 losses.append(loss.detach())
             learner.absorb(dict(zip(leaves, grads, strict=True)), drawn, rows, 1 / samples)
         return learner.publish(torch.cat(losses) if len(losses) > 1 else losses[0], self.max_norm)
+
+    def _named(self, tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        """What is given by parameter, by name."""
+        return {self.names[p]: each for p, each in tensors.items()}
+
+    def _stacked_stand_ins(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What one pass over samples gets for parameters, given their numbers beside drawn weights."""
+        numbers = inside(weights[_SAMPLE]).reshape(-1).tolist()
+        samples, level = range(numbers[0], numbers[-1] + 1), level_of(weights[_SAMPLE])
+        drawn = {name: each for name, each in weights.items() if name != _SAMPLE}
+        return drawn | self._named(self.learner.stand_ins(samples, level))
 
     def _backward(
         self, leaves: list[Tensor], stand_ins: list[Tensor], loss: Tensor, samples: int

@@ -1,0 +1,150 @@
+"""Blocks of a training step whose layers have estimators: they get stand-ins, and gradients come from these.
+
+What estimators do in a layer is in :mod:`posterity.layers.estimators`. Diagonal leaves give means and stds,
+end to end as those that are drawn; what leaves of other families give is part of their own graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from posterity.layers import Estimator
+from posterity.posterior import Density, DiagonalGaussian, Leaf
+from posterity.torch_private import foreach_add_, foreach_copy_, foreach_norm
+from posterity.train.blocks import Diagonal, StepValues
+from posterity.train.families import Other
+from posterity.train.learner import Drawn
+
+
+@final
+class EstimatedDiagonal(Diagonal):
+    """Whose layers get means and stds, and have an estimator for each example.
+
+    Args:
+        number: As for every group, and so are the others.
+        leaves: By block.
+        params: Of the module.
+        priors: Of the blocks.
+        estimator: Of the blocks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        leaves: Mapping[str, DiagonalGaussian],
+        params: Sequence[Tensor],
+        priors: Sequence[Leaf | Density],
+        estimator: Estimator,
+    ) -> None:
+        super().__init__(number, leaves, params, priors, at_draw=False)
+        self.estimator = estimator
+        self._own = [leaf.loc for leaf in self.leaves], [leaf.raw for leaf in self.leaves]
+        self.given = {
+            name: DiagonalGaussian.made_of(
+                leaf.loc.detach(), leaf.raw.detach(), keep=None, held=None, stores_raw=False
+            )
+            for name, leaf in leaves.items()
+        }
+
+    def clear(self) -> None:
+        """Start the next step."""
+        super().clear()
+        self._direct: list[Tensor] | None = None
+
+    def _seeds(self, step: StepValues) -> list[Tensor]:
+        """Gradients of the loss in means and stds."""
+        return super()._seeds(step) if self._direct is None else self._direct
+
+    @torch.no_grad()
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
+        """Let layers have means and stds, in which gradients are taken."""
+        moments = zip(*map(self.flat.layout.views, self._moments(rows)), strict=True)
+        for (mean, std), own, given in zip(moments, self.leaves, self.given.values(), strict=True):
+            given.loc, given.raw = drawn.leaves[own.loc], drawn.leaves[own.raw] = mean, std
+            mean.requires_grad_(own.loc.requires_grad)
+            std.requires_grad_(own.raw.requires_grad)
+
+    @torch.no_grad()
+    def absorb(
+        self,
+        grads: Mapping[Tensor, Tensor | None],
+        source: None,
+        rows: range,
+        weight: float,
+        step: StepValues,
+    ) -> None:
+        """Add gradients in means and stds, which are sums over samples, to the sums."""
+        by_moment = [[grads.get(p) for p in own] for own in self._own]
+        if weight == 1 and step.scale is None and not step.several and self._alone():
+            (mean,), (std,) = by_moment
+            if mean is not None and std is not None:  # they are the sums
+                self._direct = [mean.reshape(-1), std.reshape(-1)]
+                return
+        mine, fresh = step.sums.of(self.flat, None, overwritten=True), rows.start == 0
+        for found, flat in zip(by_moment, mine.both, strict=True):
+            views = self.flat.layout.views(flat)
+            there = {i: grad.to(flat.dtype) for i, grad in enumerate(found) if grad is not None}
+            for i in set(range(len(views))) - there.keys() if fresh else ():
+                views[i].zero_()
+            into, given = [views[i] for i in there], list(there.values())
+            if fresh and weight == 1:
+                foreach_copy_(into, given)
+            elif fresh:
+                for view, grad in zip(into, given, strict=True):
+                    torch.mul(grad, weight, out=view)
+            elif there:
+                foreach_add_(into, given, alpha=weight)
+        mine.used = set(range(len(self.leaves)))
+        if mine.both.is_cuda:
+            mine.poison += 0.0 * torch.stack(foreach_norm(into)).sum()
+
+
+@final
+class EstimatedOther(Other):
+    """Whose layers have an estimator for each example: what they get is part of the leaf's own graph.
+
+    Args:
+        name: Of the block.
+        leaf: Its leaf.
+        params: Of the module.
+        prior: Its prior.
+        estimator: Of the block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        leaf: Leaf,
+        params: Sequence[Tensor],
+        prior: Leaf | Density,
+        estimator: Estimator,
+    ) -> None:
+        super().__init__(name, leaf, params, prior)
+        self.estimator, self.given = estimator, {name: leaf}
+
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
+        """Take gradients in the leaf's parameters."""
+        drawn.leaves.update((p, p) for p in self.own())
+
+    @torch.enable_grad()
+    def absorb(
+        self,
+        grads: Mapping[Tensor, Tensor | None],
+        source: None,
+        rows: range,
+        weight: float,
+        step: StepValues,
+    ) -> None:
+        """Take gradients, which are sums over samples, as they are."""
+        weight_now = weight if step.scale is None else weight * step.scale
+        for p in self.own():
+            grad = grads.get(p)
+            self._keep(p, None if grad is None else grad * weight_now)
+        if rows.start == 0:
+            value = self._kl(None, 1.0, step)
+            if value.requires_grad:
+                self._add([value], [value.new_ones(()) * step.share])

@@ -1437,6 +1437,71 @@ _DATA = [
 # Records, choices and what is shown.
 _RECORDS = [
     Site(
+        "magnitudes go in a straight line",
+        f"{_LAB}/baselines/sparse.py",
+        "(1.0 - (1.0 - gone) ** 3)",
+        "gone",
+        ("lab/test_sparse_studies.py::test_magnitudes_go_until_the_share_is_reached_and_stay_at_zero",),
+    ),
+    Site(
+        "the smallest weights stay",
+        f"{_LAB}/baselines/sparse.py",
+        "sizes.topk(count, largest=False)",
+        "sizes.topk(count)",
+        ("lab/test_sparse_studies.py::test_the_largest_weights_are_those_that_stay",),
+    ),
+    Site(
+        "a gate is expected to be open as if it were not stretched",
+        f"{_LAB}/baselines/gates.py",
+        "torch.sigmoid(self.log_a - _BETA * math.log(-_GAMMA / _ZETA)).sum()",
+        "torch.sigmoid(self.log_a).sum()",
+        ("lab/test_sparse_studies.py::test_gates_are_open_as_often_as_expected",),
+    ),
+    Site(
+        "a gate of a convolution is multiplied with its bias",
+        f"{_LAB}/baselines/gates.py",
+        "around = bias.view(-1, 1, 1)  # which has no gate",
+        "around = 0.0 * bias.view(-1, 1, 1)",
+        ("lab/test_sparse_studies.py::test_the_net_without_gates_is_the_one_with_them",),
+    ),
+    Site(
+        "the KL in one pass has a gradient outside its bounds",
+        f"{_LAB}/baselines/one_pass.py",
+        "slope = torch.where(inside, 2.0",
+        "slope = torch.where(inverse > 0, 2.0",
+        (
+            "lab/test_sparse_studies.py::test_the_kl_in_one_pass_is_that_of_the_log_uniform_prior_with_its_gradient",
+        ),
+    ),
+    Site(
+        "the KL's warm-up begins at once",
+        f"{_LAB}/baselines/sparse.py",
+        "delay=round(delay * steps), end=factor",
+        "end=factor",
+        ("lab/test_sparse_studies.py::test_the_kl_counts_nothing_at_first_and_then_more_and_more",),
+    ),
+    Site(
+        "compression counts biases",
+        f"{_LAB}/reproduce/sparse.py",
+        "for name, kept in posterior.kept().items() if kept.dim() > 1}",
+        "for name, kept in posterior.kept().items()}",
+        ("lab/test_sparse_studies.py::test_every_method_learns_digits_with_few_weights",),
+    ),
+    Site(
+        "a trial may err more than the limit",
+        f"{_LAB}/reproduce/sparse.py",
+        'removed if last["error"] <= limit else',
+        'removed if last["error"] >= 0.0 else',
+        ("lab/test_sparse_studies.py::test_the_trial_that_removes_most_within_the_limit_is_taken",),
+    ),
+    Site(
+        "images are less the mean of the test's",
+        f"{_LAB}/reproduce/training.py",
+        "middle = dataset.train.x.mean(0)",
+        "middle = dataset.test.x.mean(0)",
+        ("lab/test_sparse_studies.py::test_images_are_less_the_mean_of_those_that_are_trained_on",),
+    ),
+    Site(
         "a digest ignores values",
         f"{_LAB}/record.py",
         "feed(key)\n                feed(value[key])",

@@ -19,10 +19,10 @@ from posterity_lab.baselines.one_pass import OnePass
 from posterity_lab.baselines.sparse import kl_factor, without_zeros
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
-from posterity_lab.reproduce import records, sparse, training
+from posterity_lab.reproduce import records, sparse, sparse_groups, sparse_vgg, training
 from posterity_lab.reproduce.groups import Group
 from posterity_lab.reproduce.learners import learner
-from posterity_lab.reproduce.sparse_views import _layers, _times
+from posterity_lab.reproduce.sparse_views import _architecture, _layers, _ratio, _times
 from posterity_lab.reproduce.study import Study, Unit
 
 QUIET = lambda done, total, what: None  # noqa: E731
@@ -352,7 +352,93 @@ def test_removed_shares_are_shown_by_layer() -> None:
 
 def test_the_learner_has_the_prior_of_its_name() -> None:
     config = {**unit("sparse-vd").config}
-    for method, kind in (("sparse-vd", OnePass), ("sparse-ard", posterity.ARD)):
+    kinds = {"sparse-vd": OnePass, "sparse-ard": posterity.ARD}
+    kinds |= {"gnj": posterity.GroupNormalJeffreys, "ghs": posterity.GroupHorseshoe}
+    for method, kind in kinds.items():
         made = learner(method, config, nets.mlp(4, [3], 2), num_data=10, seed=0)
         assert isinstance(made.model.prior, kind)
-        assert float(made.posterior().std()["1.weight"].mean()) == pytest.approx(config["std_init"])
+        assert method in ("gnj", "ghs") or float(made.posterior().std()["1.weight"].mean()) == pytest.approx(
+            config["std_init"]
+        )
+
+
+def test_a_net_without_dead_units_is_counted_tested_and_timed_as_it_is_used() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 3)
+    )
+    with torch.no_grad():
+        net[3].weight[:, :4] = 0.0  # the first map is not used, and some of the second
+        net[3].weight[:, 5] = 0.0
+        net[5].weight[:, 2:] = 0.0  # four hidden units are not used
+    test = Split(torch.randn(50, 1, 4, 4), torch.randint(0, 3, (50,)))
+    kept = {
+        name: p != 0 if p.dim() > 1 else torch.ones_like(p, dtype=torch.bool)
+        for name, p in net.named_parameters()
+    }
+    leaves = {
+        name: DiagonalGaussian(p.detach(), 0.01).pruned(kept[name])
+        for name, p in net.named_parameters()
+        if p.dim() > 1
+    }
+    found = sparse_groups.smaller(net, posterity.Factorised(leaves), test, 0.01)
+    assert found["architecture"] == [3, 11, 2]
+    left = 3 * 9 + 2 * 11 + 3 * 2
+    assert found["by_pruning"] == pytest.approx((36 + 96 + 18) / left)
+    error = float((net(test.x).argmax(-1) != test.y).double().mean())
+    assert found["error_small"] == pytest.approx(error)
+    bits = found["bits"].values()
+    spent = sum(each * size for each, size in zip(bits, (27, 22, 6), strict=True))
+    assert found["by_bits"] == pytest.approx(32 * 150 / spent)
+    assert found["after"]["bytes"] < found["before"]["bytes"]
+    assert found["refused"] is None
+
+
+def test_the_error_after_rounding_is_that_of_the_rounded_net() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(8, 5, bias=False)
+    test = Split(torch.randn(400, 8), torch.randint(0, 5, (400,)))
+    rough = posterity.Factorised({"weight": DiagonalGaussian(net.weight.detach(), 0.5)})
+    found = sparse_groups.smaller(
+        nn.Sequential(net), posterity.Factorised({"0.weight": rough.block("weight")}), test, 0.01
+    )
+    rounded = 0.5 * (net.weight / 0.5).round()
+    assert found["error_rounded"] == pytest.approx(
+        float(((test.x @ rounded.T).argmax(-1) != test.y).double().mean())
+    )
+    assert found["error_rounded"] != found["error_small"]
+
+
+def test_of_a_net_with_an_empty_layer_nothing_is_left_to_measure() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    nn.init.zeros_(net[2].weight)
+    found = sparse_groups.smaller(
+        net, without_zeros(net), Split(torch.randn(5, 4), torch.zeros(5).long()), 0.01
+    )
+    assert found["architecture"] == []
+    assert "nothing is left" in found["refused"]
+    group = Group("300-100", "gnj", [{"metrics": found, "config": {}}], 0, "–")
+    assert (_architecture(group), _ratio(group, "by_pruning")) == ("nothing stays", "–")
+
+
+def test_a_sparse_vgg_begins_with_the_weights_of_the_dense_one(tmp_path: Path, monkeypatch: Any) -> None:
+    seen: dict[str, Any] = {}
+    make = training.learner
+
+    def spied(method: str, config: Any, model: nn.Module, **how: Any) -> Any:
+        seen[method] = model, [p.detach().clone() for p in model.state_dict().values()]
+        return make(method, config, model, **how)
+
+    monkeypatch.setattr(training, "learner", spied)
+    found = sparse_vgg.train(
+        unit("sparse-vd", sparse_vgg.VGG, "small", epochs=1, dense_epochs=1), "cpu", tmp_path, QUIET
+    )
+    dense, (sparse_net, begun_with) = seen["adam"][0], seen["sparse-vd"]
+    assert any(isinstance(layer, nn.Dropout) for layer in dense)
+    assert not any(isinstance(layer, nn.Dropout) for layer in sparse_net)
+    for trained, value in zip(dense.state_dict().values(), begun_with, strict=True):
+        assert torch.equal(trained, value)
+    assert [each["fraction"] for each in found.metrics["dense"]] == list(sparse_vgg.FRACTIONS)
+    assert found.metrics["curves"] is None
+    first = found.metrics["dense"][0]
+    assert first["weights"] == first["outputs"]

@@ -1490,8 +1490,8 @@ _RECORDS = [
     Site(
         "a trial may err more than the limit",
         f"{_LAB}/reproduce/sparse.py",
-        'removed if last["error"] <= limit else',
-        'removed if last["error"] >= 0.0 else',
+        'within = last["error"] <= training',
+        'within = last["error"] >= 0.0 <= training',
         ("lab/test_sparse_studies.py::test_the_trial_that_removes_most_within_the_limit_is_taken",),
     ),
     Site(

@@ -34,6 +34,12 @@ NAMES = {
     "ewc": "EWC (told)",
     "vcl": "VCL (told)",
     "sgd": "SGD",
+    "sparse-vd": "sparse VD",
+    "sparse-ard": "sparse VD, ARD",
+    "gnj": "GNJ",
+    "ghs": "GHS",
+    "l0": "L0 gates",
+    "magnitude": "magnitude",
     "adam": "Adam",
 }
 MODES = {"single": "single networks", "average": "averaged probabilities", "mean": "mean weights"}
@@ -212,6 +218,95 @@ def printed(setting: str, method: str) -> str:
     """The VOGN paper's accuracy, NLL and ECE; its table has other columns too."""
     cell = EXPERIMENTS["vogn-table"].paper.get((setting, method))
     return "–" if cell is None else ", ".join(cell.split(" / ")[1:4])
+
+
+def sparse(folder: Path = RECORDS) -> str:
+    """LeNets with most weights removed: errors, compression, and what goes of every layer."""
+    paper = EXPERIMENTS["sparse-lenet"].paper
+    rows = [
+        [
+            setting,
+            NAMES[method],
+            metric("error", 2, 100)(records),
+            f"{metric('compression', 1)(records)}×",
+            by_layer(records),
+            paper.get((setting, method), "–"),
+            lengths(records),
+        ]
+        for (setting, method), records in load(folder, "sparse-lenet").items()
+    ]
+    head = ["net", "method", "error, %", "compression", "removed by layer, %", "paper", "runs"]
+    return table(head, rows)
+
+
+def units(folder: Path = RECORDS) -> str:
+    """LeNets without whole units: what is left of every layer, and compression by pruning and by bits."""
+    paper = EXPERIMENTS["sparse-groups"].paper
+    rows = [
+        [
+            setting,
+            NAMES[method],
+            ", ".join("-".join(map(str, record["metrics"]["architecture"])) for record in records),
+            f"{metric('by_pruning', 1)(records)}×",
+            f"{metric('by_bits', 1)(records)}×" if records[0]["metrics"]["by_bits"] else "–",
+            metric("error_small", 2, 100)(records),
+            metric("error_rounded", 2, 100)(records) if records[0]["metrics"]["by_bits"] else "–",
+            paper.get((setting, method), "–"),
+            lengths(records),
+        ]
+        for (setting, method), records in load(folder, "sparse-groups").items()
+        if all(record["metrics"]["architecture"] for record in records)
+    ]
+    head = [
+        "net",
+        "method",
+        "what is left",
+        "by pruning",
+        "by bits",
+        "error, %",
+        "rounded, %",
+        "paper",
+        "runs",
+    ]
+    return table(head, rows)
+
+
+def random_labels(folder: Path = RECORDS) -> str:
+    """MNIST with random labels: what is learned of them, and how many weights that takes."""
+    paper = EXPERIMENTS["sparse-random-labels"].paper
+    rows = [
+        [
+            setting,
+            NAMES[method],
+            metric("train_accuracy", 1, 100)(records),
+            metric("accuracy", 1, 100)(records),
+            spread((100 * removed(record["metrics"]) for record in records), 2),
+            paper.get((setting, method), "–"),
+            lengths(records),
+        ]
+        for (setting, method), records in load(folder, "sparse-random-labels").items()
+    ]
+    head = ["net", "method", "train accuracy, %", "test accuracy, %", "removed, %", "paper", "runs"]
+    return table(head, rows)
+
+
+def metric(key: str, digits: int, scale: float = 1.0) -> Cell:
+    """One number of every run."""
+    return lambda records: spread((record["metrics"][key] for record in records), digits, scale)
+
+
+def removed(metrics: Mapping[str, Any]) -> float:
+    """The share of the weights that goes, biases not counted."""
+    return 1.0 - sum(metrics["kept"].values()) / float(metrics["weights"])
+
+
+def by_layer(records: list[Record]) -> str:
+    """Shares removed of every layer, means over runs: "98.9 – 97.2 – 62.0"."""
+    shares = [
+        [1.0 - kept / record["metrics"]["sizes"][name] for name, kept in record["metrics"]["kept"].items()]
+        for record in records
+    ]
+    return " – ".join(f"{100 * mean(each):.1f}" for each in zip(*shares, strict=True))
 
 
 def five_epochs(folder: Path = RECORDS) -> str:

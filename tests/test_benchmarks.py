@@ -431,6 +431,49 @@ def test_five_epochs_of_mnist_are_those_of_the_records(method: str) -> None:
 
 
 @pytest.mark.usefixtures("scripts")
+def test_tables_of_sparse_nets_show_what_is_removed(tmp_path: Path) -> None:
+    import reproduced
+
+    def run(study: str, setting: str, method: str, seed: int, **metrics: Any) -> None:
+        (tmp_path / study).mkdir(exist_ok=True)
+        record = {"setting": setting, "method": method, "seed": seed, "trial": None, "config": {"epochs": 9}}
+        path = tmp_path / study / f"{setting}-{method}-{seed}.json"
+        path.write_text(json.dumps({**record, "metrics": metrics}))
+
+    sizes = {"1.weight": 100, "3.weight": 50}
+    for seed, kept in enumerate((4, 8)):
+        left = {"1.weight": kept, "3.weight": 5}
+        shared = {
+            "error": 0.01,
+            "compression": 150 / (kept + 5),
+            "sizes": sizes,
+            "kept": left,
+            "weights": 150,
+        }
+        run("sparse-lenet", "300-100", "sparse-vd", seed, **shared)
+    cells = reproduced.sparse(tmp_path).splitlines()[-1].split(" | ")
+    assert cells[1:] == [
+        "sparse VD",
+        "1.00 ± 0.00",
+        "14.1 ± 3.6×",
+        "94.0 – 90.0",
+        "1.92 % / 68×",
+        "9 epochs, 2 seeds |",
+    ]
+    rounded = {"architecture": [8, 13], "by_pruning": 9.0, "error_small": 0.01}
+    run("sparse-groups", "lenet5", "gnj", 0, **rounded, by_bits=30.0, error_rounded=0.02)
+    run("sparse-groups", "lenet5", "l0", 0, **rounded, by_bits=None, error_rounded=None)
+    rows = [line.split(" | ")[1:7] for line in reproduced.units(tmp_path).splitlines()[2:]]
+    assert rows == [
+        ["GNJ", "8-13", "9.0×", "30.0×", "1.00", "2.00"],
+        ["L0 gates", "8-13", "9.0×", "–", "1.00", "–"],
+    ]
+    labels = {"train_accuracy": 0.1, "accuracy": 0.11, "weights": 150}
+    run("sparse-random-labels", "300-100", "sparse-vd", 0, **labels, kept={"1.weight": 0, "3.weight": 15})
+    assert " | 10.0 | 11.0 | 90.00 | " in reproduced.random_labels(tmp_path)
+
+
+@pytest.mark.usefixtures("scripts")
 def test_speed_table_shows_the_fastest_setting_of_complete_records(tmp_path: Path) -> None:
     import headline
 

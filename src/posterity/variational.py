@@ -40,6 +40,7 @@ from posterity.posterior import (
     Density,
     DiagonalGaussian,
     Factorised,
+    GroupPrior,
     IsotropicGaussian,
     Leaf,
     Posterior,
@@ -370,7 +371,7 @@ def _sparse(prior: Prior | None) -> bool:
     """Whether a prior, or one of those by name, makes weights noise."""
     if isinstance(prior, ByName):
         return any(map(_sparse, prior.priors.values()))
-    return isinstance(prior, SparsityPrior)
+    return isinstance(prior, SparsityPrior | GroupPrior)
 
 
 def _refuse_again(module: nn.Module, args: object) -> None:

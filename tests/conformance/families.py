@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from posterity import DiagonalGaussian, Leaf, cfg, mnf
+from posterity import DiagonalGaussian, GroupHorseshoe, GroupNormalJeffreys, Leaf, cfg, ghs, gnj, mnf
 
 SPREAD = 0.3  # std of the scales
 
@@ -86,4 +86,8 @@ FAMILIES: dict[str, Any] = {
     "Kernels": {"conv.weight": Kernels, "*": DiagonalGaussian},
     "KernelGaussian": cfg,
     "ScaledGaussian": mnf,
+    "NormalScales": gnj,
+    "LogNormalScales": ghs,
 }
+# Of those that cannot have N(0, 1).
+PRIORS = {"NormalScales": GroupNormalJeffreys(), "LogNormalScales": GroupHorseshoe()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import posterity
-from conformance.families import FAMILIES
+from conformance.families import FAMILIES, PRIORS
 from posterity import (
     BGD,
     Leaf,
@@ -60,7 +60,8 @@ refused = pytest.mark.parametrize(("family", "estimator"), [pair for pair in PAI
 
 
 def made(family: str, estimator: str, **options: Any) -> Variational:
-    return variational(net(), family=FAMILIES[family], estimator=estimator, std_init=0.1, seed=3, **options)
+    own = {"std_init": 0.1, "seed": 3, "prior": PRIORS.get(family)}
+    return variational(net(), family=FAMILIES[family], estimator=estimator, **own, **options)
 
 
 def own_kl(model: Variational) -> Tensor | float:

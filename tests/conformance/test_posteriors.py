@@ -13,18 +13,24 @@ from torch import Tensor, nn
 
 import posterity
 from posterity import (
+    Density,
     DiagonalGaussian,
     EigenGaussian,
     Factorised,
+    GroupHorseshoe,
+    GroupNormalJeffreys,
     IsotropicGaussian,
     KernelGaussian,
     Leaf,
     MatrixGaussian,
     ScaledGaussian,
+    ghs,
+    gnj,
     kl,
     mnf,
 )
 
+STANDARD = IsotropicGaussian(1.0)
 SHAPES = {"fc.weight": (3, 4), "fc.bias": (3,), "scale": (), "conv.weight": (2, 1, 2, 2)}
 
 
@@ -37,6 +43,7 @@ class Family:
     blocks: Callable[[Moments], dict[str | tuple[str, ...], Leaf]]  # from means and stds by tensor
     trainable: bool = False
     density: bool = True
+    prior: Density = STANDARD
 
     def __repr__(self) -> str:
         return self.name
@@ -98,9 +105,31 @@ def flows(mean: Tensor, std: Tensor) -> Leaf:
     return leaf
 
 
+def grouped(family: Callable[..., Leaf]) -> Callable[[Tensor, Tensor], Leaf]:
+    """Scales that are far from their start."""
+
+    def made(mean: Tensor, std: Tensor) -> Leaf:
+        if mean.dim() < 2:
+            return DiagonalGaussian(mean, std, trainable=True)
+        leaf = family(mean, std, z_std=0.1)
+        assert isinstance(leaf, ScaledGaussian)
+        g = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in leaf.scales.parameters():
+                p.add_(0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype))
+        return leaf
+
+    return made
+
+
 def thinned(leaf: Leaf) -> Leaf:
     keep = torch.arange(leaf.loc.numel()).reshape(leaf.shape) % 3 != 1
     return leaf.pruned(keep)
+
+
+def without_a_group(leaf: Leaf) -> Leaf:
+    keep = torch.arange(leaf.group_shape.numel()).reshape(leaf.group_shape) % 3 != 1
+    return leaf.pruned(keep.expand(leaf.shape))
 
 
 FAMILIES = [
@@ -128,6 +157,15 @@ FAMILIES = [
     Family("kernel-pruned", each(lambda mean, std: thinned(kernels(mean, std))), trainable=True),
     Family("flow", each(flows), trainable=True, density=False),
     Family("flow-pruned", each(lambda mean, std: thinned(flows(mean, std))), trainable=True, density=False),
+    Family("gnj", each(grouped(gnj)), trainable=True, density=False, prior=GroupNormalJeffreys()),
+    Family("ghs", each(grouped(ghs)), trainable=True, density=False, prior=GroupHorseshoe()),
+    Family(
+        "ghs-pruned",
+        each(lambda mean, std: without_a_group(grouped(ghs)(mean, std))),
+        trainable=True,
+        density=False,
+        prior=GroupHorseshoe(),
+    ),
 ]
 families = pytest.mark.parametrize("family", FAMILIES, ids=repr)
 with_density = pytest.mark.parametrize("family", [each for each in FAMILIES if each.density], ids=repr)
@@ -204,7 +242,7 @@ def test_autocast_is_for_layers_and_not_for_posteriors(family: Family) -> None:
 def test_kl_to_itself_is_zero_and_to_others_positive(family: Family) -> None:
     q = build(family)
     assert abs(kl(q, q.frozen()).item()) < 1e-12
-    assert kl(q, IsotropicGaussian(2.0)).item() > 0
+    assert kl(q, family.prior).item() > 0
 
 
 @with_density
@@ -251,7 +289,7 @@ def test_closed_form_kl_agrees_with_the_covariances_written_out(family: Family) 
 @families
 def test_gradients_flow_exactly_where_they_are_wanted(family: Family) -> None:
     q = build(family)
-    value = sum(w.square().sum() for w in q.sample(3, seed=0).values()) + kl(q, IsotropicGaussian(1.0))
+    value = sum(w.square().sum() for w in q.sample(3, seed=0).values()) + kl(q, family.prior)
     assert isinstance(value, Tensor)
     assert value.requires_grad == family.trainable
     if family.trainable:
@@ -290,8 +328,10 @@ def test_pruned_weights_are_zero_in_every_draw(family: Family) -> None:
         assert not q.sample(3, seed=0)[name][:, ~keep].any()
         assert not q.mean()[name][~keep].any()
         assert not q.std()[name][~keep].any()
-    assert sum(int((~keep).sum()) for keep in q.kept().values()) == 12  # half of 24
-    assert torch.isfinite(kl(q, IsotropicGaussian(1.0)))
+    removed = sum(int((~keep).sum()) for keep in q.kept().values())
+    largest = max(leaf.loc.numel() // max(leaf.group_shape.numel(), 1) for leaf in q.blocks.values())
+    assert 12 - largest < removed <= 12  # half of 24, or as many whole groups
+    assert torch.isfinite(kl(q, family.prior))
     assert kl(q, q.frozen()).item() == pytest.approx(0.0, abs=1e-12)
 
 

@@ -23,6 +23,7 @@ from posterity_lab.reproduce import (
     incremental,
     records,
     reproduce,
+    sparse,
     tasks,
     training,
 )
@@ -293,6 +294,7 @@ TRIALS = [
     (incremental.MNIST, "digits", "fine-tuning"),
     (incremental.PRETRAINED, "pretrained", "ffg-laplace"),
     (doubt.DOUBT, "digits", "ffg"),
+    (sparse.LENET, "32-24 chosen", "magnitude"),
 ]
 
 

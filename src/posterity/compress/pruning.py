@@ -120,7 +120,8 @@ def prune(
             gives one number per weight.
         groups: Remove whole rows of matrices and kernels, ``"outputs"``, or whole columns, ``"inputs"``, by
             the root mean square of their weights' scores; :func:`~posterity.compress.shrink` then makes the
-            net smaller. Tensors of one axis, as biases are, are spared.
+            net smaller. Tensors of one axis, as biases are, are spared. Families whose groups share a scale
+            (:func:`~posterity.gnj`, :func:`~posterity.ghs`) go by these groups if nothing else is said.
         spare: Filter of names that are left whole and not counted, such as ``"*bias"``.
 
     Example:
@@ -156,7 +157,8 @@ def prune(
     if not names:
         raise ValueError("spare= spares every tensor, so there is nothing to prune: let it match fewer names")
     scores = _scores(posterior, score)
-    ranks = {name: _Ranks.of(scores[name], sizes[name], groups) for name in names}
+    shapes = _group_shapes(posterior, groups)
+    ranks = {name: _Ranks.of(scores[name], sizes[name], shapes[name]) for name in names}
     keep = {name: torch.ones_like(scores[name], dtype=torch.bool) for name in spared}
     if threshold is not None:
         keep |= {name: ranks[name].of_weights(ranks[name].score >= float(threshold)) for name in names}
@@ -194,6 +196,19 @@ def _together(names: list[str], scope: Scope) -> list[list[str]]:
     return list(layers.values())
 
 
+def _group_shapes(posterior: Factorised, groups: Groups | None) -> dict[str, torch.Size]:
+    """By tensor, a shape that broadcasts to its own: weights that share an entry of it go together."""
+    shapes = posterior.shapes()
+    if groups is not None:
+        axis = 0 if groups == "outputs" else 1
+        return {
+            name: torch.Size([size if i == axis else 1 for i, size in enumerate(shape)])
+            for name, shape in shapes.items()
+        }
+    blocks = {posterior.tensors[block]: leaf for block, leaf in posterior.blocks.items()}
+    return shapes | {names[0]: leaf.group_shape for names, leaf in blocks.items() if not leaf.joined}
+
+
 @dataclass(frozen=True)
 class _Ranks:
     """What is removed as one, the weights or the groups of a tensor, in what order."""
@@ -201,26 +216,23 @@ class _Ranks:
     score: Tensor  # [G]
     size: Tensor
     weights: int  # of each
+    groups: torch.Size  # a shape of G entries, which broadcasts to the tensor's
     shape: torch.Size
-    axis: int | None
 
     @classmethod
-    def of(cls, score: Tensor, size: Tensor, groups: Groups | None) -> _Ranks:
-        if groups is None:
-            return cls(score.flatten(), size.flatten(), 1, score.shape, None)
-        axis = 0 if groups == "outputs" else 1
-        # A weight that is pruned already has no score, and adds nothing to its group's.
-        means = (each.clamp_min(0.0).movedim(axis, 0).flatten(1).square().mean(1) for each in (score, size))
-        score_of, size_of = (mean.sqrt() for mean in means)
-        return cls(score_of, size_of, score.numel() // len(score_of), score.shape, axis)
+    def of(cls, score: Tensor, size: Tensor, groups: torch.Size) -> _Ranks:
+        axes = [i for i, (many, all_of) in enumerate(zip(groups, score.shape, strict=True)) if many < all_of]
+        if axes:
+            # A weight that is pruned already has no score, and adds nothing to its group's.
+            score_of, size_of = (each.clamp_min(0.0).square().mean(axes).sqrt() for each in (score, size))
+        else:
+            score_of, size_of = score, size
+        weights = score.numel() // max(groups.numel(), 1)
+        return cls(score_of.flatten(), size_of.flatten(), weights, groups, score.shape)
 
     def of_weights(self, keep: Tensor) -> Tensor:
         """A mask of the tensor, from one of what is removed as one."""
-        if self.axis is None:
-            return keep.view(self.shape)
-        around = [1] * len(self.shape)
-        around[self.axis] = -1
-        return keep.view(around).expand(self.shape)
+        return keep.view(self.groups).expand(self.shape)
 
 
 def _strongest(ranks: Mapping[str, _Ranks], fraction: float) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from posterity.posterior.divergence import kl, register_kl
 from posterity.posterior.eigen import EigenGaussian
 from posterity.posterior.factorised import Factorised
 from posterity.posterior.flow import mnf
+from posterity.posterior.groups import GroupHorseshoe, GroupNormalJeffreys, GroupPrior, ghs, gnj
 from posterity.posterior.kernel import KernelGaussian, cfg
 from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian, ScaleMixture, around
@@ -20,6 +21,9 @@ __all__ = [
     "DiagonalGaussian",
     "EigenGaussian",
     "Factorised",
+    "GroupHorseshoe",
+    "GroupNormalJeffreys",
+    "GroupPrior",
     "IsotropicGaussian",
     "KernelGaussian",
     "Leaf",
@@ -31,6 +35,8 @@ __all__ = [
     "SparsityPrior",
     "around",
     "cfg",
+    "ghs",
+    "gnj",
     "kl",
     "mnf",
     "register_kl",

@@ -182,6 +182,11 @@ class Leaf(nn.Module, ABC):
         return self.shapes != (self.shape,)
 
     @property
+    def group_shape(self) -> torch.Size:
+        """A shape that broadcasts to the block's: weights that share an entry of it are removed together."""
+        return self.shape
+
+    @property
     def noise_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the standard normals behind one draw, by name; one per weight is called ``""``."""
         return {"": self.shape}

@@ -165,6 +165,8 @@ def refuse_misfit(q: Leaf, p: Leaf | Density) -> None:
             raise ValueError(f"q has shape {tuple(q.shape)} and p {tuple(p.shape)}: they must be equal")
         if not p.whole and bool((q.varying & ~p.varying).any()):
             raise ValueError("the prior has pruned weights that q still holds: prune q at the same places")
+    elif isinstance(p, Density):
+        p.check(q)
 
 
 def formula_of(q_type: type, p_type: type) -> tuple[Formula | None, bool]:

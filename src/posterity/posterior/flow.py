@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self, cast, final
+from typing import Any, Self, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from torch.nn.functional import linear, logsigmoid, softplus
 from posterity.posterior.algebra import full_precision
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
-from posterity.posterior.scaled import ScaledGaussian, Scales
+from posterity.posterior.scaled import Conv, Dense, ScaledGaussian, Scales, scale_shape
 
 _GATE = 2.0  # the bias of g at the start: a step then changes little
 _SMALL = 0.01  # std of the last layers' weights at the start
@@ -45,8 +45,8 @@ def mnf(
     mean: Tensor,
     std: float,
     *,
-    conv: Literal["output", "input", "kernel"] = "output",
-    dense: Literal["input", "output"] = "input",
+    conv: Conv = "output",
+    dense: Dense = "input",
     steps: int = 2,
     hidden: int = 50,
     z_std: float = 0.1**0.5,
@@ -72,16 +72,9 @@ def mnf(
         >>> [leaf.noise_shapes["z"] for leaf in q.blocks.values() if isinstance(leaf, ScaledGaussian)]
         [torch.Size([4, 1, 1, 1]), torch.Size([1, 16])]
     """
-    if conv not in ("output", "input", "kernel"):
-        raise ValueError(f"conv must be 'output', 'input' or 'kernel', not {conv!r}")
-    if dense not in ("input", "output"):
-        raise ValueError(f"dense must be 'input' or 'output', not {dense!r}")
     if mean.dim() < 2:
         return DiagonalGaussian(mean, std)
-    which = dense if mean.dim() == 2 else conv
-    sizes = (mean.shape[0] if which != "input" else 1, mean.shape[1] if which != "output" else 1)
-    shape = torch.Size([*sizes, *[1] * (mean.dim() - 2)])
-    flow = Flow(shape, steps=steps, hidden=hidden, like=mean).start(z_std)
+    flow = Flow(scale_shape(mean, conv, dense), steps=steps, hidden=hidden, like=mean).start(z_std)
     return ScaledGaussian(mean, std, flow)
 
 

@@ -17,6 +17,7 @@ from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.divergence import register_kl
 from posterity.posterior.eigen import EigenGaussian
+from posterity.posterior.groups import GroupPrior
 from posterity.posterior.kernel import KernelGaussian
 from posterity.posterior.kronecker import KroneckerGaussian
 from posterity.posterior.matrix import MatrixGaussian
@@ -28,6 +29,8 @@ from posterity.torch_private import functorch
 Gaussian: TypeAlias = DiagonalGaussian | IsotropicGaussian
 # What says of each weight by itself how near its marginal is.
 OfMarginals: TypeAlias = Gaussian | SparsityPrior
+# Of what has no scales, or is multiplied by them.
+_STANDARD = IsotropicGaussian(1.0)
 # Numbers that a CPU works on at once.
 _IN_CACHE = 1 << 16
 # Growths of a std below this have a series.
@@ -109,12 +112,12 @@ def _gap(growth: Tensor, look: bool = False) -> Tensor:
 
 
 def _independent_kl(
-    q: DiagonalGaussian | ScaledGaussian, mean: Tensor, p: OfMarginals | KernelGaussian
+    q: DiagonalGaussian | ScaledGaussian, mean: Tensor, std: Tensor, p: OfMarginals | KernelGaussian
 ) -> Tensor:
-    """Of weights that are independent given their means; leading dimensions of these stay."""
+    """Of weights that are independent given their moments; leading dimensions of means stay."""
     if isinstance(p, KernelGaussian):
-        return _kernels_kl(q, mean, torch.diag_embed(q.filled_std().flatten(2)), p)
-    return _normals_kl(q, mean, q.filled_std(), p)
+        return _kernels_kl(q, mean, torch.diag_embed(std.flatten(2)), p)
+    return _normals_kl(q, mean, std, p)
 
 
 @register_kl(DiagonalGaussian, DiagonalGaussian)
@@ -122,7 +125,7 @@ def _independent_kl(
 @register_kl(DiagonalGaussian, KernelGaussian)
 @register_kl(DiagonalGaussian, SparsityPrior)
 def _(q: DiagonalGaussian, p: OfMarginals | KernelGaussian) -> Tensor:
-    return _independent_kl(q, q.mean(), p)
+    return _independent_kl(q, q.mean(), q.filled_std(), p)
 
 
 @register_kl(KernelGaussian, DiagonalGaussian)
@@ -144,17 +147,17 @@ def _(q: KernelGaussian, p: KernelGaussian) -> Tensor:
 @register_kl(ScaledGaussian, LogUniform, needs_draw=True)  # ARD's variances cannot follow z
 def _(q: ScaledGaussian, p: OfMarginals | KernelGaussian, noise: Mapping[str, Tensor]) -> Tensor:
     z, log_q = q.scales.draw(noise["z"])
-    given = _independent_kl(q, z * q.loc, p)
-    return (given + log_q - q.scales.log_auxiliary(z, q.given(z, noise))).mean()
+    gap = log_q - q.scales.log_auxiliary(z, q.given(z, noise))
+    return (_independent_kl(q, *q.moments_given(z), p) + gap).mean()
 
 
 @register_kl(ScaledGaussian, Density, needs_draw=True)
 def _(q: ScaledGaussian, p: Density, noise: Mapping[str, Tensor]) -> Tensor:
     z, log_q = q.scales.draw(noise["z"])
-    weights, std = q.given(z, noise), q.filled_std()
+    weights, (_, std) = q.given(z, noise), q.moments_given(z)
+    gap = log_q - q.scales.log_auxiliary(z, weights)
     log_given = -0.5 * noise[""].square() - std.log() - 0.5 * math.log(2.0 * math.pi)
-    given = q.total(log_given - p.log_density(weights))
-    return (given + log_q - q.scales.log_auxiliary(z, weights)).mean()
+    return (q.total(log_given - p.log_density(weights)) + gap).mean()
 
 
 @register_kl(ScaledGaussian, ScaledGaussian, needs_draw=True)
@@ -164,10 +167,28 @@ def _(q: ScaledGaussian, p: ScaledGaussian, noise: Mapping[str, Tensor]) -> Tens
         raise ValueError(
             f"q has scales of shape {tuple(q.scales.shape)} and p {tuple(p.scales.shape)}: give both the same"
         )
+    if p.scales.multiply_stds != q.scales.multiply_stds:
+        raise TypeError(
+            f"{type(q.scales).__name__} and {type(p.scales).__name__} multiply different things, means or "
+            "whole weights: give q and p the same family"
+        )
     z, log_q = q.scales.draw(noise["z"])
-    growth, shift = (q.filled_std() - p.filled_std()) / p.filled_std(), z * (q.loc - p.loc) / p.filled_std()
+    growth, shift = (q.filled_std() - p.filled_std()) / p.filled_std(), (q.loc - p.loc) / p.filled_std()
+    shift = (
+        shift if q.scales.multiply_stds else z * shift
+    )  # z multiplies both, and leaves their quotient as it is
     given = 0.5 * q.total(shift * shift + _spread_gap(growth))
     return (given + log_q - p.scales.log_prob(z)).mean()
+
+
+@register_kl(ScaledGaussian, GroupPrior)
+def _(q: ScaledGaussian, p: GroupPrior) -> Tensor:
+    return p.of_scales(q.scales, q.used_scales()) + _normals_kl(q, q.loc, q.filled_std(), _STANDARD)
+
+
+@register_kl(DiagonalGaussian, GroupPrior)
+def _(q: DiagonalGaussian, p: GroupPrior) -> Tensor:
+    return _normals_kl(q, q.mean(), q.filled_std(), _STANDARD)
 
 
 @register_kl(DiagonalGaussian, KroneckerGaussian)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posterity.arguments import NUMBER, described, instance, takes
 from posterity.names import first_match
-from posterity.posterior.base import Posterior
+from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.factorised import Factorised
 
@@ -34,6 +34,9 @@ class Density(ABC):
     @abstractmethod
     def log_density(self, value: Tensor) -> Tensor:
         """Log-density of each weight, same shape as ``value``."""
+
+    def check(self, leaf: Leaf) -> None:  # noqa: B027  # most serve any
+        """Raise if it cannot be the prior of a leaf."""
 
 
 @final

@@ -1,7 +1,9 @@
-"""A Gaussian whose means are multiplied by random scales that weights share: ``w = z · mean + std · noise``.
+"""A Gaussian that is multiplied by random scales that weights share: ``w = z · mean + std · noise``.
 
 Given z the weights are independent normals; z makes them dependent, skewed and of several modes. What z is
-distributed as is a part of its own, :class:`Scales`: a flow in :mod:`posterity.posterior.flow`.
+distributed as is a part of its own, :class:`Scales`. It also says whether z multiplies means alone, as a flow
+does (:mod:`posterity.posterior.flow`), or whole weights, ``w = z · (mean + std · noise)``, as do the scales
+that decide over groups (:mod:`posterity.posterior.groups`).
 
 The marginal q(w) = ∫ q(w | z) q(z) dz has no closed form, so neither has its KL. There are two bounds on it:
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, Self, final
+from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +28,40 @@ from posterity import noise as noises
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import inverse_softplus
 
+Conv: TypeAlias = Literal["output", "input", "kernel"]
+Dense: TypeAlias = Literal["input", "output"]
+
 # Draws of z behind means and stds: half of them, and their opposites.
 MOMENT_DRAWS = 512
 
 
+def scale_shape(mean: Tensor, conv: Conv, dense: Dense) -> torch.Size:
+    """The shape of the scales of a weight of two or more dimensions, which broadcasts to it.
+
+    Args:
+        mean: Of the weight's shape.
+        conv: What has a scale of its own where it has three dimensions or more.
+        dense: What has one in a matrix.
+
+    Example:
+        >>> scale_shape(torch.zeros(8, 3, 5, 5), conv="kernel", dense="input")
+        torch.Size([8, 3, 1, 1])
+    """
+    if conv not in ("output", "input", "kernel"):
+        raise ValueError(f"conv must be 'output', 'input' or 'kernel', not {conv!r}")
+    if dense not in ("input", "output"):
+        raise ValueError(f"dense must be 'input' or 'output', not {dense!r}")
+    which = dense if mean.dim() == 2 else conv
+    sizes = (mean.shape[0] if which != "input" else 1, mean.shape[1] if which != "output" else 1)
+    return torch.Size([*sizes, *[1] * (mean.dim() - 2)])
+
+
 class Scales(nn.Module, ABC):
     """The distribution q(z) of the scales of a :class:`ScaledGaussian`.
+
+    Attributes:
+        multiply_stds: Whether they multiply stds too, and so whole weights; if not, means alone. Weights that
+            share a scale of whole weights are removed together by ``prune``.
 
     Args:
         shape: Of z; it broadcasts to the weights' shape, ``[outputs, 1, 1, 1]`` for one scale per output.
@@ -42,13 +72,20 @@ class Scales(nn.Module, ABC):
         True
     """
 
+    multiply_stds: ClassVar[bool] = False
+
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()
         self.shape = shape
 
+    @property
+    def noise_shape(self) -> torch.Size:
+        """Shape of the standard normals behind one draw of z."""
+        return self.shape
+
     @abstractmethod
     def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales ``[n, *shape]`` from as many standard normals, and log q(z) ``[n]`` of each."""
+        """Scales ``[n, *shape]`` from normals ``[n, *noise_shape]``, and log q(z) ``[n]`` of each."""
 
     @abstractmethod
     def log_prob(self, z: Tensor) -> Tensor:
@@ -65,7 +102,10 @@ class Scales(nn.Module, ABC):
 
     def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
         """log r(z | w), ``[n]``, of an auxiliary density: the nearer to q(z | w), the tighter the bound."""
-        raise TypeError(f"the scales of a {type(self).__name__} have no auxiliary density for this prior")
+        raise TypeError(
+            f"{type(self).__name__} have no auxiliary density for a prior of single weights: pass their own, "
+            "prior=posterity.GroupNormalJeffreys() with family=gnj, prior=posterity.GroupHorseshoe() with ghs"
+        )
 
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of z, ``[*shape]``, over ``MOMENT_DRAWS`` fixed draws.
@@ -74,7 +114,7 @@ class Scales(nn.Module, ABC):
         scales that are linear in their normals are exact. They are the same for every device and dtype.
         """
         at: dict[str, Any] = {"seed": 0, "step": 0, "block": "moments", "domain": noises.Domain.SAMPLE}
-        half = noises.normal(range(1), (MOMENT_DRAWS // 2, *self.shape), **at, dtype=torch.float64)[0]
+        half = noises.normal(range(1), (MOMENT_DRAWS // 2, *self.noise_shape), **at, dtype=torch.float64)[0]
         half = half / half.square().mean(0).sqrt()
         z, _ = self.draw(torch.cat([half, -half]).to(like))
         return z.mean(0), z.var(0, correction=0)
@@ -82,18 +122,19 @@ class Scales(nn.Module, ABC):
 
 @final
 class ScaledGaussian(Leaf):
-    """Normals whose means are multiplied by shared random scales: ``w = z · loc + std · noise``.
+    """Normals with shared random scales: ``w = z · loc + std · noise``, or z times that whole.
 
     Means, stds and what the scales are made of are parameters; given an ``nn.Parameter`` as mean it uses that
     very object. A module that shares it holds ``loc``, which is the posterior's mean only where E[z] is 1:
     predict at the mean by ``mode="mean"``.
 
     There is no log-density. ``mean`` and ``std``, and with them pruning, are moments over z: E[w] =
-    loc · E[z], Var w = std² + loc² · Var z, with those of z over ``MOMENT_DRAWS`` fixed draws.
+    loc · E[z], Var w = std² + loc² · Var z, where scales are of whole weights with std² · E[z²] in place of
+    std². Those of z are exact, or over ``MOMENT_DRAWS`` fixed draws.
 
     Args:
         mean: What the scales multiply, in the shape of the weights.
-        std: Standard deviation of the weights given z: a number, or a tensor that broadcasts.
+        std: Standard deviation of the weights given z = 1: a number, or a tensor that broadcasts.
         scales: The distribution of z.
         keep: Mask of the weights that are not pruned.
 
@@ -130,16 +171,32 @@ class ScaledGaussian(Leaf):
 
     @property
     def noise_shapes(self) -> dict[str, torch.Size]:
-        """One normal per weight, and one per scale, ``"z"``."""
-        return {"": self.shape, "z": self.scales.shape}
+        """One normal per weight, and those of the scales, ``"z"``."""
+        return {"": self.shape, "z": self.scales.noise_shape}
+
+    @property
+    def group_shape(self) -> torch.Size:
+        """Weights that share a scale of whole weights are one group."""
+        return self.scales.shape if self.scales.multiply_stds else self.shape
+
+    def used_scales(self) -> Tensor:
+        """Mask of the scales that multiply a weight that varies, ``[*scales.shape]``."""
+        shared = [i for i, size in enumerate(self.scales.shape) if size == 1]
+        return self.varying.sum(shared, keepdim=True).bool() if shared else self.varying
 
     def filled_std(self) -> Tensor:
-        """Standard deviation of each weight given z, also of those that do not vary."""
+        """Standard deviation of each weight given z = 1, also of those that do not vary."""
         return softplus(self.raw)
+
+    def moments_given(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and stds of the weights for scales, as if all varied."""
+        std = self.filled_std()
+        return z * self.loc, z.abs() * std if self.scales.multiply_stds else std
 
     def given(self, z: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
         """Weights ``[n, *shape]`` for scales and the normals of :meth:`noise`."""
-        return self._settled(torch.addcmul(z * self.loc, self.filled_std(), noise[""]))
+        mean, std = self.moments_given(z)
+        return self._settled(torch.addcmul(mean, std, noise[""]))
 
     def mean(self) -> Tensor:
         """Mean of the block, over z too."""
@@ -148,8 +205,11 @@ class ScaledGaussian(Leaf):
 
     def std(self) -> Tensor:
         """Standard deviation of each weight, over z too."""
-        _, variance = self.scales.moments(self.loc)
-        return self.masked((self.filled_std().square() + self.loc.square() * variance).sqrt())
+        mean, variance = self.scales.moments(self.loc)
+        given = self.filled_std().square()
+        if self.scales.multiply_stds:
+            given = given * (mean.square() + variance)
+        return self.masked((given + self.loc.square() * variance).sqrt())
 
     def log_prob(self, value: Tensor) -> Tensor:
         """There is none: raises."""
@@ -197,7 +257,7 @@ class ScaledGaussian(Leaf):
 
     def _independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         z, _ = self.scales.draw(noise["z"])
-        return z * self.loc, self.filled_std()
+        return self.moments_given(z)
 
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
         z, _ = self.scales.draw(noise["z"])

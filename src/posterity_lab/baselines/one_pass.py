@@ -1,4 +1,4 @@
-"""The KL to a log-uniform prior and its gradient in one pass: a third of the time on a CPU, the same numbers.
+"""The KL to a log-uniform prior and its gradient in one pass over the weights: the same numbers, sooner.
 
 `posterity.LogUniform` is a chain of operations, each of which reads and writes all weights, and so is its
 gradient. For a net of some hundred thousand weights in small batches that is more than the net itself costs.

@@ -185,7 +185,8 @@ class _Magnitudes(Sparsifying):
     @torch.no_grad()
     def _choose(self) -> None:
         """Masks of the largest weights, as many as are to stay by now."""
-        gone = (self._steps - self._begin) / max(self._end - self._begin, 1)
+        way = self._end - self._begin
+        gone = (self._steps - self._begin) / way if way else 1.0
         share = (1.0 - self._keep) * (1.0 - (1.0 - gone) ** 3)
         sizes = torch.cat([p.abs().flatten() for p in self._params.values()])
         count = round(share * len(sizes))

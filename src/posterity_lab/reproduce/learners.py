@@ -18,12 +18,17 @@ from posterity import (
     KFAC,
     VOGN,
     ByName,
+    Density,
     DiagonalGaussian,
+    GroupHorseshoe,
+    GroupNormalJeffreys,
     IsotropicGaussian,
     LogUniform,
     NoisyKFAC,
     ScaleMixture,
     cfg,
+    ghs,
+    gnj,
     mnf,
     names_of,
 )
@@ -61,6 +66,8 @@ NAMES = {
     "joint": "joint training",
     "sparse-vd": "sparse VD",
     "sparse-ard": "ARD",
+    "gnj": "GNJ",
+    "ghs": "GHS",
     "magnitude": "pruning by magnitude",
     "l0": "L0 gates",
     "thompson": "BBB, Thompson sampling",
@@ -71,6 +78,14 @@ NAMES = {
 # Families of posteriors by the name of the method that learns them; MNF has a scale for each kernel, as in
 # Bayesian incremental learning.
 FAMILIES: Mapping[str, Family] = {"ffg": DiagonalGaussian, "cfg": cfg, "mnf": partial(mnf, conv="kernel")}
+# Of methods that leave most weights, or most units, at zero: families and priors.
+_LOG_UNIFORM = LogUniform()
+SPARSE: Mapping[str, tuple[Family, Density]] = {
+    "sparse-vd": (DiagonalGaussian, _LOG_UNIFORM),
+    "sparse-ard": (DiagonalGaussian, ARD()),
+    "gnj": (gnj, GroupNormalJeffreys()),
+    "ghs": (ghs, GroupHorseshoe()),
+}
 _RULES: dict[str, Any] = {"vogn": VOGN, "kfac": KFAC, "noisy-kfac": NoisyKFAC}
 
 
@@ -135,11 +150,13 @@ def learner(
                 seed=seed,
                 **given("lr", "std_init", "kl_factor"),
             )
-        case "sparse-vd" | "sparse-ard":
+        case "sparse-vd" | "sparse-ard" | "gnj" | "ghs":
             steps = -(-num_data // config["batch_size"]) * config["epochs"]
+            made_of, sparsity = SPARSE[method]
             return baselines.variational_dropout(
                 model,
-                prior=ARD() if method == "sparse-ard" else OnePass(LogUniform(), config["compiled"]),
+                family=made_of,
+                prior=OnePass(_LOG_UNIFORM, config["compiled"]) if method == "sparse-vd" else sparsity,
                 num_data=num_data,
                 factor=kl_factor(config["kl_factor"], steps, config["kl_delay"], config["kl_rise"]),
                 seed=seed,

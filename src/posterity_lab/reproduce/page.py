@@ -17,7 +17,8 @@ from posterity_lab.source import named
 
 _LEAD = (
     "Bayesian Gradient Descent (Zeno, Golan, Hoffer, Soudry 2018), VOGN (Osawa et al. 2019), Bayes by "
-    "Backprop (Blundell et al. 2015) and Bayesian incremental learning (Kochurov et al. 2018): what the "
+    "Backprop (Blundell et al. 2015), Bayesian incremental learning (Kochurov et al. 2018), sparse "
+    "variational dropout (Molchanov et al. 2017) and Bayesian compression (Louizos et al. 2017): what the "
     "papers report, and what these runs found. Numbers are means ± standard deviations over seeds, on test "
     "sets; how hyper-parameters were chosen is said with each."
 )

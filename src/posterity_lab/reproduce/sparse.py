@@ -57,24 +57,32 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     training = fit(unit, device, cache, show, scores)
     net, posterior = pruned(training)
     save_posterior(cache / POSTERIOR, posterior)
+    found = {
+        **summary(training),
+        "train_accuracy": _accuracy(net, posterior, training.train),
+        "begun": picture(*_begun(unit, training)),
+    }
+    return Outcome(found, len(training.test))
+
+
+def summary(training: Training) -> dict[str, Any]:
+    """What the last test found, how many weights stay of which, and what trials are judged by."""
+    _, posterior = pruned(training)
     kept = weights(posterior)
     sizes = {name: mean.numel() for name, mean in posterior.mean().items() if name in kept}
-    limit = unit.config.get("limit", 1.0)
     last = {key: value for key, value in training.curve[-1].items() if isinstance(value, float)}
     removed = 1.0 - sum(kept.values()) / sum(sizes.values())
-    found = {
+    within = last["error"] <= training.unit.config.get("limit", 1.0)
+    return {
         "accuracy": 1.0 - last["error"],
         **last,
-        # What trials are judged by: the share of the weights that goes, of a net that errs little enough.
-        "removed_within_limit": removed if last["error"] <= limit else -last["error"],
-        "train_accuracy": _accuracy(net, posterior, training.train),
+        # The share of the weights that goes, of a net that errs little enough.
+        "removed_within_limit": removed if within else -last["error"],
         "weights": sum(sizes.values()),
         "sizes": sizes,
         "kept": kept,
         "curve": training.curve,
-        "begun": picture(*_begun(unit, training)),
     }
-    return Outcome(found, len(training.test))
 
 
 def pruned(training: Training) -> tuple[nn.Module, Factorised]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,116 @@ def labels(found: Sequence[Group]) -> list[Part]:
     header = ["setting", "paper", "train accuracy, %", "test accuracy, %", "removed, %", "NLL, test"]
     caption = "Training labels that say nothing of the images; the test has its own"
     return [Table(caption, [*header, "epochs", "runs", "time"], rows)]
+
+
+def groups(found: Sequence[Group]) -> list[Part]:
+    """Nets without their dead units: layers, compression by pruning and by bits, errors, and times."""
+    rows = [
+        [
+            group.title,
+            group.paper,
+            _architecture(group),
+            _ratio(group, "by_pruning"),
+            _ratio(group, "by_bits"),
+            group.spread(partial(_value, "whole_error")),
+            group.spread(partial(_value, "error")),
+            _mean(group, "error_rounded"),
+            group.epochs,
+            group.runs,
+            group.time,
+        ]
+        for group in found
+    ]
+    header = ["setting", "paper", "layers, seed 0", "by pruning", "by bits", "error whole, %", "pruned, %"]
+    caption = "Weights of the whole net over those of the net without dead units, biases not counted"
+    parts: list[Part] = [Table(caption, [*header, "rounded, %", "epochs", "runs", "time"], rows)]
+    whole = [group for group in found if group.whole and group.whole[0]["metrics"]["architecture"]]
+    if whole:
+        parts.append(_costs(whole))
+    return parts
+
+
+def wide(found: Sequence[Group]) -> list[Part]:
+    """The VGG-like net: dense and sparse errors by width, and rules pruned by weights and by outputs."""
+    rows = [
+        [
+            group.title,
+            group.paper,
+            _known(group, "dense").spread(lambda record: float(record["metrics"]["dense"][0]["weights"])),
+            group.spread(partial(_value, "error")),
+            _times(group),
+            _ratio(group, "by_pruning"),
+            _ratio(group, "by_bits"),
+            group.epochs,
+            group.runs,
+            group.time,
+        ]
+        for group in found
+    ]
+    header = [
+        "setting",
+        "paper",
+        "dense error, %",
+        "error, %",
+        "compression",
+        "without dead units",
+        "by bits",
+    ]
+    caption = "Error of the pruned net at its means, and of the dense one that it began as"
+    parts: list[Part] = [Table(caption, [*header, "epochs", "runs", "time"], rows)]
+    tables = (_removed_table(group, key) for group in found for key in ("curves", "dense"))
+    return [*parts, *filter(None, tables)]
+
+
+def _removed_table(group: Group, key: str) -> Table | None:
+    """Errors with ever more removed by score, of a net that was not learned to be sparse."""
+    curves = [curve for record in group.whole if (curve := record["metrics"][key]) is not None]
+    rows = [
+        [
+            f"{100 * each['fraction']:.0f} % removed",
+            *(f"{100 * columns([[c[at][how] for how in _HOW] for c in curves])[0][n]:.2f}" for n in range(2)),
+        ]
+        for at, each in enumerate(curves[0] if curves else ())
+    ]
+    name = f"{group.setting} dense net, by magnitude" if key == "dense" else f"{group.title}, by SNR"
+    return Table(f"{name}: error, %", ["", "by weights", "by outputs"], rows) if rows else None
+
+
+_HOW = ("weights", "outputs")
+
+
+def _architecture(group: Group) -> str:
+    if not group.whole:
+        return "–"
+    return "-".join(map(str, group.whole[0]["metrics"]["architecture"])) or "nothing stays"
+
+
+def _known(group: Group, key: str) -> Group:
+    """The runs that have a number: no rounding without stds, no net where nothing stays."""
+    return replace(group, whole=[each for each in group.whole if each["metrics"][key] is not None])
+
+
+def _ratio(group: Group, key: str) -> str:
+    spread = _known(group, key).spread(partial(_value, key), 1, 1.0)
+    return "–" if spread == "–" else f"{spread}×"
+
+
+def _mean(group: Group, key: str) -> str:
+    return _known(group, key).spread(partial(_value, key))
+
+
+def _costs(whole: Sequence[Group]) -> Table:
+    """Bytes, multiply-adds and times of the whole net and of the smaller one."""
+    rows = []
+    for group in whole:
+        record = group.whole[0]
+        for name, key in (("whole", "before"), ("without dead units", "after")):
+            cost = record["metrics"][key]
+            times = (f"{cost['milliseconds'][size]:.3f}" for size in ("1", "128"))
+            counts = (f"{cost[what]:,}" for what in ("bytes", "multiply_adds"))
+            rows.append([f"{group.title}, {name}", *counts, *times])
+    caption = "What a net costs, seed 0; times are worth something only of runs that had the machine alone"
+    return Table(caption, ["net", "bytes", "multiply-adds", "batch 1, ms", "batch 128, ms"], rows)
 
 
 def pictures(found: Sequence[Group]) -> list[Part]:

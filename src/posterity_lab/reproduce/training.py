@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,12 @@ class Training:
 
 
 def fit(
-    unit: Unit, device: str, cache: Path, show: Show, scores: Callable[[Training], dict[str, Any]]
+    unit: Unit,
+    device: str,
+    cache: Path,
+    show: Show,
+    scores: Callable[[Training], dict[str, Any]],
+    start: Sequence[Tensor] | None = None,
 ) -> Training:
     """Train a net as the unit says.
 
@@ -72,6 +77,7 @@ def fit(
         cache: Folder for the checkpoint.
         show: Is told of every epoch.
         scores: Tests the net.
+        start: Parameters and buffers to begin with, in their order.
 
     Example:
         >>> import tempfile
@@ -86,7 +92,7 @@ def fit(
     config = unit.config
     dataset = prepared(unit, device)
     train, test = splits(dataset, config)
-    method = begun(unit.method, config, train, dataset.classes, device, unit.seed)
+    method = begun(unit.method, config, train, dataset.classes, device, unit.seed, start)
     model = method.model
     training = Training(unit, model, method, train, test, *_resumed(unit, cache, method, device))
     marks = {-(-config["epochs"] * part // _PARTS) for part in range(1, _PARTS + 1)}
@@ -105,8 +111,16 @@ def fit(
     return training
 
 
-def begun(method: str, config: Values, train: Split, classes: int, device: str, seed: int) -> Method:
-    """The method about to train the net that a config names on this data.
+def begun(
+    method: str,
+    config: Values,
+    train: Split,
+    classes: int,
+    device: str,
+    seed: int,
+    start: Sequence[Tensor] | None = None,
+) -> Method:
+    """The method about to train the net that a config names on this data, perhaps from given weights.
 
     Example:
         >>> config = {"net": "mlp-16", "lr": 0.1, "momentum": 0.9}
@@ -121,6 +135,8 @@ def begun(method: str, config: Values, train: Split, classes: int, device: str, 
         narrow(model, config["mean_std"], seed)
     else:
         nets.initialise(model, seed)
+    if start is not None:
+        model.load_state_dict(dict(zip(model.state_dict(), start, strict=True)))
     # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
     half = config.get("bfloat16", not config["net"].startswith("mlp"))
     model = (Autocast(model) if half else model).to(device)

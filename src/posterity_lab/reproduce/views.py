@@ -221,7 +221,9 @@ VIEWS: Mapping[str, View] = {
     "bbb-bandit": doubt_views.regret,
     "uncertainty-samples": doubt_views.networks,
     "sparse-lenet": sparse_views.compressed,
+    "sparse-groups": sparse_views.groups,
     "sparse-pictures": sparse_views.pictures,
+    "sparse-vgg": sparse_views.wide,
     "sparse-random-labels": sparse_views.labels,
 }
 

@@ -1,0 +1,158 @@
+"""Whole units removed by group priors and by L0 gates, and what a net without them costs.
+
+Louizos, Ullrich, Welling: "Bayesian Compression for Deep Learning", NIPS 2017, as a lecture has it (Chirkova:
+"Stochastic variational inference and Bayesian neural networks"). Units that are not needed are removed for
+good, so a net is counted, tested and timed as it would be used: compression by pruning is all weights over
+those in the smaller net, and by bits 32 for each of all over what those are rounded to. The error after
+rounding is measured after rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from posterity import Factorised, metrics, predict
+from posterity.compress import measure, quantise, shrink
+from posterity_lab.data import Split
+from posterity_lab.reproduce import sparse
+from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit
+from posterity_lab.reproduce.training import fit
+from posterity_lab.run_files import POSTERIOR, save_posterior
+
+
+def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
+    """Train a net as the unit says, prune it, and remove what is pruned for good.
+
+    Args:
+        unit: What to do.
+        device: Where.
+        cache: Folder for checkpoint and posterior.
+        show: Is told of every epoch.
+
+    Example:
+        >>> import tempfile
+        >>> cell = cells(quick=True)[0]
+        >>> unit = Unit("sparse-groups", cell.setting, cell.method, 0, {**cell.config, "epochs": 1}, "")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found = train(unit, "cpu", Path(folder), lambda done, total, what: None).metrics
+        >>> len(found["architecture"])
+        3
+    """
+    training = fit(unit, device, cache, show, sparse.scores)
+    net, posterior = sparse.pruned(training)
+    save_posterior(cache / POSTERIOR, posterior)
+    found = {**sparse.summary(training), **smaller(net, posterior, training.test, unit.config["seconds"])}
+    return Outcome(found, len(training.test))
+
+
+def smaller(net: nn.Module, posterior: Factorised, test: Split, seconds: float) -> dict[str, Any]:
+    """The net without its dead units: its layers, weights, bits, errors, and times beside the whole one's.
+
+    Args:
+        net: A plain net.
+        posterior: Of its weights, pruned.
+        test: What to test on.
+        seconds: How long to time a batch.
+
+    Example:
+        >>> import torch
+        >>> from posterity_lab.baselines.sparse import without_zeros
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> _ = net[2].weight.data[:, 0].zero_()
+        >>> test = Split(torch.randn(5, 4), torch.zeros(5, dtype=torch.long))
+        >>> found = smaller(net, without_zeros(net), test, 0.01)
+        >>> found["architecture"], found["by_pruning"]
+        ([4, 2], 1.5)
+    """
+    sizes = {name: kept.numel() for name, kept in posterior.kept().items() if kept.dim() > 1}
+    total = sum(sizes.values())
+    try:
+        small = shrink(net, posterior, test.x[:2])
+    except ValueError as error:  # a layer of which nothing is left
+        nothing = ("error_small", "by_pruning", "bits", "by_bits", "error_rounded", "before", "after")
+        return {**dict.fromkeys(nothing), "architecture": [], "refused": str(error)}
+    kept = sparse.weights(small.posterior)
+    return {
+        "architecture": architecture(small.posterior),
+        "error_small": _error(small.module, small.posterior, test),
+        "by_pruning": total / max(1, sum(kept.values())),
+        **_rounded(small.module, small.posterior, test, total),
+        "before": asdict(measure(net, test.x[:1], seconds=seconds)),
+        "after": asdict(measure(small.module, test.x[:1], seconds=seconds)),
+        "refused": None,
+    }
+
+
+def architecture(posterior: Factorised) -> list[int]:
+    """Output maps of every convolution, and inputs of every linear layer, that any weight stays of.
+
+    As the paper writes LeNet-5: 20-50-800-500 whole, 8-13-88-13 with GNJ.
+
+    Example:
+        >>> from posterity.compress import point_mass
+        >>> architecture(point_mass(nn.Sequential(nn.Conv2d(1, 20, 5), nn.Linear(800, 500))))
+        [20, 800]
+    """
+    masks: list[Tensor] = [kept for kept in posterior.kept().values() if kept.dim() > 1]
+    return [int((mask.flatten(1).any(1) if mask.dim() > 2 else mask.any(0)).sum()) for mask in masks]
+
+
+def _rounded(net: nn.Module, posterior: Factorised, test: Split, total: int) -> dict[str, Any]:
+    """Bits of every tensor of weights, compression with them, and the error after rounding to them."""
+    leaves = {name: posterior.block(name) for name, kept in posterior.kept().items() if kept.dim() > 1}
+    if not all(bool((leaf.std()[leaf.kept] > 0).all()) for leaf in leaves.values()):
+        return {"bits": None, "by_bits": None, "error_rounded": None}  # no std says how far to round
+    found = quantise(Factorised(leaves))
+    used = sum(bits * int(found.posterior.kept()[name].sum()) for name, bits in found.bits.items())
+    return {
+        "bits": found.bits,
+        "by_bits": 32 * total / max(1, used),
+        "error_rounded": _error(net, found.posterior, test),
+    }
+
+
+def _error(net: nn.Module, posterior: Factorised, test: Split) -> float:
+    return 1.0 - metrics.accuracy(predict(net, posterior, test.x, mode="mean").probs, test.y)
+
+
+def cells(quick: bool) -> list[Cell]:
+    """Both LeNets by every way of removing units, and by the removal of single weights for comparison.
+
+    Example:
+        >>> sorted({cell.method for cell in cells(quick=False)})
+        ['ghs', 'gnj', 'l0', 'sparse-vd']
+    """
+    found = []
+    for setting, (own, _) in sparse.nets_of(quick).items():
+        common = {**sparse.base(quick), **own, "seconds": 0.01 if quick else 0.5}
+        # Of the weights given their scales, and of the scales: log σ² = −9.
+        scaled = {**common, "std_init": 0.011109, "compiled": False}
+        found += [
+            Cell(setting, "gnj", scaled),
+            Cell(setting, "ghs", scaled),
+            Cell(setting, "l0", {**common, "strength": 0.1}),
+            Cell(setting, "sparse-vd", common),
+        ]
+    return found
+
+
+GROUPS = Study(
+    "sparse-groups",
+    cells,
+    train,
+    (
+        "error",
+        "compression",
+        "architecture",
+        "by_pruning",
+        "by_bits",
+        "error_rounded",
+        "before",
+        "after",
+        "curve",
+    ),
+)

@@ -153,6 +153,11 @@ def add(record: Record, row: Row) -> None:
     print("  " + "; ".join([found, *row["warnings"]]), flush=True)
 
 
+def job_of(row: Row) -> Job:
+    """Which trial a row is of."""
+    return row["task"], row["method"], row["seed"]
+
+
 # The tables.
 
 
@@ -267,6 +272,7 @@ def main() -> None:
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--epochs", type=positive, help="the task's own if not given")
     options.add_argument("--jobs", type=positive, default=1, help="processes at once")
+    options.add_argument("--again", action="store_true", help="also what is in the record, in its place")
     options.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.job is not None:
@@ -279,7 +285,6 @@ def main() -> None:
         record.resume("device", "epochs")
     except ValueError as error:
         options.error(str(error))
-    done = {(row["task"], row["method"], row["seed"]) for row in record.rows}
     wanted = [
         (task, method, seed)
         for task in given.tasks
@@ -287,6 +292,9 @@ def main() -> None:
         for seed in given.seeds
         if ONLY.get(method, task) == task
     ]
+    if given.again:
+        record.rows[:] = [row for row in record.rows if job_of(row) not in wanted]
+    done = {*map(job_of, record.rows)}
     missing = [job for job in wanted if job not in done]
     print(f"{len(missing)} trials; {len(wanted) - len(missing)} are in {record.path} already", flush=True)
     failed = run(record, missing, given)

@@ -76,8 +76,8 @@ class IVON(VariationalOptimizer):
         prior_precision: Precision of the prior N(0, ·): 1.
         temperature: 1 is Bayes; smaller values give a sharper posterior.
         betas: Averaging of the gradient and of the Hessian: (0.9, 0.9999).
-        max_step: The furthest that a weight moves in a step, in stds without data: 0.12.
-        settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 500.
+        max_step: The furthest that a weight moves in a step, in stds without data: 0.24.
+        settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 125.
         clip_radius: Bound on each weight's preconditioned step, as the authors' code has it.
         mc_samples: Weight samples per step: 1.
         deterministic: Filter of names that get no posterior.

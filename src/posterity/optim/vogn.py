@@ -315,8 +315,8 @@ class VOGN(GaussNewton):
         temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
         betas: Momentum, and averaging of the curvature: (0.9, 0.999). 0.001 follows each batch's, near 1
             averages many.
-        max_step: The furthest that a weight moves in a step, in stds without data: 0.12.
-        settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 500.
+        max_step: The furthest that a weight moves in a step, in stds without data: 0.24.
+        settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 125.
         augmentation: By how much data augmentation multiplies the number of examples.
         keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
         mc_samples: Weight samples per step: 1.

@@ -59,9 +59,14 @@ GRIDS: dict[str, tuple[str, tuple[float, ...]]] = {
     "sgd": ("lr", (0.003, 0.01, 0.03, 0.1, 0.3)),
     "adam": ("lr", (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)),
 }
-FIXED: dict[str, dict[str, float]] = {"bgd": {"lr": 0.3}, "sgd": {"momentum": 0.0}, "adam": {}}
+# The paper's rule has no bound on steps.
+_PAPER = {"max_step": math.inf}
+FIXED: dict[str, dict[str, float]] = {"bgd": {"lr": 0.3, **_PAPER}, "sgd": {"momentum": 0.0}, "adam": {}}
 # Plain digits: nothing has to be kept for later, so BGD takes the paper's step, and Adam its usual one.
-PLAIN: dict[str, dict[str, float]] = {"bgd": {"std_init": 0.15, "lr": 1.0}, "adam": {"lr": 1e-3}}
+PLAIN: dict[str, dict[str, float]] = {
+    "bgd": {"std_init": 0.15, "lr": 1.0, **_PAPER},
+    "adam": {"lr": 1e-3},
+}
 
 
 def stream_run(sizes: Sizes, method: str, value: float, seed: int, validation: bool = False) -> Results:

@@ -1,12 +1,14 @@
 """How long is one step of Bayes by Backprop, beside Adam and the packages that users take for it?
 
     posterity bench gradient_step --device cuda
-    posterity bench gradient_step --nets mlp-400-400 --samples 1 --batch 32
+    posterity bench gradient_step --nets mlp-400-400 --variants gaussian local --samples 1 --batch 32
 
-Every parameter has a posterior, under a Gaussian prior and under the scale mixture of the paper, with K = 1
-and K = 10 weight samples. Ours is measured twice: in a plain loop (`elbo(...)`, `backward()`, `step()`) and
-by `compile_step`. bayesian-torch 0.5 (Gaussian priors only) and BLiTZ (mixtures only) run in plain loops, one
-sample after another, as their users run them, and leave BatchNorm without a posterior. Both come by
+Every parameter has a posterior, with K = 1 and K = 10 weight samples. The variants differ in one thing each:
+the scale mixture of the paper in place of a Gaussian prior, the estimators local and flipout in place of one
+draw of the weights, the families CFG and MNF in place of independent weights. Ours is measured twice: in a
+plain loop (`elbo(...)`, `backward()`, `step()`) and by `compile_step`. bayesian-torch 0.5 (Gaussian priors,
+flipout) and BLiTZ (mixtures) run in plain loops, one sample after another, as their users run them, and leave
+BatchNorm without a posterior. Both come by
 `pip install --no-deps bayesian-torch==0.5.0 blitz-bayesian-pytorch==0.2.8`; folders that hold them may be on
 PYTHONPATH instead. Each Adam is torch's fused one. On a GPU, what is compared with a graph is a graph.
 """
@@ -14,7 +16,8 @@ PYTHONPATH instead. Each Adam is torch's fused one. On a GPU, what is compared w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import util
 from typing import Any
@@ -46,9 +49,39 @@ PLAIN, INTEL, BLITZ = "plain loop", "bayesian-torch", "BLiTZ"
 PACKAGES = {INTEL: "bayesian_torch", BLITZ: "blitz"}
 ENCODER = "encoder"
 NUM_DATA = 50_000
-PRIORS = {"gaussian": posterity.IsotropicGaussian, "mixture": posterity.ScaleMixture}
-# Times of a step over Adam's that are aimed at on an H200, with K = 1: plain over eager, graph over graph.
-AIMS = {"gaussian": (1.8, 1.25), "mixture": (None, 1.5)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is trained, and what is asked of it.
+
+    Attributes:
+        options: Of `variational`.
+        peer: The package that has the same.
+        aims: Times of a step over Adam's that are aimed at on an H200, with K = 1, for the nets that have an
+            aim: plain over eager, graph over graph.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    peer: str | None = None
+    aims: tuple[float | None, float | None] = (None, None)
+
+
+VARIANTS = {
+    "gaussian": Variant(peer=INTEL, aims=(1.8, 1.25)),
+    "mixture": Variant({"prior": posterity.ScaleMixture()}, BLITZ, (None, 1.5)),
+    "local": Variant({"estimator": "local"}, aims=(None, 2.2)),
+    "flipout": Variant({"estimator": "flipout"}, INTEL, (None, 2.2)),
+    "cfg": Variant({"family": posterity.cfg}, aims=(None, 2.5)),
+    "mnf": Variant({"family": posterity.mnf}, aims=(None, 2.5)),
+}
+AIMED = {
+    "resnet18": ("gaussian", "mixture", "local", "flipout", "cfg"),
+    ENCODER: ("gaussian", "mixture"),
+    "lenet5": ("mnf",),
+}
+# What bayesian-torch calls them.
+INTEL_TYPES = {"gaussian": "Reparameterization", "flipout": "Flipout"}
 
 
 class Encoder(nn.Module):
@@ -80,16 +113,15 @@ def problem(name: str, size: int, device: str, layout: str) -> tuple[Callable[[]
 
 
 def ours(
-    model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, prior: Any, samples: int, compiled: bool
+    model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, variant: Variant, samples: int, compiled: bool
 ) -> Callable[[], object]:
-    """Bayes by Backprop by this library."""
-    bayesian = posterity.variational(model, seed=0)
+    """A gradient method by this library."""
+    torch.manual_seed(0)  # of flows
+    bayesian = posterity.variational(model, seed=0, **variant.options)
     # Thousands of steps on one batch leave the net about where it is, and every step does the same work.
     adam = torch.optim.Adam(bayesian.parameters(), lr=1e-6, fused=True)
     if compiled:
-        train_step = posterity.compile_step(
-            bayesian, loss_fn, adam, prior=prior, num_data=NUM_DATA, mc_samples=samples
-        )
+        train_step = posterity.compile_step(bayesian, loss_fn, adam, num_data=NUM_DATA, mc_samples=samples)
         return lambda: train_step(x, y)
 
     def step() -> None:
@@ -99,18 +131,20 @@ def ours(
         else:
             stacked = bayesian.outputs(x, samples=samples)
             nll = nn.functional.cross_entropy(stacked.flatten(0, 1), y.repeat(samples))
-        posterity.elbo(nll, bayesian.kl(prior), num_data=NUM_DATA).backward()
+        posterity.elbo(nll, bayesian.kl(), num_data=NUM_DATA).backward()
         adam.step()
 
     return step
 
 
-def intel(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, samples: int) -> Callable[[], None]:
+def intel(
+    model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, samples: int, kind: str
+) -> Callable[[], None]:
     """As bayesian-torch's own instructions have it, with weights drawn anew for each sample."""
     from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn, get_kl_loss
 
     priors = {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -4.0}
-    dnn_to_bnn(model, {**priors, "type": "Reparameterization", "moped_enable": False, "moped_delta": 0.5})
+    dnn_to_bnn(model, {**priors, "type": INTEL_TYPES[kind], "moped_enable": False, "moped_delta": 0.5})
     model.to(x.device)
     adam = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
 
@@ -174,10 +208,12 @@ def peers(
     samples: int,
 ) -> dict[str, Callable[[], None]]:
     """Steps of packages that have such a prior and such layers; an encoder's attention has neither."""
-    wanted = {"gaussian": (INTEL, intel), "mixture": (BLITZ, blitz)}[kind]
-    if wanted[0] not in there or name == ENCODER:
+    peer = VARIANTS[kind].peer
+    if peer not in there or name == ENCODER:
         return {}
-    return {wanted[0]: wanted[1](make(), loss_fn, *data, samples)}
+    if peer == INTEL:
+        return {INTEL: intel(make(), loss_fn, *data, samples, kind)}
+    return {BLITZ: blitz(make(), loss_fn, *data, samples)}
 
 
 def known(text: str) -> str:
@@ -189,10 +225,13 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--nets", type=known, nargs="+", help="names of nets; 'encoder' is a transformer")
     options.add_argument("--settings", type=setting, nargs="+", help="'tf32 nchw' if not given on a GPU")
+    options.add_argument(
+        "--variants", choices=VARIANTS, nargs="+", help="if not given, the two priors, and those with an aim"
+    )
     options.add_argument("--samples", type=positive, nargs="+", default=[1, 10])
     options.add_argument("--batch", type=positive, default=128)
     given = options.parse_args()
-    large = ["mlp-400-400", "mlp-1200-1200", "resnet18", ENCODER]
+    large = ["mlp-400-400", "mlp-1200-1200", "resnet18", ENCODER, "lenet5"]
     given.nets = given.nets or (large if given.device == "cuda" else large[:1])
     given.settings = for_device(options, given.device, given.settings, ["tf32 nchw"])
     # A remark of bayesian-torch's, which imports what torch is about to move.
@@ -205,9 +244,8 @@ def main() -> None:
         for name in given.nets:
             make, data = problem(name, given.batch, given.device, layout)
             for samples in given.samples:
-                for kind, prior in PRIORS.items():
-                    row = (record, given, where, name, kind, samples)
-                    rows(*row, make, loss_fn, data, prior(), there, precision)
+                for kind in given.variants or AIMED.get(name, ("gaussian", "mixture")):
+                    rows(record, given, where, name, kind, samples, make, loss_fn, data, there)
     record.close()
 
 
@@ -221,18 +259,17 @@ def rows(
     make: Callable[[], nn.Module],
     loss_fn: Loss,
     data: Any,
-    prior: Any,
     there: set[str],
-    precision: str,
 ) -> None:
     """Two rows: plain loops, and compiled steps; what is compared runs in turn, and holds memory together."""
-    aimed = given.device == "cuda" and samples == 1 and given.batch == 128 and name in ("resnet18", ENCODER)
-    plain_aim, graph_aim = AIMS[kind] if aimed else (None, None)
+    variant, aimed = VARIANTS[kind], kind in AIMED.get(name, ())
+    aimed &= given.device == "cuda" and samples == 1 and given.batch == 128
+    plain_aim, graph_aim = variant.aims if aimed else (None, None)
     case, more = f"BBB {kind} K = {samples}, {name}", {"parameters": count(make()), "samples": samples}
-    with arithmetic(precision):
+    with arithmetic(where.split()[0]):
         fresh_row(given.device)
         steps: dict[str, Callable[[], object]] = {
-            PLAIN: ours(make(), loss_fn, *data, prior, samples, compiled=False),
+            PLAIN: ours(make(), loss_fn, *data, variant, samples, compiled=False),
             ADAM: adam_eager(make(), loss_fn, *data),
             **peers(there, make, name, kind, loss_fn, data, samples),
         }
@@ -243,7 +280,7 @@ def rows(
         fresh_row(given.device)
         graphs = given.device == "cuda"
         steps = {
-            OURS: ours(make(), loss_fn, *data, prior, samples, compiled=True),
+            OURS: ours(make(), loss_fn, *data, variant, samples, compiled=True),
             (ADAM_GRAPH if graphs else ADAM): (adam_graph if graphs else adam_eager)(make(), loss_fn, *data),
             **peers(there, make, name, kind, loss_fn, data, samples),
         }

@@ -30,7 +30,19 @@ SMOKE = {
     "conv_step": (["--nets", "lenet5", "--samples", "2", "--batch", "4"], {LOOP, "compile_step", ADAM}),
     "ivon_step": (["--net", "lenet5", "--batch", "4"], {"eager step", "compile_step", ADAM, "ivon-opt"}),
     "gradient_step": (
-        ["--nets", "mlp-8", "lenet5", "--batch", "2", "--samples", "1"],
+        [
+            "--nets",
+            "mlp-8",
+            "lenet5",
+            "--variants",
+            "gaussian",
+            "flipout",
+            "mnf",
+            "--batch",
+            "2",
+            "--samples",
+            "1",
+        ],
         {"plain loop", "compile_step", ADAM, *BBB},
     ),
     "vogn_step": (

@@ -30,6 +30,10 @@ def idx(array: np.ndarray) -> bytes:
     )
 
 
+def zipped(array: np.ndarray) -> bytes:
+    return gzip.compress(idx(array), mtime=0)  # a time would give every process other bytes
+
+
 def md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
@@ -62,7 +66,7 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, dict[str, bytes]], N
 
 def write_mnist(root: Path, put: Callable[[Path, dict[str, bytes]], None]) -> dict[str, np.ndarray]:
     arrays = small_mnist()
-    put(root, {f"{name}.gz": gzip.compress(idx(array), mtime=0) for name, array in arrays.items()})
+    put(root, {f"{name}.gz": zipped(array) for name, array in arrays.items()})
     return arrays
 
 
@@ -109,7 +113,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pa
 
 def serve_mnist(served: tuple[Path, str, list[str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     folder, url, _ = served
-    contents = {f"{name}.gz": gzip.compress(idx(array), mtime=0) for name, array in small_mnist().items()}
+    contents = {f"{name}.gz": zipped(array) for name, array in small_mnist().items()}
     for path, content in contents.items():
         write(folder / Path(path).name, content)
     publish(monkeypatch, contents)
@@ -167,8 +171,8 @@ def test_folder_is_in_the_home_cache_otherwise(tmp_path, put, monkeypatch):
 
 
 def test_test_only_idx_set_has_an_empty_train_split(tmp_path, put):
-    images = gzip.compress(idx(rng.integers(0, 256, (4, 28, 28))))
-    labels = gzip.compress(idx(np.array([0, 5, 135, 7])))
+    images = zipped(rng.integers(0, 256, (4, 28, 28)))
+    labels = zipped(np.array([0, 5, 135, 7]))
     put(tmp_path, {"omniglot/raw/images-idx3-ubyte.gz": images, "omniglot/raw/labels-idx1-ubyte.gz": labels})
     omniglot = load("omniglot", tmp_path)
     assert omniglot.train.x.shape == (0, 1, 28, 28)
@@ -319,7 +323,7 @@ def test_set_without_download_says_what_to_put_where(tmp_path, use, name):
 
 def small_sets() -> dict[str, dict[str, bytes]]:
     """Small files of every set, in its own form."""
-    mnist = {f"{name}.gz": gzip.compress(idx(array), mtime=0) for name, array in small_mnist().items()}
+    mnist = {f"{name}.gz": zipped(array) for name, array in small_mnist().items()}
     images, labels = (mnist[f"MNIST/raw/t10k-{kind}-ubyte.gz"] for kind in ("images-idx3", "labels-idx1"))
     both = {"data": np.zeros((2, 3072), np.uint8), "fine_labels": [1, 2]}
     fine = pickle.dumps(both, protocol=4)
@@ -404,11 +408,12 @@ def test_truncated_idx_is_refused(tmp_path, put, gzipped, kept):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("images-idx3", gzip.compress(idx(np.zeros((6, 28, 28))))[:-20], "t10k-images.* is damaged"),
-        ("images-idx3", gzip.compress(idx(np.arange(40))), "no idx header for bytes in 3 dimension"),
-        ("labels-idx1", gzip.compress(idx(np.arange(2))), r"t10k-labels.* together \(3 images and 2 labels"),
-        ("labels-idx1", gzip.compress(idx(np.array([0, 1, 10]))), "labels up to 10, for 10 classes"),
+        ("images-idx3", zipped(np.zeros((6, 28, 28)))[:-20], "t10k-images.* is damaged"),
+        ("images-idx3", zipped(np.arange(40)), "no idx header for bytes in 3 dimension"),
+        ("labels-idx1", zipped(np.arange(2)), r"t10k-labels.* together \(3 images and 2 labels"),
+        ("labels-idx1", zipped(np.array([0, 1, 10])), "labels up to 10, for 10 classes"),
     ],
+    ids=["cut", "one dimension", "two labels of three", "eleven classes"],
 )
 def test_idx_files_that_make_no_sense_are_refused(tmp_path, put, name, content, message):
     write_mnist(tmp_path, put)
@@ -429,7 +434,7 @@ def test_unknown_name_gets_a_hint(tmp_path, use, name, hint):
 def test_verify_tells_ok_missing_and_wrong_apart(tmp_path, monkeypatch):
     arrays = small_mnist()
     plain = "MNIST/raw/t10k-labels-idx1-ubyte"
-    good = gzip.compress(idx(arrays["MNIST/raw/train-images-idx3-ubyte"]), mtime=0)
+    good = zipped(arrays["MNIST/raw/train-images-idx3-ubyte"])
     publish(monkeypatch, {"MNIST/raw/train-images-idx3-ubyte.gz": good})
     monkeypatch.setitem(files.PLAIN_MD5, f"{plain}.gz", md5(idx(arrays[plain])))
     write(tmp_path / "MNIST/raw/train-images-idx3-ubyte.gz", good)

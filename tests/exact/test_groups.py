@@ -35,6 +35,7 @@ from posterity import (
     variational,
 )
 from posterity.compress import quantise, shrink, sparsity
+from posterity.posterior.divergence import formula_of
 from posterity.posterior.scales import LogNormalScales, NormalScales
 
 F64 = torch.float64
@@ -206,6 +207,23 @@ def test_scales_at_the_start_feel_the_prior(family: str) -> None:
     leaf, prior = FAMILIES[family][0](torch.randn(3, 4), 0.01), FAMILIES[family][1]
     kl(leaf, prior).backward()
     assert all(bool((p.grad != 0).all()) for p in leaf.parameters())
+
+
+@families
+def test_the_joint_kl_to_a_next_prior_is_the_mean_of_its_definition(family: str) -> None:
+    q = stirred(family)
+    prior = stirred(family, size=0.5)
+    with torch.no_grad():
+        prior.loc.add_(0.4)
+        prior.raw.add_(0.3)
+    noise = drawn(q, 5)
+    z, log_q = q.scales.draw(noise["z"])
+    given, theirs = (Normal(z * leaf.loc, z.abs() * leaf.filled_std()) for leaf in (q, prior))
+    terms = kl_divergence(given, theirs).flatten(1).sum(1) + log_q - prior.scales.log_prob(z)
+    formula, needs_draw = formula_of(type(q), type(prior))
+    assert needs_draw
+    assert formula is not None
+    torch.testing.assert_close(formula(q, prior, noise), terms.mean(), rtol=1e-12, atol=0.0)
 
 
 @families

@@ -174,10 +174,9 @@ def _(q: ScaledGaussian, p: ScaledGaussian, noise: Mapping[str, Tensor]) -> Tens
         )
     z, log_q = q.scales.draw(noise["z"])
     growth, shift = (q.filled_std() - p.filled_std()) / p.filled_std(), (q.loc - p.loc) / p.filled_std()
-    shift = (
-        shift if q.scales.multiply_stds else z * shift
-    )  # z multiplies both, and leaves their quotient as it is
-    given = 0.5 * q.total(shift * shift + _spread_gap(growth))
+    # Scales of whole weights multiply both the gap and the std, and leave their quotient as it is.
+    gap = shift if q.scales.multiply_stds else z * shift
+    given = 0.5 * q.total(gap * gap + _spread_gap(growth))
     return (given + log_q - p.scales.log_prob(z)).mean()
 
 

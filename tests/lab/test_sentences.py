@@ -131,7 +131,7 @@ def test_the_demos_second_number_and_its_accuracies() -> None:
     says("docs/results.md", f"BGD's η, {demo['config']['fixed']['bgd']['lr']:g}, is a second number")
     says(
         "docs/results.md",
-        f"{demo['seconds']:.0f} s on the same machine, {len(demo['config']['seeds'])} seeds",
+        f"[record](../results/demo.json); {len(demo['config']['seeds'])} seeds, {demo['seconds']:.0f} s)",
     )
     assert {len(grid["values"]) for grid in demo["grids"].values()} == {5}
 

@@ -230,7 +230,7 @@ def test_weights_begin_as_the_authors_have_them() -> None:
     generator = torch.get_rng_state()
     prunable.narrow(net, 0.01, seed=0)
     assert torch.equal(torch.get_rng_state(), generator)
-    parameters = dict(net.named_parameters())
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
     large = parameters["5.weight"]
     assert float(large.std()) == pytest.approx(0.01, rel=5 / math.sqrt(2 * large.numel()))
     conv, reach = parameters["2.weight"], math.sqrt(6 / (25 * 20 + 25 * 50))

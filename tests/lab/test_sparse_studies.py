@@ -15,7 +15,6 @@ from posterity import DiagonalGaussian, LogUniform
 from posterity.compress import point_mass
 from posterity_lab import baselines, data, nets, prunable
 from posterity_lab.baselines import gates
-from posterity_lab.baselines.one_pass import OnePass
 from posterity_lab.baselines.sparse import kl_factor, without_zeros
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
@@ -38,28 +37,6 @@ def begun(method: str, **config: Any) -> tuple[Method, Split]:
     asked = unit(method, **config)
     train = training.prepared(asked, "cpu").train
     return training.begun(method, asked.config, train, 10, "cpu", 0), train
-
-
-@pytest.mark.parametrize("bounds", [(-8.0, 8.0), (-2.0, 1.0)])
-def test_the_kl_in_one_pass_is_that_of_the_log_uniform_prior_with_its_gradient(bounds: Any) -> None:
-    torch.manual_seed(0)
-    mean, raw = torch.randn(40, 30).double(), 3.0 * torch.randn(40, 30).double() - 3.0
-    mean[0, :3] = torch.tensor([0.0, 1e-12, -50.0])
-    found = []
-    for prior in (LogUniform(bounds), OnePass(LogUniform(bounds))):
-        q = DiagonalGaussian(mean, 1.0, trainable=True)
-        q.raw.data.copy_(raw)
-        total = posterity.kl(q, prior)
-        (0.3 * total).backward()
-        found.append((total.detach(), q.loc.grad, q.raw.grad))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert bool((found[1][1][0, :3] == 0).all())  # outside the bounds
-
-
-def test_pruned_leaves_have_the_kl_of_the_weights_that_are_left() -> None:
-    q = DiagonalGaussian(torch.ones(4), 0.5, trainable=True).pruned(torch.tensor([True, False, True, False]))
-    torch.testing.assert_close(posterity.kl(q, OnePass(LogUniform())), posterity.kl(q, LogUniform()))
 
 
 def test_biases_and_batch_norm_are_not_drawn() -> None:
@@ -352,7 +329,7 @@ def test_removed_shares_are_shown_by_layer() -> None:
 
 def test_the_learner_has_the_prior_of_its_name() -> None:
     config = {**unit("sparse-vd").config}
-    kinds = {"sparse-vd": OnePass, "sparse-ard": posterity.ARD}
+    kinds = {"sparse-vd": posterity.LogUniform, "sparse-ard": posterity.ARD}
     kinds |= {"gnj": posterity.GroupNormalJeffreys, "ghs": posterity.GroupHorseshoe}
     for method, kind in kinds.items():
         made = learner(method, config, nets.mlp(4, [3], 2), num_data=10, seed=0)

@@ -1565,15 +1565,6 @@ _RECORDS = [
         ("lab/test_sparse_studies.py::test_the_net_without_gates_is_the_one_with_them",),
     ),
     Site(
-        "the KL in one pass has a gradient outside its bounds",
-        f"{_LAB}/baselines/one_pass.py",
-        "slope = torch.where(inside, 2.0",
-        "slope = torch.where(inverse > 0, 2.0",
-        (
-            "lab/test_sparse_studies.py::test_the_kl_in_one_pass_is_that_of_the_log_uniform_prior_with_its_gradient",
-        ),
-    ),
-    Site(
         "the KL's warm-up begins at once",
         f"{_LAB}/baselines/sparse.py",
         "delay=round(delay * steps), end=factor",

@@ -34,7 +34,6 @@ from posterity import (
 )
 from posterity.variational import Family
 from posterity_lab import baselines
-from posterity_lab.baselines.one_pass import OnePass
 from posterity_lab.baselines.point import Nll
 from posterity_lab.baselines.sparse import kl_factor
 from posterity_lab.continual import by_rule
@@ -79,9 +78,8 @@ NAMES = {
 # Bayesian incremental learning.
 FAMILIES: Mapping[str, Family] = {"ffg": DiagonalGaussian, "cfg": cfg, "mnf": partial(mnf, conv="kernel")}
 # Of methods that leave most weights, or most units, at zero: families and priors.
-_LOG_UNIFORM = LogUniform()
 SPARSE: Mapping[str, tuple[Family, Density]] = {
-    "sparse-vd": (DiagonalGaussian, _LOG_UNIFORM),
+    "sparse-vd": (DiagonalGaussian, LogUniform()),
     "sparse-ard": (DiagonalGaussian, ARD()),
     "gnj": (gnj, GroupNormalJeffreys()),
     "ghs": (ghs, GroupHorseshoe()),
@@ -156,7 +154,7 @@ def learner(
             return baselines.variational_dropout(
                 model,
                 family=made_of,
-                prior=OnePass(_LOG_UNIFORM, config["compiled"]) if method == "sparse-vd" else sparsity,
+                prior=sparsity,
                 num_data=num_data,
                 factor=kl_factor(config["kl_factor"], steps, config["kl_delay"], config["kl_rise"]),
                 seed=seed,

@@ -173,11 +173,10 @@ def base(quick: bool) -> dict[str, Any]:
         "mean_std": 0.01,
         "bfloat16": False,
         "lr": 1e-3,
-        "compiled": True,
         "held_out": 0,
         "tested_on": "test",
     }
-    return found | ({"data": "digits", "epochs": 6, "mean_std": 0.1, "compiled": False} if quick else {})
+    return found | ({"data": "digits", "epochs": 6, "mean_std": 0.1} if quick else {})
 
 
 def nets_of(quick: bool) -> dict[str, tuple[dict[str, Any], float]]:

@@ -130,7 +130,7 @@ def cells(quick: bool) -> list[Cell]:
     for setting, (own, _) in sparse.nets_of(quick).items():
         common = {**sparse.base(quick), **own, "seconds": 0.01 if quick else 0.5}
         # Of the weights given their scales, and of the scales: log σ² = −9.
-        scaled = {**common, "std_init": 0.011109, "compiled": False}
+        scaled = {**common, "std_init": 0.011109}
         found += [
             Cell(setting, "gnj", scaled),
             Cell(setting, "ghs", scaled),

@@ -133,7 +133,7 @@ def cells(quick: bool) -> list[Cell]:
         }
         widths, main, dense, std = {"small": "-0.0625"}, "small", 2, -3.0
     start = {"dense_epochs": dense, "std_init": round(math.exp(std), 7), "lr": 1e-5, "kl_factor": 1.0}
-    start |= {"kl_delay": 0.0, "kl_rise": 0.0, "compiled": not quick, "decay_from": 0.0}
+    start |= {"kl_delay": 0.0, "kl_rise": 0.0, "decay_from": 0.0}
     bgd = {"std_init": 0.011, "lr": 8.0 if not quick else 1.0, "mc_samples": 2}
     ivon = {"lr": 0.1, "momentum": 0.9, "beta2": 0.99999, "prior_precision": 50.0, "hess_init": 0.5}
     found = []
@@ -143,7 +143,7 @@ def cells(quick: bool) -> list[Cell]:
         if setting == main:
             found.append(Cell(setting, "bgd", {**common, **bgd}))
             if not quick:  # as the others are
-                found.append(Cell(setting, "gnj", {**common, **start, "compiled": False}))
+                found.append(Cell(setting, "gnj", {**common, **start}))
                 found.append(
                     Cell(setting, "ivon", {**common, **ivon, "mc_samples": 1, "milestones": [0.5, 0.75]})
                 )

@@ -886,6 +886,61 @@ _LAPLACE = [
         ("optim/test_watch.py::test_a_parameter_unfrozen_after_the_optimizer_was_built_is_warned_of",),
     ),
     Site(
+        "losses of contexts are not averaged over samples",
+        "posterity/optim/loop.py",
+        "opt.watch.hear(heard.found, 1 / opt.own_samples())",
+        "opt.watch.hear(heard.found, 1.0)",
+        (
+            "optim/test_watch.py::test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_over_samples",
+        ),
+    ),
+    Site(
+        "a step of contexts stands for itself alone",
+        "posterity/optim/watch.py",
+        "1 if step < _FIRST else _EVERY",
+        "1",
+        ("optim/test_watch.py::test_a_run_that_stands_still_is_told_of_lr",),
+    ),
+    Site(
+        "losses that were dropped by zero_grad() count",
+        "posterity/optim/optimizer.py",
+        "self.watch.forget()",
+        "pass",
+        (
+            "optim/test_watch.py::test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_over_samples",
+        ),
+    ),
+    Site(
+        "what backward() multiplies a gradient with is taken for a loss",
+        "posterity/optim/watch.py",
+        'func is Tensor.backward and kwargs.get("gradient") is None',
+        "func is Tensor.backward",
+        (
+            "optim/test_watch.py::test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_over_samples",
+        ),
+    ),
+    Site(
+        "a run that is far too slow is well",
+        "posterity/optim/watch.py",
+        "bool(advice and not seen.fallen(noisy, _LITTLE))",
+        "False",
+        ("optim/test_watch.py::test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of",),
+    ),
+    Site(
+        "a vector of losses has an ELBO for each",
+        "posterity/objective.py",
+        "if nll.numel() != 1 and",
+        "if False and",
+        ("test_objective.py::test_bad_numbers_are_refused",),
+    ),
+    Site(
+        "a family of other numbers fails in its own words",
+        "posterity/variational.py",
+        "if kind:",
+        "if False:",
+        ("posterior/test_families.py::test_a_family_that_makes_no_leaf_of_a_parameter_is_refused_by_name",),
+    ),
+    Site(
         "a learning rate of the paper's is taken for Adam's",
         "posterity/optim/handover.py",
         'if group.get("lr_unit") == 1.0:',

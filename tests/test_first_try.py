@@ -308,6 +308,22 @@ def test_a_second_call_runs_what_is_missing(
     record = json.loads(out.read_text())
     assert record["complete"]
     assert [each["method"] for each in record["rows"]] == ["adamw", "bgd"]
+    before = out.read_bytes()
+    fewer = ["first_try.py", "--tasks", "digits-cnn", "--methods", "adamw", "--seeds", "0"]
+    monkeypatch.setattr("sys.argv", [*command[:5], "--seeds", "0", "--out", str(out)])
+    capsys.readouterr()
+    script.main()
+    assert out.read_bytes() == before  # a call with nothing to run leaves who ran it alone
+    assert "### Digits, MLP" in capsys.readouterr().out
+    monkeypatch.setattr(
+        script, "started", lambda job, given: row(job[1], job[2], 0.9, 0.1, task=job[0], columns={})
+    )
+    monkeypatch.setattr("sys.argv", [*fewer, "--out", str(out)])
+    script.main()
+    shown = capsys.readouterr().out
+    assert "### Digits, two convolutions" in shown
+    assert "### Digits, MLP" not in shown  # was not asked for
+    assert len(json.loads(out.read_text())["rows"]) == 3
     monkeypatch.setattr("sys.argv", [*command, "--out", str(out), "--epochs", "2"])
     with pytest.raises(SystemExit):
         script.main()

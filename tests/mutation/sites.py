@@ -941,6 +941,13 @@ _LAPLACE = [
         ("posterior/test_families.py::test_a_family_that_makes_no_leaf_of_a_parameter_is_refused_by_name",),
     ),
     Site(
+        "a call with nothing to run rewrites a record",
+        f"{_LAB}/bench.py",
+        'not found["complete"]',
+        "True",
+        ("test_first_try.py::test_a_second_call_runs_what_is_missing",),
+    ),
+    Site(
         "a learning rate of the paper's is taken for Adam's",
         "posterity/optim/handover.py",
         'if group.get("lr_unit") == 1.0:',

@@ -326,6 +326,20 @@ def test_thompson_sampling_draws_its_networks_anew() -> None:
     assert torch.equal(agent()._worth(choices), agent()._worth(choices))
 
 
+def test_the_divergence_counts_once_in_all_that_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
+    """The mushrooms in the buffer, and the images of one part."""
+    counted = list[int]()
+
+    def told(make: Any) -> Any:
+        return lambda *args, **kwargs: (counted.append(kwargs["num_data"]), make(*args, **kwargs))[1]
+
+    monkeypatch.setattr(bandit, "backprop", told(bandit.backprop))
+    agent("thompson", buffer=300)
+    monkeypatch.setattr(incremental, "learner", told(incremental.learner))
+    incremental.learn(unit(incremental.MNIST, "ffg", net="mlp-4", epochs=1), "cpu", tmp_path, QUIET)
+    assert counted == [300, 1437 // 3]
+
+
 @pytest.mark.parametrize("method", ["thompson", "greedy-5"])
 def test_a_killed_agent_goes_on_to_the_same_regret(tmp_path: Path, monkeypatch: Any, method: str) -> None:
     asked = unit(bandit.BANDIT, method, epochs=3, interactions=8)

@@ -157,6 +157,15 @@ def test_a_net_of_nans_is_a_divergence(fitted: Callable, monkeypatch) -> None:
         calibration.predictions(fitted("adam"), torch.zeros(2, 1, 16, 16))
 
 
+def test_scores_of_a_net_that_is_sure_of_the_wrong_class_are_whole(fitted: Callable, monkeypatch) -> None:
+    asked = fitted("adam")
+    logits = torch.zeros(1, len(asked.test), 10)
+    logits[..., 0] = 200.0
+    monkeypatch.setattr(calibration, "predict", lambda *args, **kwargs: posterity.Prediction(logits))
+    wrong = float((asked.test.y != 0).double().mean())
+    assert calibration._scores(asked)["nll"] == pytest.approx(200.0 * wrong)
+
+
 def test_another_data_set_is_told_apart_or_said_to_be_missing(fitted: Callable, monkeypatch) -> None:
     asked = fitted("adam")
     assert calibration.outside(asked, "cpu") == {"outside": None, "outside_auroc": None}

@@ -976,6 +976,27 @@ _LAPLACE = [
         ("lab/test_vogn.py::test_scores_of_a_net_that_is_sure_of_the_wrong_class_are_whole",),
     ),
     Site(
+        "a first try's stream is tested on what it learned",
+        f"{_LAB}/first_try/tasks.py",
+        "tests = [task.seen(task.test) for task in tasks]",
+        "tests = [task.seen(task.train) for task in tasks]",
+        ("test_first_try.py::test_tasks_are_tested_on_what_was_not_learned",),
+    ),
+    Site(
+        "a first try's regression has a variance of a half",
+        f"{_LAB}/first_try/tasks.py",
+        "return 0.5 * F.mse_loss(model(x), y)",
+        "return F.mse_loss(model(x), y)",
+        ("test_first_try.py::test_tasks_are_tested_on_what_was_not_learned",),
+    ),
+    Site(
+        "all seeds of a first try have one split",
+        f"{_LAB}/first_try/tasks.py",
+        "split=seed",
+        "split=0",
+        ("test_first_try.py::test_tasks_are_tested_on_what_was_not_learned",),
+    ),
+    Site(
         "a call with nothing to run rewrites a record",
         f"{_LAB}/bench.py",
         'not found["complete"]',

@@ -187,8 +187,8 @@ def test_the_prior_lies_around_the_pretrained_weights(prior: str, monkeypatch: A
     seen: dict[str, Any] = {}
     fit = laplace.fit
 
-    def spied(model: nn.Module, *args: Any, **how: Any) -> Any:
-        seen["found"] = fit(model, *args, **how)
+    def spied(model: nn.Module, given: Any, **how: Any) -> Any:
+        seen["given"], seen["found"] = given, fit(model, given, **how)
         return seen["found"]
 
     monkeypatch.setattr(laplace, "fit", spied)
@@ -205,6 +205,9 @@ def test_the_prior_lies_around_the_pretrained_weights(prior: str, monkeypatch: A
     if prior == "laplace":
         std = found.block("1.weight").std()
         assert float(std.max() / std.min()) > 2.0  # one for each weight
+        assert all(
+            given is kept for given, kept in zip(seen["given"], (first.train.x, first.train.y), strict=True)
+        )
 
 
 @pytest.mark.parametrize(

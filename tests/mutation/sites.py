@@ -997,6 +997,20 @@ _LAPLACE = [
         ("test_first_try.py::test_tasks_are_tested_on_what_was_not_learned",),
     ),
     Site(
+        "alpha dropout does not keep the variance",
+        "posterity/dropout.py",
+        "((low**2 * p + 1.0) * (1.0 - p)) ** -0.5",
+        "((low**2 * p + 1.0) * (1.0 - p)) ** 0.5",
+        ("test_dropout.py::test_what_stays_and_what_drops_has_torchs_values",),
+    ),
+    Site(
+        "the prior of a pretrained net has seen test images",
+        f"{_LAB}/reproduce/incremental.py",
+        "x, y = first.train.x, first.train.y",
+        "x, y = first.test.x, first.test.y",
+        ("lab/test_gradient_studies.py::test_the_prior_lies_around_the_pretrained_weights",),
+    ),
+    Site(
         "a call with nothing to run rewrites a record",
         f"{_LAB}/bench.py",
         'not found["complete"]',

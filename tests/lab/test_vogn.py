@@ -140,14 +140,17 @@ def test_seconds_are_of_every_epoch_and_survive_a_resume(tmp_path: Path) -> None
     assert [each["epoch"] for each in whole["curve"]] == [1, 2, 3]
 
 
-def test_dropout_is_predicted_through_masks_and_adam_by_one_network(fitted: Callable) -> None:
+def test_dropout_is_predicted_through_masks_and_adam_and_kfac_by_one_network(fitted: Callable) -> None:
     dropping, plain = fitted("mc-dropout"), fitted("adam")
     x = plain.test.x[:20]
     found = calibration.predictions(dropping, x)
     assert torch.equal(found.samples, predict(dropping.model, MCDropout(), x, samples=10).samples)
     assert not torch.equal(found.samples[0], found.samples[1])
-    plain.model.eval()
-    torch.testing.assert_close(calibration.predictions(plain, x).samples[0], plain.model(x))
+    for one in (plain, fitted("kfac")):  # K-FAC has stds, and is one network nevertheless
+        one.model.eval()
+        drawn = calibration.predictions(one, x).samples
+        assert len(drawn) == 1
+        torch.testing.assert_close(drawn[0], one.model(x))
 
 
 def test_a_net_of_nans_is_a_divergence(fitted: Callable, monkeypatch) -> None:

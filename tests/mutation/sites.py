@@ -1011,6 +1011,20 @@ _LAPLACE = [
         ("lab/test_gradient_studies.py::test_the_prior_lies_around_the_pretrained_weights",),
     ),
     Site(
+        "Adam's weight decay pulls at BatchNorm",
+        f"{_LAB}/baselines/point.py",
+        'if p in spared], "weight_decay": 0.0}',
+        'if p in spared], "weight_decay": weight_decay}',
+        ("lab/test_vogn.py::test_weight_decay_spares_batch_norm",),
+    ),
+    Site(
+        "the calibration table draws from K-FAC",
+        f"{_LAB}/reproduce/calibration.py",
+        'posterior is None or method == "kfac"',
+        "posterior is None",
+        ("lab/test_vogn.py::test_dropout_is_predicted_through_masks_and_adam_and_kfac_by_one_network",),
+    ),
+    Site(
         "a call with nothing to run rewrites a record",
         f"{_LAB}/bench.py",
         'not found["complete"]',

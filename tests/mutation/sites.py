@@ -1025,6 +1025,13 @@ _LAPLACE = [
         ("lab/test_vogn.py::test_dropout_is_predicted_through_masks_and_adam_and_kfac_by_one_network",),
     ),
     Site(
+        "the toy's plane shows the other class",
+        f"{_LAB}/reproduce/toy.py",
+        'mode="mean").probs[:, 1]',
+        'mode="mean").probs[:, 0]',
+        ("lab/test_vogn.py::test_every_cell_of_vogn_runs",),
+    ),
+    Site(
         "a call with nothing to run rewrites a record",
         f"{_LAB}/bench.py",
         'not found["complete"]',

@@ -347,7 +347,7 @@ def test_every_cell_of_vogn_runs(tmp_path: Path) -> None:
     (_, vogn) = toy.cells(quick=True)
     found = toy.draw(Unit("vogn-toy", "moons", "vogn", 0, vogn.config, ""), "cpu", tmp_path, QUIET).metrics
     assert len(found["samples"]) == 10
-    # Of the second class, the lower half circle, around (1, 0), more in the lower right than in the upper left.
+    # Of the second class, the lower half circle, more in the lower right than in the upper left.
     for grid in (found["mean"], found["average"], *found["samples"][:1]):
         shares = toy.unpacked(grid)
         assert shares[26:, :10].mean() > shares[:15, 31:].mean() + 0.1

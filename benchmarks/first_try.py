@@ -300,7 +300,7 @@ def main() -> None:
     failed = run(record, missing, given)
     if failed:
         raise SystemExit(f"{len(failed)} trials could not be run; a second call runs them: {failed[0]}")
-    record.close(rendered(record.rows))
+    record.close(rendered([row for row in record.rows if row["task"] in given.tasks]))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,17 @@ def test_masks_have_the_moments_of_inverted_dropout() -> None:
     assert abs(twins[:, :, 0].T.corrcoef()[0, 1]) < 5 / n**0.5
 
 
+@pytest.mark.parametrize("p", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
+)
+def test_what_stays_and_what_drops_has_torchs_values(layer: type[nn.Module], p: float) -> None:
+    shape = {nn.Dropout1d: (60, 5, 2), nn.Dropout2d: (60, 5, 2, 2), nn.FeatureAlphaDropout: (60, 5, 2, 2)}
+    x = torch.full(shape.get(layer, (60, 5, 2, 2, 2)), 0.7, dtype=torch.float64)
+    ours = predict(layer(p), MCDropout(), x, samples=1, class_dim=1).samples
+    torch.testing.assert_close(ours.unique(), layer(p)(x).unique())
+
+
 def test_only_dropout_is_in_training_mode_and_all_is_put_back() -> None:
     net, x = make()
     net.train()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import posterity
-from posterity_lab import bench, uci
+from posterity_lab import bench, data, uci
 from posterity_lab.data import Split
 from posterity_lab.files import DataError, md5_of
 from posterity_lab.first_try import METHODS, TASKS, trial
@@ -153,6 +153,28 @@ def test_regression_metrics_are_in_the_unit_of_the_data() -> None:
     assert metrics["nll"] == pytest.approx(float(each.mean()), rel=1e-5)
     assert metrics["nll_error"] == pytest.approx(float(each.std()) / math.sqrt(10), rel=1e-4)
     assert metrics["rmse"] == pytest.approx(5 * float((p.mean - test.y).square().mean().sqrt()), rel=1e-5)
+
+
+def test_tasks_are_tested_on_what_was_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, digits = TASKS["permuted-digits"](3, "cpu"), data.load("digits")
+    assert problem.num_data == 5 * len(digits.train)
+    assert len(problem.test) == 5 * len(digits.test)
+    assert torch.equal(problem.test.y, digits.test.y.repeat(5))
+    # A permutation leaves what an image sums up to.
+    assert torch.allclose(problem.test.x.flatten(1).sum(1), digits.test.x.flatten(1).sum(1).repeat(5))
+    asked: list[tuple[str, int]] = []
+
+    def load(name: str, split: int, device: str) -> uci.Regression:
+        asked.append((name, split))
+        return uci.Regression(
+            Split(torch.ones(9, 3), torch.ones(9, 1)), Split(torch.ones(2, 3), torch.ones(2, 1)), 2.0
+        )
+
+    monkeypatch.setattr(uci, "load", load)
+    problem = TASKS["uci-energy"](3, "cpu")
+    assert (asked, problem.scale, len(problem.test)) == ([("energy", 3)], 2.0, 2)
+    # The Gaussian's variance is 1: nats, but for a constant.
+    assert float(problem.loss(lambda x: x + 2, torch.ones(4, 1), torch.ones(4, 1))) == 2.0
 
 
 def test_crops_and_flips_are_those_of_a_loop() -> None:
@@ -308,6 +330,22 @@ def test_a_second_call_runs_what_is_missing(
     record = json.loads(out.read_text())
     assert record["complete"]
     assert [each["method"] for each in record["rows"]] == ["adamw", "bgd"]
+    before = out.read_bytes()
+    fewer = ["first_try.py", "--tasks", "digits-cnn", "--methods", "adamw", "--seeds", "0"]
+    monkeypatch.setattr("sys.argv", [*command[:5], "--seeds", "0", "--out", str(out)])
+    capsys.readouterr()
+    script.main()
+    assert out.read_bytes() == before  # a call with nothing to run leaves who ran it alone
+    assert "### Digits, MLP" in capsys.readouterr().out
+    monkeypatch.setattr(
+        script, "started", lambda job, given: row(job[1], job[2], 0.9, 0.1, task=job[0], columns={})
+    )
+    monkeypatch.setattr("sys.argv", [*fewer, "--out", str(out)])
+    script.main()
+    shown = capsys.readouterr().out
+    assert "### Digits, two convolutions" in shown
+    assert "### Digits, MLP" not in shown  # was not asked for
+    assert len(json.loads(out.read_text())["rows"]) == 3
     monkeypatch.setattr("sys.argv", [*command, "--out", str(out), "--epochs", "2"])
     with pytest.raises(SystemExit):
         script.main()

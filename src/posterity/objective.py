@@ -43,6 +43,8 @@ def elbo(
     refuse_num_data(num_data)
     if divergence.dim() and divergence.shape != nll.shape:
         raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
+    if nll.numel() != 1 and divergence.shape != nll.shape:
+        raise ValueError(f"nll is one number, the batch's mean, not {list(nll.shape)}")
     return nll + (factor_at(factor, step) / num_data) * divergence
 
 

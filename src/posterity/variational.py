@@ -356,15 +356,31 @@ def variational(
     std = start_std(found, drawn.values())
     leaves = {}
     for name, p in drawn.items():
-        made = first_match(families, name)
-        if not callable(made):
-            raise TypeError(
-                f"family= makes a leaf of a parameter and its std, which {described(made)} does not"
-            )
-        leaves[name] = made(p, std)
+        leaves[name] = _leaf_by(first_match(families, name), p, std)
     return Variational(
         module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim, prior=prior
     )
+
+
+def _leaf_by(family: Any, p: Tensor, std: float) -> Leaf:
+    """The leaf that a family makes of a parameter."""
+    called = getattr(family, "__name__", None) or described(family)
+    refusal = (
+        f"family= makes a leaf of a parameter and its std, which {called} does not: take DiagonalGaussian, "
+        "cfg or mnf"
+    )
+    kind = isinstance(family, type)
+    if not callable(family) or (kind and not issubclass(family, Leaf)):
+        raise TypeError(refusal)
+    try:
+        leaf = family(p, std)
+    except TypeError as error:
+        if kind:  # a leaf of other numbers, as K-FAC and Laplace find them
+            raise TypeError(refusal) from error
+        raise
+    if not isinstance(leaf, Leaf):
+        raise TypeError(refusal)
+    return leaf
 
 
 def _sparse(prior: Prior | None) -> bool:

@@ -231,6 +231,7 @@ class Record:
                 f"the record cannot be written to {self.path}: choose a file in a folder that exists"
             )
         self.rows: list[dict[str, Any]] = []
+        self._open = True
         self.notes: list[str] = []
         seeds = getattr(options, "seeds", [options.seed] if "seed" in options else [])
         self._made = Provenance(options.device, jobs=getattr(options, "jobs", 1), seeds=seeds)
@@ -254,7 +255,7 @@ class Record:
                 raise ValueError(
                     f"{self.path} was made with {name} {before}, not {now}: choose another file, or delete it"
                 )
-        self.rows = found["rows"]
+        self.rows, self._open = found["rows"], not found["complete"]
 
     def note(self, sentence: str) -> None:
         """Say something that a reader of the numbers must know, once."""
@@ -286,6 +287,7 @@ class Record:
         found = [ratio.of_columns(columns) for ratio in ratios if {ratio.of, ratio.to} <= set(columns)]
         row = {"case": case, "setting": setting, **more, "columns": dict(columns), "ratios": found}
         self.rows.append(row)
+        self._open = True
         self._write(complete=False)
         cells = [f"{name} {column['value']:.4g}" for name, column in columns.items()]
         cells += [
@@ -294,8 +296,12 @@ class Record:
         print(f"{case}, {setting} [{self.unit}]: {'; '.join(cells)}", flush=True)
 
     def close(self, table: str | None = None) -> None:
-        """All rows are there: mark the record complete, and show it, or a table in place of all columns."""
-        self._write(complete=True)
+        """All rows are there: mark the record complete, and show it, or a table in place of all columns.
+
+        A complete record that was resumed and got no row stays as its runs have left it.
+        """
+        if self._open:
+            self._write(complete=True)
         if table is None:
             show(self.content(complete=True))
         else:

@@ -203,9 +203,9 @@ def _test(method: Method, stream: Stream, mode: Mode, config: Config) -> dict[st
         if not bool(torch.isfinite(probs).all()):
             raise FloatingPointError("the predictions are not finite: lower lr")
         result["accuracy"].append(metrics.accuracy(probs, data.y))
-        shares = Prediction(drawn.samples, "average").probs  # votes are no probabilities
-        result["nll"].append(metrics.nll(shares, data.y))
-        result["ece"].append(metrics.ece(shares, data.y))
+        averaged = Prediction(drawn.samples, "average")  # votes are no probabilities
+        result["nll"].append(metrics.nll(averaged, data.y))
+        result["ece"].append(metrics.ece(averaged.probs, data.y))
     return result
 
 

@@ -234,13 +234,14 @@ def _learner(config: Config, shape: Sequence[int], classes: int, num_data: int) 
 
 def _scores(model: nn.Module, method: Method, held_out: Split, config: Config) -> dict[str, Any]:
     """What the network can do now, on images that it did not learn from."""
-    probs = methods.predictions(model, method.posterior(), held_out.x, config).probs
+    found = methods.predictions(model, method.posterior(), held_out.x, config)
+    probs = found.probs
     if not bool(torch.isfinite(probs).all()):  # the epoch's last step went too far
         raise FloatingPointError("the predictions are not finite: lower lr")
     return {
         "split": "validation" if config.validation else "test",
         "accuracy": metrics.accuracy(probs, held_out.y),
-        "nll": metrics.nll(probs, held_out.y),
+        "nll": metrics.nll(found, held_out.y),
         "ece": metrics.ece(probs, held_out.y),
     }
 

@@ -186,6 +186,8 @@ def test_weights_of_a_pretrained_net_are_the_means_of_a_prior(family: str) -> No
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="std must be finite and greater than 0"):
             around(net, bad)
+    with pytest.raises(TypeError, match=r"around\(\) takes a number for std, not '0.1'"):
+        around(net, "0.1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -193,6 +193,11 @@ def test_tests_use_the_head_of_their_task_and_no_labels_trick() -> None:
     assert apart.accuracy.tolist() == [[0.75, 0.75]] * 2  # 1 before 0, and 3 before 2
     first = torch.tensor([0.0, 1.0]).log_softmax(0)
     assert apart.nll[0, 0].item() == pytest.approx(float(-(first[0] + 3 * first[1]) / 4))
+    sure = Fixed()
+    with torch.no_grad():
+        sure.logits[0] = 200.0
+    net = quiet(Told(sure), stream(many_heads(pairs), epochs=1, batch_size=4, seed=0))
+    assert net.nll[0, 0].item() == pytest.approx(0.75 * 199.0)  # a probability of e^-199 is none in float32
     offset = [(data, data), ((data[0], data[1] + 2), (data[0], data[1] + 2))]
     together = quiet(Told(Fixed()), stream(one_head(offset), epochs=1, batch_size=4, seed=0))
     assert together.accuracy.tolist() == [[0.0, 0.75]] * 2  # 3 before all

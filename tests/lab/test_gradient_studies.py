@@ -187,8 +187,8 @@ def test_the_prior_lies_around_the_pretrained_weights(prior: str, monkeypatch: A
     seen: dict[str, Any] = {}
     fit = laplace.fit
 
-    def spied(model: nn.Module, *args: Any, **how: Any) -> Any:
-        seen["found"] = fit(model, *args, **how)
+    def spied(model: nn.Module, given: Any, **how: Any) -> Any:
+        seen["given"], seen["found"] = given, fit(model, given, **how)
         return seen["found"]
 
     monkeypatch.setattr(laplace, "fit", spied)
@@ -205,6 +205,9 @@ def test_the_prior_lies_around_the_pretrained_weights(prior: str, monkeypatch: A
     if prior == "laplace":
         std = found.block("1.weight").std()
         assert float(std.max() / std.min()) > 2.0  # one for each weight
+        assert all(
+            given is kept for given, kept in zip(seen["given"], (first.train.x, first.train.y), strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -324,6 +327,20 @@ def test_thompson_sampling_draws_its_networks_anew() -> None:
     choices = torch.rand(2, 6)
     assert not torch.equal(played._worth(choices), played._worth(choices))
     assert torch.equal(agent()._worth(choices), agent()._worth(choices))
+
+
+def test_the_divergence_counts_once_in_all_that_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
+    """The mushrooms in the buffer, and the images of one part."""
+    counted = list[int]()
+
+    def told(make: Any) -> Any:
+        return lambda *args, **kwargs: (counted.append(kwargs["num_data"]), make(*args, **kwargs))[1]
+
+    monkeypatch.setattr(bandit, "backprop", told(bandit.backprop))
+    agent("thompson", buffer=300)
+    monkeypatch.setattr(incremental, "learner", told(incremental.learner))
+    incremental.learn(unit(incremental.MNIST, "ffg", net="mlp-4", epochs=1), "cpu", tmp_path, QUIET)
+    assert counted == [300, 1437 // 3]
 
 
 @pytest.mark.parametrize("method", ["thompson", "greedy-5"])

@@ -65,6 +65,14 @@ def assert_same(one: Path, two: Path) -> None:
     assert all(torch.equal(value, posterior(two)[key]) for key, value in posterior(one).items())
 
 
+def test_the_nll_of_a_net_that_is_sure_of_the_wrong_class_is_whole():
+    model, none = torch.nn.Linear(1, 2, bias=False), SimpleNamespace(posterior=lambda: None)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[200.0], [0.0]]))
+    held_out = runs.Split(torch.ones(2, 1), torch.tensor([0, 1]))
+    assert runs._scores(model, none, held_out, tiny())["nll"] == 100.0  # e^-200 is no number of float32
+
+
 def test_an_epochs_loss_is_the_mean_over_its_examples():
     training = runs.data.load("digits").train.subset(range(150))  # in batches of 64, 64 and 22
     method = SimpleNamespace(step=lambda x, y: x.mean())

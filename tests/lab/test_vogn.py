@@ -140,14 +140,17 @@ def test_seconds_are_of_every_epoch_and_survive_a_resume(tmp_path: Path) -> None
     assert [each["epoch"] for each in whole["curve"]] == [1, 2, 3]
 
 
-def test_dropout_is_predicted_through_masks_and_adam_by_one_network(fitted: Callable) -> None:
+def test_dropout_is_predicted_through_masks_and_adam_and_kfac_by_one_network(fitted: Callable) -> None:
     dropping, plain = fitted("mc-dropout"), fitted("adam")
     x = plain.test.x[:20]
     found = calibration.predictions(dropping, x)
     assert torch.equal(found.samples, predict(dropping.model, MCDropout(), x, samples=10).samples)
     assert not torch.equal(found.samples[0], found.samples[1])
-    plain.model.eval()
-    torch.testing.assert_close(calibration.predictions(plain, x).samples[0], plain.model(x))
+    for one in (plain, fitted("kfac")):  # K-FAC has stds, and is one network nevertheless
+        one.model.eval()
+        drawn = calibration.predictions(one, x).samples
+        assert len(drawn) == 1
+        torch.testing.assert_close(drawn[0], one.model(x))
 
 
 def test_a_net_of_nans_is_a_divergence(fitted: Callable, monkeypatch) -> None:
@@ -155,6 +158,15 @@ def test_a_net_of_nans_is_a_divergence(fitted: Callable, monkeypatch) -> None:
     monkeypatch.setattr(calibration, "predict", nans)
     with pytest.raises(FloatingPointError, match="the predictions are not finite"):
         calibration.predictions(fitted("adam"), torch.zeros(2, 1, 16, 16))
+
+
+def test_scores_of_a_net_that_is_sure_of_the_wrong_class_are_whole(fitted: Callable, monkeypatch) -> None:
+    asked = fitted("adam")
+    logits = torch.zeros(1, len(asked.test), 10)
+    logits[..., 0] = 200.0
+    monkeypatch.setattr(calibration, "predict", lambda *args, **kwargs: posterity.Prediction(logits))
+    wrong = float((asked.test.y != 0).double().mean())
+    assert calibration._scores(asked)["nll"] == pytest.approx(200.0 * wrong)
 
 
 def test_another_data_set_is_told_apart_or_said_to_be_missing(fitted: Callable, monkeypatch) -> None:
@@ -335,4 +347,8 @@ def test_every_cell_of_vogn_runs(tmp_path: Path) -> None:
     (_, vogn) = toy.cells(quick=True)
     found = toy.draw(Unit("vogn-toy", "moons", "vogn", 0, vogn.config, ""), "cpu", tmp_path, QUIET).metrics
     assert len(found["samples"]) == 10
+    # Of the second class, the lower half circle, more in the lower right than in the upper left.
+    for grid in (found["mean"], found["average"], *found["samples"][:1]):
+        shares = toy.unpacked(grid)
+        assert shares[26:, :10].mean() > shares[:15, 31:].mean() + 0.1
     assert isinstance(vogn, Cell)

@@ -6,7 +6,9 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -18,11 +20,16 @@ from conformance.rules import Rule, X, Y, by_closure, by_context, loss_fn, net, 
 from posterity import diagnostics
 from posterity.diagnostics import PosteriorWarning
 from posterity.optim import handover
-from posterity.optim.watch import LossWatch
+from posterity.optim.watch import LossWatch, Roots
+
+Learn: TypeAlias = Callable[[nn.Module, posterity.VariationalOptimizer], None]
 
 
-def messages(losses: Iterable[float], noise: float = 0.1, fresh: bool = True) -> list[str]:
-    watch = LossWatch("VOGN", "raise damping", lambda: noise, fresh)
+def messages(losses: Iterable[float], noise: float = 0.1, fresh: bool = True, slow: str = "") -> list[str]:
+    return messages_of(LossWatch("VOGN", "raise damping", lambda: noise, fresh, lambda: slow), losses)
+
+
+def messages_of(watch: LossWatch, losses: Iterable[float]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for loss in losses:
@@ -95,6 +102,15 @@ def test_a_run_that_goes_on_may_have_nothing_to_learn() -> None:
     assert messages(losses, noise, fresh=False) == []
 
 
+def test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of() -> None:
+    """On digits VOGN at lr=1e-3 has lowered it by a hundredth after 300 steps, and is at chance."""
+    losses = run(lambda t: 2.3 - 2e-4 * t, 0.02)
+    assert messages(losses) == []
+    (found,) = messages(losses, slow="raise lr")
+    assert re.fullmatch(r"VOGN has hardly lowered its loss in 300 steps \(.* now\): raise lr", found)
+    assert messages(run(lambda t: 2.3 - 1.5e-3 * t, 0.02), slow="raise lr") == []
+
+
 @rules
 def test_resumed_and_loaded_runs_are_not_fresh(rule: Rule) -> None:
     model = net()
@@ -109,24 +125,80 @@ def test_resumed_and_loaded_runs_are_not_fresh(rule: Rule) -> None:
     assert not other.watch.fresh
 
 
+@pytest.mark.parametrize("learn", [by_closure, by_context])
 @rules
-def test_a_run_that_stands_still_is_told_of_lr(rule: Rule) -> None:
+def test_a_run_that_stands_still_is_told_of_lr(rule: Rule, learn: Learn) -> None:
     model = net()
     # In 300 steps of a tenth each, noise alone would make the stds of IVON wide.
     slow = {"betas": (0.9, 0.9999)} if rule.name == "IVON" else {}
     opt = rule.make(model, lr=0.0, mc_samples=1, std_init=0.01, **slow)
-    for _ in range(299):
-        by_closure(model, opt)
-    with pytest.warns(
-        posterity.DivergenceWarning,
-        match=f"{rule.name} has not lowered its loss in 300 steps .* raise lr: it is 0, and the default is",
-    ):
-        by_closure(model, opt)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            learn(model, opt)
+
+    steps(295)  # in contexts one step of five is looked at
+    message = f"{rule.name} has not lowered its loss in 300 steps .* raise lr: it is 0, and the default is"
+    with pytest.warns(posterity.DivergenceWarning, match=message) as caught:
+        steps(5)
+    assert [Path(each.filename).name for each in caught] == ["rules.py"]  # where step() is called
 
 
-@pytest.mark.parametrize("context", [False, True])
-def test_a_small_regression_that_diverges_is_warned_of(context: bool) -> None:
-    """In a context the loss is the user's own, and never shown."""
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_over_samples(
+    samples: int,
+) -> None:
+    model = net()
+    opt = posterity.BGD(model, mc_samples=samples, batch_size=16, seed=0)
+    halves, seen = [slice(0, 8), slice(8, 16)], []
+
+    def backward(loss: torch.Tensor) -> None:
+        seen.append(float(loss.detach()))
+        loss.backward()
+
+    with opt.sampled_params():
+        loss_fn(model, X, Y).backward()
+    opt.zero_grad()  # drops it
+    with suppress(ZeroDivisionError), opt.sampled_params():
+        loss_fn(model, X, Y).backward()
+        raise ZeroDivisionError
+    for _ in range(samples):
+        with opt.sampled_params():
+            for half in halves:
+                backward(F.cross_entropy(model(X[half]), Y[half]) / 2)
+            (0 * model(X) + 1).mean().backward(torch.tensor(1.0))  # with a gradient it is no loss
+    opt.step(batch_size=16)
+    assert opt.watch.losses.count == 1
+    assert opt.watch.losses.first == pytest.approx(sum(seen) / samples, rel=1e-6)
+
+
+def test_losses_of_contexts_are_looked_at_until_a_fresh_run_has_learned() -> None:
+    model = net()
+    opt = posterity.IVON(model, num_data=100, seed=0)
+
+    def listens() -> bool:
+        return isinstance(opt.watch.listen(model), Roots)
+
+    heard = []
+    for step in range(30):
+        heard += [step] * listens()
+        by_context(model, opt)
+    assert heard == [*range(10), 10, 15, 20, 25]
+    assert opt.watch.losses.count == 30
+    assert isinstance(opt.watch.listen(None), nullcontext)
+    assert messages_of(opt.watch, [2.3] * 470) != []
+    assert listens()  # has learned nothing
+    assert messages_of(opt.watch, [0.5] * 100) == []
+    assert not listens()
+    opt = posterity.IVON(model, num_data=100, seed=0)
+    assert listens()
+    opt.load_posterior(opt.posterior())
+    assert not listens()
+
+
+@pytest.mark.parametrize("learn", ["closure", "context", "engine"])
+def test_a_small_regression_that_diverges_is_warned_of(learn: str) -> None:
+    """torch.autograd.backward() shows no loss."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(442, 10, generator=generator)
     y = x[:, :1] + 0.5 * torch.randn(442, 1, generator=generator)
@@ -134,23 +206,26 @@ def test_a_small_regression_that_diverges_is_warned_of(context: bool) -> None:
     model = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 1))
     opt = posterity.VOGN(model, num_data=442, preset="osawa2019", lr=1e-2, seed=0)
 
-    def learn() -> None:
+    def run() -> None:
         for _ in range(500):
             chosen = torch.randint(0, 442, (32,), generator=generator)
 
             def loss(chosen=chosen) -> torch.Tensor:
                 return 0.5 * F.mse_loss(model(x[chosen]), y[chosen])
 
-            if not context:
+            if learn == "closure":
                 opt.step(loss)
                 continue
             with opt.sampled_params():
-                loss().backward()
+                if learn == "context":
+                    loss().backward()
+                else:
+                    torch.autograd.backward(loss())
             opt.step()
 
-    what = "its largest gradient was" if context else "the loss began at"
+    what = "its largest gradient was" if learn == "engine" else "the loss began at"
     with pytest.warns(posterity.DivergenceWarning, match=f"VOGN seems to diverge: {what} .*; lower lr"):
-        learn()
+        run()
     with torch.no_grad():
         assert F.mse_loss(model(x), y) > 100
 

@@ -17,9 +17,11 @@ from posterity import (
     BGD,
     ByName,
     DiagonalGaussian,
+    EigenGaussian,
     Factorised,
     IsotropicGaussian,
     Leaf,
+    MatrixGaussian,
     ScaleMixture,
     Variational,
     cfg,
@@ -308,6 +310,21 @@ def test_weights_of_other_shapes_or_too_few_are_refused() -> None:
         q.log_prob({"weight": torch.zeros(3), "bias": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"std of shape \(3,\) does not broadcast to means of shape \(2,\)"):
         DiagonalGaussian(torch.zeros(2), torch.ones(3))
+
+
+@pytest.mark.parametrize("family", [MatrixGaussian, EigenGaussian, nn.Linear, lambda p, std: "leaf", "cfg"])
+def test_a_family_that_makes_no_leaf_of_a_parameter_is_refused_by_name(family: Any) -> None:
+    name = getattr(family, "__name__", repr(family))
+    with pytest.raises(TypeError, match=f"which {name} does not: take DiagonalGaussian, cfg or mnf$"):
+        variational(nn.Linear(3, 2), family={"bias": DiagonalGaussian, "*": family})
+
+
+def test_an_error_inside_a_family_of_ones_own_is_shown() -> None:
+    def family(p: Tensor, std: float) -> Leaf:
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine$"):
+        variational(nn.Linear(3, 2), family=family)
 
 
 def test_a_failed_save_leaves_nothing_behind(tmp_path: Path) -> None:

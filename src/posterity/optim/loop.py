@@ -44,9 +44,11 @@ def sampled(opt: VariationalOptimizer) -> Iterator[None]:
     elif opt.taken():
         opt.ledger.refuse_changed(opt.named())
     taken = opt.taken()
-    with _next_sample(opt):
+    with _next_sample(opt), opt.watch.listen(None if opt.sharded else opt.module) as heard:
         yield
     if opt.taken() > taken:
+        if heard is not None:
+            opt.watch.hear(heard.found, 1 / opt.own_samples())
         if opt.pools and not opt.apart:
             pool(opt, [])
         if opt.local is opt.sums or not opt.local.samples:
@@ -136,6 +138,7 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     if not waits:
         verdict.send()
         opt.pending = verdict, moved
+    opt.watch.close()
     opt.advance()
 
 

@@ -510,6 +510,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.sums.clear()
         self.local.clear()
         self.terms.clear()
+        self.watch.forget()
         self.buffers.finish()
         self.ledger.remember(self.parameters())
 

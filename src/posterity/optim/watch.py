@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from typing import final
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from posterity.posterior import Leaf
+from posterity.torch_private import is_compiled
 
 UNTOUCHED = (
     "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
@@ -20,6 +23,11 @@ UNTOUCHED = (
 _FIRST, _RECENT = 10, 50
 # After so many a run that has learned nothing is told so; after so many, one that was noise and stands still.
 _PATIENCE, _LONG = 300, 500
+# Looking for the root of a user's own backward pass takes time at every operation: after the first steps one
+# in so many is looked at, and stands for the others. On a GPU it is read so many steps later at most.
+_EVERY, _AT_ONCE = 5, 100
+# By this share a loss comes down in so many steps where a learning rate is not far too small.
+_LITTLE = 0.1
 # Below this loss there may be nothing to learn: a net that was trained before.
 _LOW = 0.25
 
@@ -65,9 +73,9 @@ class Average:
         if self.count >= _RECENT:
             self.lowest = min(self.lowest, self.recent)
 
-    def fallen(self, noisy: bool) -> bool:
-        """Whether it was ever a hundredth below the first, and, if steps are noisy, more than by chance."""
-        return self.lowest < self.first - max(self._chance() if noisy else 0.0, 0.01 * abs(self.first))
+    def fallen(self, noisy: bool, share: float = 0.01) -> bool:
+        """Whether it was ever by a share below the first, and, if steps are noisy, more than by chance."""
+        return self.lowest < self.first - max(self._chance() if noisy else 0.0, share * abs(self.first))
 
     def risen(self) -> bool:
         """Whether it is two hundredths above the first, and more than by chance."""
@@ -79,10 +87,35 @@ class Average:
 
 
 @final
+class Roots(TorchFunctionMode):
+    """Inside, keeps what ``backward()`` is called on: a user's own loss.
+
+    Attributes:
+        found: Single numbers, without their graphs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run what was called."""
+        kwargs = kwargs or {}
+        if func is Tensor.backward and kwargs.get("gradient") is None:
+            root = args[0]
+            if type(root) is Tensor and root.numel() == 1:
+                self.found.append(root.detach().clone())
+        return func(*args, **kwargs)
+
+
+@final
 class LossWatch:
     """Looks at every loss of one optimiser, and warns of a run that goes wrong, once.
 
-    Where losses are not known, in contexts around a user's own backward pass, the largest gradient stands in.
+    In contexts around a user's own backward passes losses are those passes' roots, until a fresh run has
+    learned something; then, and where roots are not seen, the largest gradient stands in.
 
     Args:
         name: The optimiser's, for messages.
@@ -105,6 +138,40 @@ class LossWatch:
         self._begin: float | None = None
         self._halfway = self._stuck = math.inf
         self._diverged, self._high = False, 0
+        self._step = 0
+        self._roots: list[tuple[float, Tensor]] = []  # of the step that is being taken
+        self._heard: list[tuple[int, Sequence[tuple[float, Tensor]]]] = []
+
+    def listen(self, module: nn.Module | None) -> AbstractContextManager[Roots | None]:
+        """A context that gives the roots of backward passes, where this step's are wanted."""
+        if self._step >= _FIRST and self._step % _EVERY:
+            return nullcontext()
+        done = not self.fresh or self._diverged or (self.losses.count >= _LONG and self.learned)
+        return nullcontext() if done or module is None or is_compiled(module) else Roots()
+
+    def hear(self, roots: Sequence[Tensor], weight: float) -> None:
+        """Add the roots of one context to the step's loss, which is their weighted sum."""
+        self._roots += [(weight, root) for root in roots]
+
+    def forget(self) -> None:
+        """Drop what was heard since the last step."""
+        self._roots = []
+
+    def close(self) -> None:
+        """End a step."""
+        step, roots = self._step, self._roots
+        self._step, self._roots = step + 1, []
+        if roots:
+            self._heard.append((1 if step < _FIRST else _EVERY, roots))
+        if not roots or (roots[0][1].is_cuda and step % _AT_ONCE):
+            return
+        flat = [root.reshape(()).double() for _, each in self._heard for _, root in each]
+        values = iter(torch.stack([each.to(flat[0].device) for each in flat]).tolist())
+        heard, self._heard = self._heard, []
+        for times, each in heard:
+            loss = sum(weight * next(values) for weight, _ in each)
+            for _ in range(times if math.isfinite(loss) else 0):  # the step was judged by its gradients
+                self(loss)
 
     def __call__(self, loss: float | None, gradient: float = 0.0) -> None:
         """Take a step's mean loss, if it is known, and its largest gradient, if that is.
@@ -142,17 +209,19 @@ class LossWatch:
         seen = self.losses
         if seen.first <= _LOW or seen.lowest <= _LOW or self._stuck < math.inf:
             return
-        noisy = self._noise() > 1.0
+        noisy, advice = self._noise() > 1.0, self._slow()
         if seen.count == _PATIENCE:
             self._halfway = seen.recent
-            stuck = not seen.fallen(noisy)
-            told = f"has not lowered its loss in {_PATIENCE} steps ({seen.first:.3g} at first,"
+            # With a learning rate for another optimiser a loss may come down a little and get nowhere.
+            fallen = seen.fallen(noisy)
+            stuck = not fallen or bool(advice and not seen.fallen(noisy, _LITTLE))
+            little = "hardly" if fallen else "not"
+            told = f"has {little} lowered its loss in {_PATIENCE} steps ({seen.first:.3g} at first,"
         else:  # noise alone may have made the first losses high, and steps have lowered them to chance
             stuck = noisy and seen.lowest > 0.85 * self._halfway
             told = f"hardly lowers its loss any more ({self._halfway:.3g} after {_PATIENCE} steps,"
         if stuck:
             self._stuck = seen.lowest
-            advice = self._slow()
             if not advice and seen.risen():
                 advice = "lower lr"
             elif not advice:

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from posterity.arguments import NUMBER, described, instance, takes
+from posterity.arguments import MODULE, NUMBER, described, instance, takes
 from posterity.names import first_match
 from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
@@ -136,6 +136,7 @@ class ByName:
         return source if isinstance(source, Density) else source.block(name)
 
 
+@takes(model=MODULE, std=NUMBER)
 def around(model: nn.Module, std: float) -> Factorised:
     """N(w*, std²) around the weights of a pretrained net, as a prior for training that goes on from there.
 

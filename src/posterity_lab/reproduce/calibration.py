@@ -95,11 +95,12 @@ def outside(training: Training, device: str) -> dict[str, Any]:
 
 def _scores(training: Training) -> dict[str, float]:
     y = training.test.y
-    probs = predictions(training, training.test.x).probs
+    found = predictions(training, training.test.x)
+    probs = found.probs
     accuracy = metrics.accuracy(probs, y)
     return {
         "accuracy": accuracy,
-        "nll": metrics.nll(probs, y),
+        "nll": metrics.nll(found, y),
         "ece": metrics.ece(probs, y),
         # Of a net that is always right, or always wrong, there is nothing to tell apart.
         "auroc": error_auroc(probs, y) if 0.0 < accuracy < 1.0 else 0.5,

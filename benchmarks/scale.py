@@ -46,8 +46,8 @@ RULES: dict[str, Callable[..., posterity.VariationalOptimizer]] = {
     "ivon": lambda p, **k: posterity.IVON(p, num_data=N, mc_samples=1, seed=0, **k),
     "ivon-10": lambda p, **k: posterity.IVON(p, num_data=N, mc_samples=1, second_every=10, seed=0, **k),
     "vogn": lambda p, **k: posterity.VOGN(p, num_data=N, mc_samples=1, seed=0, **k),
-    "noisy-kfac": lambda p, **k: posterity.NoisyKFAC(
-        p, num_data=N, mc_samples=1, seed=0, factors_every=1, **k
+    "noisy-kfac": lambda p, **k: posterity.NoisyKFAC(  # inverses take long, and are not sent
+        p, num_data=N, mc_samples=1, seed=0, factors_every=1, inverses_every=1000, **k
     ),
 }
 # GB/s of a link in one direction, from data sheets.

@@ -426,7 +426,14 @@ def test_outside_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pyt
         bench.run("train_step", [])
 
 
-DOCUMENTS = ["README.md", "docs/benchmarks.md", "docs/first-try.md", "docs/results.md", "docs/trust.md"]
+DOCUMENTS = [
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/distributed.md",
+    "docs/first-try.md",
+    "docs/results.md",
+    "docs/trust.md",
+]
 
 
 @pytest.mark.usefixtures("scripts")

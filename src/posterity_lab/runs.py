@@ -139,11 +139,11 @@ def _start(config: Config, folder: Path, world: World) -> _Start | None:
 
 
 def _refuse_few(images: int, batch_size: int, processes: int) -> None:
-    """Raise if a batch has fewer images than there are processes."""
+    """Raise if the last batch, the smallest, has fewer images than there are processes."""
     last = images % batch_size or batch_size
-    if min(last, batch_size, images) < processes:
+    if last < processes:
         raise ValueError(
-            f"{images} images in batches of {batch_size} leave {min(last, images)} for one, and there are "
+            f"{images} images in batches of {batch_size} leave {last} for the last, and there are "
             f"{processes} processes: choose another batch_size, or fewer processes"
         )
 

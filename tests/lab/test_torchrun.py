@@ -125,9 +125,9 @@ def test_what_the_first_process_refuses_ends_all(tmp_path: Path, alone: Path) ->
 
 
 def test_what_all_refuse_is_said_once(tmp_path: Path) -> None:
-    ended = together(tmp_path, words(tmp_path / "run", "ivon", batch_size=1))
+    ended = together(tmp_path, words(tmp_path / "run", "ivon", batch_size=4))
     assert ended.codes == [2, 2]
-    assert "leave 1 for one, and there are 2 processes: choose another batch_size" in ended.said[0]
+    assert "leave 1 for the last, and there are 2 processes: choose another batch_size" in ended.said[0]
     assert ended.said[1] == ""
     assert not (tmp_path / "run").exists()
 

@@ -1240,6 +1240,13 @@ _USES = [
         ("lab/test_torchrun.py::test_processes_share_the_units_of_an_experiment",),
     ),
     Site(
+        "the last batch of an epoch may leave a process without images",
+        f"{_LAB}/runs.py",
+        "last = images % batch_size or batch_size",
+        "last = batch_size",
+        ("lab/test_torchrun.py::test_what_all_refuse_is_said_once",),
+    ),
+    Site(
         "a run that torchrun starts anew is refused",
         f"{_LAB}/runs.py",
         "resume or (restarted() and (folder / CONFIG).exists())",

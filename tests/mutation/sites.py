@@ -253,6 +253,13 @@ _SETTINGS = [
         ("optim/test_second_every.py::test_graphs_are_of_steps_between",),
     ),
     Site(
+        "processes add up gradients alone, each with its own products of these and noise",
+        f"{_OPTIM}/pooling.py",
+        "sums.both if multiplies(opt) or examples else sums.both[0]",
+        "sums.both if examples else sums.both[0]",
+        ("distributed/test_together.py::test_two_processes_learn_what_one_learns",),
+    ),
+    Site(
         "processes send sums of products that no rule wants",
         f"{_OPTIM}/pooling.py",
         "sums.both if multiplies(opt) or examples else sums.both[0]",
@@ -1591,8 +1598,8 @@ _DATA = [
     Site(
         "an epoch's loss counts a short batch as a whole one",
         f"{_LAB}/runs.py",
-        "total += float(method.step(x, y)) * len(y)\n        seen += len(y)",
-        "total += float(method.step(x, y))\n        seen += 1",
+        "total += float(method.step(*own)) * len(y)\n        seen += len(y)",
+        "total += float(method.step(*own))\n        seen += 1",
         ("lab/test_runs.py::test_an_epochs_loss_is_the_mean_over_its_examples",),
     ),
     Site(

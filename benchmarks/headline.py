@@ -36,6 +36,7 @@ from reproduced import (
     pruned,
     together,
 )
+from sent import second_sum, sent
 from tables import table
 
 from posterity_lab.bench import FOLDER, RESULTS
@@ -248,6 +249,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "five epochs": reproduced.five_epochs,
     },
     "docs/trust.md": {"looks": reproduced.looked_at},
+    "docs/distributed.md": {"sent": sent, "second sum": second_sum},
 }
 
 

@@ -4,12 +4,12 @@
     posterity bench scale --worlds 128 --rules noisy-kfac
     posterity bench scale --measure 1 2 4
 
-Collectives and bytes are counted, not estimated: one process runs a step of ResNet-18 on 32x32 images as the
-first of a world of up to 128, on torch's `fake` backend, which sends nothing. K-FAC's steps are those with
-factors, one of ten by default. **Times of these rows are a model**: a ring sends 2 (W - 1) / W of the bytes
-through each link, at the bandwidth of a data sheet, without latency and beside no computation. Where an
-all-reduce overlaps with the backward pass, as DistributedDataParallel's does, less of it is seen; links that
-are shared make it more.
+Collectives and bytes are counted, not estimated: one process runs steps of ResNet-18 on 32x32 images as the
+first of a world of up to 128, on torch's `fake` backend, which sends nothing. `ivon-10` has
+`second_every=10`: a mean over ten steps. K-FAC's steps are those with factors, one of fifty by default.
+**Times of these rows are a model**: a ring sends 2 (W - 1) / W of the bytes through each link, at the
+bandwidth of a data sheet, without latency and beside no computation. Where an all-reduce overlaps with the
+backward pass, as DistributedDataParallel's does, less of it is seen; links that are shared make it more.
 
 `--measure` trains in as many real processes, with gloo on this machine's CPU and as many examples for each
 (weak scaling). Beyond its cores processes share them: a step of 4 on 2 cores takes twice the time at best.
@@ -44,9 +44,10 @@ from posterity_lab.bench import Record, parser, positive
 N = 50_000
 RULES: dict[str, Callable[..., posterity.VariationalOptimizer]] = {
     "ivon": lambda p, **k: posterity.IVON(p, num_data=N, mc_samples=1, seed=0, **k),
+    "ivon-10": lambda p, **k: posterity.IVON(p, num_data=N, mc_samples=1, second_every=10, seed=0, **k),
     "vogn": lambda p, **k: posterity.VOGN(p, num_data=N, mc_samples=1, seed=0, **k),
-    "noisy-kfac": lambda p, **k: posterity.NoisyKFAC(
-        p, num_data=N, mc_samples=1, seed=0, factors_every=1, **k
+    "noisy-kfac": lambda p, **k: posterity.NoisyKFAC(  # inverses take long, and are not sent
+        p, num_data=N, mc_samples=1, seed=0, factors_every=1, inverses_every=1000, **k
     ),
 }
 # GB/s of a link in one direction, from data sheets.
@@ -59,7 +60,7 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self, world: int) -> None:
         super().__init__()
-        self.world, self.collectives, self.bytes = world, 0, 0
+        self.world, self.collectives, self.bytes = world, 0.0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **kwargs or {})
@@ -94,8 +95,10 @@ def fake(world: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def stepper(rule: str, way: str, net: nn.Module, traffic: Traffic, device: str) -> Callable[[], object]:
-    """One training step of this process."""
+def stepper(
+    rule: str, way: str, net: nn.Module, traffic: Traffic, device: str
+) -> tuple[Callable[[], object], int]:
+    """One training step of this process, and after how many they send the same again."""
     x, y = torch.randn(2, 3, 32, 32, device=device), torch.tensor([0, 1], device=device)
     if way == "ddp":
         hooked = DistributedDataParallel(net, init_sync=False)
@@ -115,22 +118,24 @@ def stepper(rule: str, way: str, net: nn.Module, traffic: Traffic, device: str) 
                 F.cross_entropy(hooked(x), y).backward()
         opt.step()
 
-    return step
+    return step, opt.param_groups[0].get("second_every", 1)
 
 
 def counted(rule: str, way: str, world: int, given: argparse.Namespace) -> Traffic:
-    """What a step sends, after one that made buffers."""
+    """What a step sends, on average over a cycle, after some that made buffers."""
     net = nets.build(given.net, [3, 32, 32], 10).to(given.device)
     for module in net.modules():  # of the gradient, not of statistics
         if isinstance(module, nn.BatchNorm2d):
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
     with fake(world), Traffic(world) as traffic:
-        step = stepper(rule, way, net, traffic, given.device)
+        step, cycle = stepper(rule, way, net, traffic, given.device)
         for _ in range(2):  # buffers and buckets are made
             step()
-        traffic.collectives = traffic.bytes = 0
-        step()
+        traffic.collectives = traffic.bytes = 0.0
+        for _ in range(cycle):
+            step()
+        traffic.collectives, traffic.bytes = traffic.collectives / cycle, traffic.bytes / cycle
     return traffic
 
 
@@ -188,7 +193,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--net", default="resnet18")
     options.add_argument("--worlds", type=positive, nargs="+", default=[2, 8, 32, 128])
-    options.add_argument("--rules", nargs="+", choices=list(RULES), default=["ivon", "vogn"])
+    options.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     options.add_argument("--measure", type=positive, nargs="*", default=[], help="real processes instead")
     given = options.parse_args()
     record = Record("scale", given, "MB per step; ms per step where measured", "Adam, ddp", statistic="count")

@@ -67,9 +67,13 @@ SMOKE = {
         ["--nets", "mlp", "--scales", "0.1", "--batches", "4", "--draws", "3", "--epochs", "1"],
         {"weight", "local", "flipout", "random batches"},
     ),
+    "second_every": (
+        ["--seeds", "0", "--beta2", "0.9", "--epochs", "1"],
+        {"every step", "one of 10", "one of 100", "bfloat16", "another seed"},
+    ),
     "scale": (
-        ["--net", "lenet5", "--worlds", "2", "--rules", "ivon"],
-        {"Adam, ddp", "ivon, ddp", "ivon, mesh"},
+        ["--net", "lenet5", "--worlds", "2", "--rules", "ivon", "ivon-10"],
+        {"Adam, ddp", "ivon, ddp", "ivon, mesh", "ivon-10, ddp", "ivon-10, mesh"},
     ),
     "growth": (
         ["--width", "8", "--samples", "1", "3", "--widths", "8", "9", "--copy-mib", "1", "--matmul", "9"],
@@ -138,6 +142,19 @@ def test_a_round_of_kfac_has_whole_cycles(made: Callable[[str, str], Path]) -> N
     for row in rows:
         assert row["factors_every"] == 2
         assert {row["columns"][name]["steps"] for name in ("eager step", "compile_step")} == {2}
+
+
+def test_steps_between_estimates_of_the_hessian_send_the_gradient_alone(
+    made: Callable[[str, str], Path],
+) -> None:
+    (row,) = json.loads(made("scale", "cpu").read_text())["rows"]
+    sent = {name: column["value"] for name, column in row["columns"].items()}
+    gradient = sent["Adam, ddp"]
+    assert sent["ivon, ddp"] == sent["ivon-10, ddp"] == gradient
+    # Buffers begin at even addresses, and a few numbers say who has seen what.
+    assert sent["ivon, mesh"] == pytest.approx(2 * gradient, rel=0.01)
+    assert sent["ivon-10, mesh"] == pytest.approx(1.1 * gradient, rel=0.01)
+    assert row["collectives"]["ivon-10, mesh"] == row["collectives"]["ivon, mesh"] == 2
 
 
 def test_memory_says_that_a_cpu_has_no_counter(made: Callable[[str, str], Path]) -> None:
@@ -409,7 +426,14 @@ def test_outside_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pyt
         bench.run("train_step", [])
 
 
-DOCUMENTS = ["README.md", "docs/benchmarks.md", "docs/first-try.md", "docs/results.md", "docs/trust.md"]
+DOCUMENTS = [
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/distributed.md",
+    "docs/first-try.md",
+    "docs/results.md",
+    "docs/trust.md",
+]
 
 
 @pytest.mark.usefixtures("scripts")

@@ -169,7 +169,7 @@ def test_the_settings_page_shows_the_table() -> None:
         return ", ".join(f"{each:g}" for each in (value if isinstance(value, list) else [value]))
 
     lines = [["", *rules.values()], ["---"] * 5]
-    for key in (*keys, "mc_samples", "factors_every"):
+    for key in (*keys, "mc_samples", "factors_every", "second_every"):
         lines.append([f"`{key}`", *(cell(rule, key) for rule in rules)])
     lines.append(
         ["presets", *(", ".join(f"`{name}`" for name in table[rule] if name != "default") for rule in rules)]

@@ -1,6 +1,6 @@
 """Several processes that learn one posterior together.
 
-Each sees its share of a batch. There are two ways:
+Each sees its share of a batch. There are three ways:
 
 - **A wrapper averages gradients** (``DistributedDataParallel``): all processes draw the same weights. What
   the wrapper gives is E[g] already, from which E[g·eps] follows without any more traffic; curvature, which
@@ -8,6 +8,8 @@ Each sees its share of a batch. There are two ways:
 - **A mesh** (``mesh=`` of an optimiser, and no wrapper): every process draws weights of its own for its
   share, as in Osawa et al. 2019, and the sums of a step are added up here, once. A dimension named ``"mc"``
   splits the weight samples of one share.
+- **A sharded model** (``fully_shard``, ``parallelize_module``): its own passes gather weights and average
+  gradients, and every process moves its shards; see :mod:`posterity.sharding`.
 """
 
 from __future__ import annotations

@@ -79,12 +79,12 @@ def origin(model: nn.Module) -> nn.Module:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model: ``modules()`` in a fraction of the time."""
     if any(map(is_sharded, model.parameters())):
         raise TypeError(
             "the model has DTensors, which only its own passes gather: call model.unshard() first, in all "
             "processes, or pass a model that is whole"
         )
-    """The modules of a model: ``modules()`` in a fraction of the time."""
     found, waiting = {id(model): model}, [model]
     while waiting:
         for module in [*waiting.pop()._modules.values()]:

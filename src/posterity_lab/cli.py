@@ -205,7 +205,10 @@ def train(
     flags = {key: value for key, value in ctx.params.items() if key in keys}
     base = stored(out) if resume else None
     with _stoppable(f"go on with posterity train --out {out} --resume"):
-        last = runs.train(Config.from_sources(config, flags, base), out, resume)[-1]
+        history = runs.train(Config.from_sources(config, flags, base), out, resume)
+    if not history:  # of several processes, the first has it
+        return
+    last = history[-1]
     typer.echo(
         f"{out}: epoch {last['epoch']}, {last['split']} error {1 - last['accuracy']:.2%}, "
         f"NLL {last['nll']:.4f}, ECE {last['ece']:.4f}"

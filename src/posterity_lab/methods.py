@@ -24,7 +24,9 @@ from posterity import (
     predict,
     variational,
 )
+from posterity.distributed import World
 from posterity.predict import Mode
+from posterity.train.shares import Share, met
 from posterity_lab.config import Config
 
 
@@ -155,7 +157,7 @@ class _Backprop(Method):
         logits = self._net.outputs(x, samples=self._samples)
         nll = cross_entropy(logits.flatten(0, 1), y.repeat(self._samples))
         loss = elbo(nll, self._net.kl(self._prior), num_data=self._num_data, factor=self._factor)
-        return _descend(self.optimizer, loss)
+        return _descend(self.optimizer, loss, len(y))
 
     def posterior(self) -> Factorised:
         return self._net.posterior.frozen()
@@ -169,7 +171,7 @@ class _Point(Method):
         self.model, self.optimizer = model, optimizer
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        return _descend(self.optimizer, _loss(self.model, x, y))
+        return _descend(self.optimizer, _loss(self.model, x, y), len(y))
 
     def posterior(self) -> None:
         return None
@@ -179,13 +181,22 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x), y)
 
 
-def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-    if not bool(torch.isfinite(loss)):
+def _descend(optimizer: torch.optim.Optimizer, loss: Tensor, examples: int) -> Tensor:
+    """A step by the gradient of a loss, which is the mean of this process's part of a batch; that of all."""
+    world, mean = World(None), loss.detach()
+    share = Share(world, 1.0)
+    if world.size > 1:
+        share, mean, _ = met(world, examples, mean, ())
+    if not bool(torch.isfinite(mean)):
         raise FloatingPointError(
-            f"the loss is {loss.item():g}; the weights were not touched: look for bad values in the batch, "
+            f"the loss is {mean.item():g}; the weights were not touched: look for bad values in the batch, "
             "or lower lr"
         )
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
+    if world.size > 1:
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for p, grad in zip(params, share.add_up_all([p.grad for p in params]), strict=True):
+            p.grad = grad
     optimizer.step()
-    return loss.detach()
+    return mean

@@ -11,10 +11,11 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -22,11 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from posterity import Factorised, metrics
+from posterity.distributed import World
 from posterity_lab import data, methods, nets, record
 from posterity_lab.config import Config
 from posterity_lab.data import Dataset, Split
 from posterity_lab.disk import append, locked, replace, strangers
 from posterity_lab.methods import Method
+from posterity_lab.processes import agreed, restarted, together
 from posterity_lab.run_files import (
     CHECKPOINT,
     CONFIG,
@@ -51,11 +54,14 @@ ROW = "the run"  # in the count of looks at test data: a folder has one run
 def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, Any]]:
     """Train as the config says and leave everything in ``folder``; returns the metrics of every epoch.
 
+    Processes that torchrun has started each take their part of every batch, and learn what one would. All
+    read the folder; the first alone writes to it, and has the metrics.
+
     Args:
         config: What to do.
         folder: A new or empty folder, or the one of the run to resume.
         resume: Go on after the run's last whole epoch, to the very result of an uninterrupted one; a
-            finished run is left as it is.
+            finished run is left as it is. So it is done where torchrun starts processes anew after a fault.
 
     Raises:
         ValueError: The folder holds a run already, or not this one.
@@ -69,20 +75,57 @@ def train(config: Config, folder: Path, resume: bool = False) -> list[dict[str, 
         >>> [record["epoch"] for record in history]
         [1]
     """
-    _refuse(config, folder, resume)
-    with locked(folder):
-        _refuse(config, folder, resume)  # another process may have begun in between
-        return _train(config, folder)
+    resume = resume or (restarted() and (folder / CONFIG).exists())
+    with together(config.device) as world, ExitStack() as held:
+        with agreed(world):
+            if world.rank == 0:
+                _refuse(config, folder, resume)
+                held.enter_context(locked(folder))
+                _refuse(config, folder, resume)  # another process may have begun in between
+            start = _start(config, folder, world)
+        with agreed(world):
+            _refuse_unlike(config, folder, world, None if start is None else len(start.history))
+        if world.rank == 0:
+            return _finished(folder, config) if start is None else _train(config, folder, start)
+        if start is not None:
+            _follow(config, start)
+        return []
 
 
-def _train(config: Config, folder: Path) -> list[dict[str, Any]]:
+class _Start(NamedTuple):
+    """What a run goes on from.
+
+    Attributes:
+        training: What to train on.
+        held_out: What to take each epoch's metrics on.
+        sizes: Of the data, as the checkpoint has them.
+        model: The net.
+        method: What trains it.
+        history: Metrics of its whole epochs.
+        earlier: Records of its parts.
+        processes: That take part in it.
+    """
+
+    training: Split
+    held_out: Split
+    sizes: dict[str, Any]
+    model: nn.Module
+    method: Method
+    history: list[dict[str, Any]]
+    earlier: list[dict[str, Any]]
+    processes: int
+
+
+def _start(config: Config, folder: Path, world: World) -> _Start | None:
+    """A run at its last whole epoch, in this process; None of one that is finished."""
     nets.recipe(config.net)  # a misspelled net is refused before minutes of loading
     _check_device(config.device)
     checkpoint = read_checkpoint(folder, config, config.device)
     if checkpoint is not None and checkpoint["epoch"] >= config.epochs:
-        return _finished(folder, config)
+        return None
     dataset = data.load(config.data, device=config.device)
     training, held_out = _splits(dataset, config.validation)
+    _refuse_few(len(training), config.batch_size, world.size)
     sizes: dict[str, Any] = {
         "shape": list(dataset.test.x.shape[1:]),
         "classes": dataset.classes,
@@ -91,18 +134,51 @@ def _train(config: Config, folder: Path) -> list[dict[str, Any]]:
     model, method = _learner(config, **sizes)
     if checkpoint is not None:
         go_on(method, checkpoint, folder)
-    done = 0 if checkpoint is None else int(checkpoint["epoch"])
-    history, earlier = read_metrics(folder, done), places(folder)
+    history = read_metrics(folder, 0 if checkpoint is None else int(checkpoint["epoch"]))
+    return _Start(training, held_out, sizes, model, method, history, places(folder), world.size)
+
+
+def _refuse_few(images: int, batch_size: int, processes: int) -> None:
+    """Raise if the last batch, the smallest, has fewer images than there are processes."""
+    last = images % batch_size or batch_size
+    if last < processes:
+        raise ValueError(
+            f"{images} images in batches of {batch_size} leave {last} for the last, and there are "
+            f"{processes} processes: choose another batch_size, or fewer processes"
+        )
+
+
+def _refuse_unlike(config: Config, folder: Path, world: World, epochs: int | None) -> None:
+    """Raise in all processes if they have other configs, or have read another checkpoint."""
+    mine = {**dataclasses.asdict(config), "last epoch": epochs}
+    try:
+        world.refuse_others(mine, "the run's", f"start all alike, and let all read the same {folder}")
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _follow(config: Config, start: _Start) -> None:
+    """The part of every process but the first, which tells of errors that all have."""
+    try:
+        for epoch in range(len(start.history), config.epochs):
+            _epoch(start.method, start.training, config, epoch, lambda **_: None)
+    except FloatingPointError:
+        raise SystemExit(2) from None
+
+
+def _train(config: Config, folder: Path, start: _Start) -> list[dict[str, Any]]:
+    training, held_out, sizes, model, method, history, earlier, processes = start
+    done = len(history)
     made, settings = record.Provenance(config.device, seeds=[config.seed]), dataclasses.asdict(config)
 
     def note(**more: Any) -> None:
         digests = {"config": record.digest(settings), "metrics": record.digest(history)}
         count = {"looks": record.looks(folder, ROW, config.seed)}
-        write_place(folder, made, earlier, **digests, **count, **more)
+        write_place(folder, made, earlier, processes=processes, **digests, **count, **more)
 
     # The config first: a folder that has it can be resumed, one that has not is as good as empty.
     replace(folder / CONFIG, json.dumps(settings, indent=2))
-    if not config.validation and checkpoint is None:
+    if not config.validation and not done:
         record.look(folder, ROW, config.seed, settings)
     note()
     replace(folder / METRICS, "".join(json.dumps(each) + "\n" for each in history))
@@ -111,10 +187,10 @@ def _train(config: Config, folder: Path) -> list[dict[str, Any]]:
         shown = _shown(history, config)
         task = bar.add_task("", total=config.epochs * steps, completed=done * steps, **shown)
         for epoch in range(done, config.epochs):
-            start = time.perf_counter()
+            begun = time.perf_counter()
             try:
                 loss = _epoch(method, training, config, epoch, partial(bar.update, task, advance=1))
-                seconds = round(time.perf_counter() - start, 3)
+                seconds = round(time.perf_counter() - begun, 3)
                 scores = _scores(model, method, held_out, config)
             except FloatingPointError as error:
                 kept = (
@@ -262,9 +338,10 @@ def _splits(dataset: Dataset, validation: int) -> tuple[Split, Split]:
 
 def _epoch(method: Method, training: Split, config: Config, epoch: int, show: Callable[..., None]) -> float:
     """One pass over the training images; the mean of their losses, each at the time of its step."""
-    total, seen = 0.0, 0
+    world, total, seen = World(None), 0.0, 0
     for x, y in data.batches(training, config.batch_size, seed=config.seed, epoch=epoch):
-        total += float(method.step(x, y)) * len(y)
+        own = (each.tensor_split(world.size)[world.rank] for each in (x, y))
+        total += float(method.step(*own)) * len(y)
         seen += len(y)
         show(epoch=epoch + 1, loss=f"{total / seen:.4f}")
     return total / seen

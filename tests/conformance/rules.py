@@ -74,6 +74,7 @@ RULES = [
             "betas": [(0.9, 1.0), 0.9],
             "hess_init": [0.0, math.inf],
             "clip_radius": [0.0, math.nan, "1"],
+            "second_every": [0, 2.5],
             **_STEPS,
             "lr": [-1.0, math.nan, math.inf],
             **_SHARED,

@@ -14,7 +14,7 @@ from distributed import sharded
 from distributed.runs import RULES, STEPS, batches, loss_of, model
 
 HERE = Path(__file__).parent
-SAVED = ("ivon", "vogn", "noisy-kfac")
+SAVED = ("ivon", "ivon-seldom", "vogn", "noisy-kfac")
 
 
 def together(folder: Path, world: int, *cases: str) -> list[dict[str, Any]]:

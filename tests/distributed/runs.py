@@ -30,6 +30,9 @@ WITHOUT_NOISE = ("ogn", "kfac")  # they draw no weights, and take one sample
 RULES: dict[str, Callable[..., VariationalOptimizer]] = {
     "bgd": lambda p, **k: posterity.BGD(p, std_init=0.1, **k),
     "ivon": lambda p, **k: posterity.IVON(p, num_data=N, lr=0.1, std_init=0.1, **k),
+    "ivon-seldom": lambda p, **k: posterity.IVON(
+        p, num_data=N, lr=0.1, std_init=0.1, betas=(0.9, 0.9), second_every=3, **k
+    ),
     "vogn": lambda p, **k: posterity.VOGN(p, num_data=N, std_init=0.1, **k),
     "ogn": lambda p, **k: posterity.OGN(p, num_data=N, **k),
     "kfac": lambda p, **k: posterity.KFAC(p, num_data=N, factors_every=2, **k),

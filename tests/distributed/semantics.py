@@ -400,8 +400,8 @@ def posterior() -> posterity.Factorised:
 
 
 CASES: dict[str, Callable[..., Any]] = {}
-for _rule in ("ivon", "vogn", "noisy-kfac"):
-    _graphs = _rule == "ivon"  # no layer reports
+for _rule in ("ivon", "ivon-seldom", "vogn", "noisy-kfac"):
+    _graphs = _rule.startswith("ivon")  # no layer reports
     for _option in OPTIONS if _graphs else ("views", "buffers"):
         CASES[f"options {_option} {_rule}"] = partial(options, _option, _rule)
     for _way in WAYS:

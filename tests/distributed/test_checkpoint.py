@@ -39,7 +39,7 @@ def test_asking_a_fresh_optimiser_changes_nothing(rule: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), net.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("rule", ["bgd", "ivon", "vogn", "kfac", "noisy-kfac"])
+@pytest.mark.parametrize("rule", ["bgd", "ivon", "ivon-seldom", "vogn", "kfac", "noisy-kfac"])
 def test_a_run_goes_on_from_its_files(tmp_path: Path, rule: str) -> None:
     settings = {"mc_samples": 1, "seed": 7} | ({"deterministic": "0.bias"} if rule == "ivon" else {})
     net, again = model(), model()

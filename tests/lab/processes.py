@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+import torch
+
 from posterity_lab import disk, runs
 from posterity_lab.cli import app
 from posterity_lab.config import Config
@@ -57,3 +59,25 @@ def killed_before(words: Sequence[str], folder: Path, number: int) -> None:
 
     sys.addaudithook(count)
     command(words)
+
+
+def launched(rank: int, world: int, port: int, words: Sequence[str], said: Path, **more: str) -> None:
+    """``posterity WORDS`` as torchrun starts it; what it says goes to a file."""
+    handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
+    own |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", **more}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    dies_in = os.environ.get("DIES_IN_EPOCH")
+    if dies_in is not None and rank == world - 1:
+        epoch = runs._epoch
+
+        def dying(method: object, training: object, config: Config, number: int, *rest: object) -> float:
+            if number == int(dies_in):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return epoch(method, training, config, number, *rest)
+
+        runs._epoch = dying
+    torch.set_num_threads(1)
+    app(list(words))

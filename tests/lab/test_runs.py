@@ -82,6 +82,21 @@ def test_an_epochs_loss_is_the_mean_over_its_examples():
     assert shown[-1] == f"{loss:.4f}"
 
 
+def test_every_process_has_its_part_of_a_batch(monkeypatch):
+    training = runs.data.load("digits").train.subset(range(150))  # in batches of 64, 64 and 22
+    seen = []
+    for rank in range(3):
+        monkeypatch.setattr(runs, "World", lambda mesh, rank=rank: SimpleNamespace(size=3, rank=rank))
+        parts: list[torch.Tensor] = []
+        method = SimpleNamespace(step=lambda x, y, parts=parts: parts.append(x) or torch.zeros(()))
+        runs._epoch(method, training, tiny(), 0, lambda **_: None)
+        seen.append(parts)
+    whole = [x for x, _ in runs.data.batches(training, 64, seed=0, epoch=0)]
+    assert [[len(x) for x in parts] for parts in seen] == [[22, 22, 8], [21, 21, 7], [21, 21, 7]]
+    for x, *parts in zip(whole, *seen, strict=True):
+        assert torch.equal(torch.cat(parts), x)
+
+
 def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = forked()

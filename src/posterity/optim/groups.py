@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Group]
 
 # One number for the whole optimiser: a step has all groups at once.
-_SHARED = ("mc_samples", "factors_every", "batch_size")
+_SHARED = ("mc_samples", "factors_every", "second_every", "batch_size")
 # What DistributedDataParallel and torch.compile put before the names of the module that they wrap.
 _WRAPPERS = ("module.", "_orig_mod.")
 # Entries of torch's own optimisers: those for which one of ours does the job, and others.

@@ -19,9 +19,11 @@ is Effective for Large Deep Networks", ICML 2024. Algorithm 1, with g the gradie
 | α | ``lr · (hess_init + δ)`` | keeps learning rates near Adam's and SGD's |
 | β1, β2 | ``betas`` | |
 | samples | ``mc_samples`` | g and ĥ are averaged over them |
+| 1 | ``second_every`` | steps from one ĥ to the next; h then moves with β2 to that power |
 
 **Deviations.** Steps are bounded by ``max_step`` stds, which ``preset="shen2024"`` does not do.
 ``clip_radius`` bounds each weight's preconditioned step before the learning rate, as the authors' code does.
+``second_every`` leaves ĥ out of steps between.
 With their β2 of 0.99999 the Hessian moves over 100,000 steps, with 0.9999 over 10,000: 1 − 1/steps fits a
 run.
 """
@@ -36,11 +38,12 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
-from posterity.optim.groups import Params, above_zero, moderate, number, representable
+from posterity.optim.groups import Params, above_zero, moderate, number, representable, whole
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import above_prior, settings, start_std
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
+from posterity.optim.step import due
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +82,8 @@ class IVON(VariationalOptimizer):
         max_step: The furthest that a weight moves in a step, in stds without data: 0.24.
         settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 125.
         clip_radius: Bound on each weight's preconditioned step, as the authors' code has it.
+        second_every: Steps from one update of the Hessian to the next: 1. With ``mesh=`` others send half as
+            much, the gradient alone.
         mc_samples: Weight samples per step: 1.
         deterministic: Filter of names that get no posterior.
         deterministic_lr: Adam's learning rate for those.
@@ -118,6 +123,7 @@ class IVON(VariationalOptimizer):
         max_step: float | None = None,
         settle_after: float | None = None,
         clip_radius: float | None = None,
+        second_every: int | None = None,
         mc_samples: int | None = None,
         deterministic: NameFilter = (),
         deterministic_lr: float = 1e-3,
@@ -128,7 +134,7 @@ class IVON(VariationalOptimizer):
         given = {"num_data": num_data, "lr": lr, "prior_precision": prior_precision, "betas": betas}
         given |= {"std_scale": std_scale, "std_init": std_init, "hess_init": hess_init}
         given |= {"temperature": temperature, "max_step": max_step, "clip_radius": clip_radius}
-        given["settle_after"] = settle_after
+        given |= {"settle_after": settle_after, "second_every": second_every}
         super().__init__(
             params,
             settings("IVON", preset, {**given, "mc_samples": mc_samples}, self.widths),
@@ -145,6 +151,12 @@ class IVON(VariationalOptimizer):
         moderate("num_data / temperature", float(group["num_data"]) / float(group["temperature"]))
         if not number(group, "clip_radius") > 0:
             raise ValueError(f"clip_radius must be greater than 0, not {group['clip_radius']}")
+        whole(group, "second_every")
+
+    def captures(self) -> bool:
+        """Whether every step has an estimate of the Hessian, or this one has none."""
+        first = self.param_groups[0]
+        return bool(first["second_every"] == 1 or not due(first))
 
     def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
         """``hess_init`` of the std at the start."""
@@ -178,12 +190,14 @@ class IVON(VariationalOptimizer):
         return step / (state["hess"] + decay)
 
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
-        """Hessian, averaged gradient, then the preconditioned step with both."""
+        """Hessian, in steps that have an estimate, averaged gradient, then the step with both."""
         beta1, beta2 = group["betas"]
         ess, decay = _scales(group)
-        precision = state["hess"] + decay
-        estimate = stats.grad_noise / ivon_std(precision, ess)
-        hess = ivon_hess(state["hess"], precision, estimate, beta2)
+        hess = state["hess"]
+        if stats.grad_noise.numel():
+            precision = hess + decay
+            estimate = stats.grad_noise / ivon_std(precision, ess)
+            hess = ivon_hess(hess, precision, estimate, beta2 ** group["second_every"])
         momentum = torch.lerp(state["momentum"], stats.grad, 1 - beta1)
         direction = torch.add(momentum / (1 - beta1**stats.step), mean, alpha=decay) / (hess + decay)
         radius = group["clip_radius"]

@@ -19,6 +19,7 @@ from posterity.buffers import writable
 from posterity.curvature import Kronecker
 from posterity.distributed import World, fingerprint
 from posterity.optim.statistics import Accumulator
+from posterity.optim.step import multiplies
 from posterity.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None =
         everywhere = everywhere[len(flat.params) :]
         sums.both[0] *= share
         sums.both[1] *= share if opt.collects is None else squared
-        # Without curvature in this step all have zeros there.
-        world.add_up(sums.both if opt.collects is None or examples else sums.both[0])
+        # In a step without the second statistic all have zeros there.
+        world.add_up(sums.both if multiplies(opt) or examples else sums.both[0])
         opt.sums.take(sums, union)
     opt.sums.add_weighted(_layers(opt, local, squared, some=signs * signs != squares * world.size))
     opt.sums.samples += local.samples

@@ -211,8 +211,14 @@ def collecting(
 
 
 def due(group: Group) -> bool:
-    """Whether the step that comes next is one of those that collect curvature, as the first group says."""
-    return bool(group["steps"] % group.get("factors_every", 1) == 0)
+    """Whether the step that comes next has the second of a rule's statistics, as the first group says."""
+    every = group.get("factors_every", group.get("second_every", 1))
+    return bool(group["steps"] % every == 0)
+
+
+def multiplies(opt: VariationalOptimizer) -> bool:
+    """Whether the step that comes next wants products of gradients and noise, E[g·eps]."""
+    return opt.collects is None and due(opt.param_groups[0])
 
 
 def absorb(
@@ -239,7 +245,7 @@ def absorb(
     by_group = [
         (flat, {i: found[p] for i, p in enumerate(flat.params) if p in found}) for flat in opt.cache.latest
     ]
-    noises = {each.group: each.noise for each in drawn if collector is None}
+    noises = {each.group: each.noise for each in drawn if multiplies(opt)}
     reports = collector if due(opt.param_groups[0]) else None
     if reports is not None:  # before anything is added
         wanted = {
@@ -337,7 +343,7 @@ def _run_rule(
 ) -> Moved:
     """What the rule makes of some parameters of a group."""
     flat, numbers, run_move = sums.group, opt.numbers, opt.numbers.run(opt, move)
-    collected = opt.collector is None or bool(opt.sums.examples)
+    collected = multiplies(opt) or bool(opt.sums.examples)
     group = numbers.groups[flat.number]
     grad, counts = sums.mean_grad, [int(step) + 1 for step in flat.steps]
     similar = len(moved) == len(flat.params) and len(set(counts)) == 1

@@ -15,7 +15,7 @@ from posterity.optim import VariationalOptimizer
 from posterity.optim.counting import Behind, as_count, behind
 from posterity.optim.pooling import pool
 from posterity.optim.statistics import Sink
-from posterity.optim.step import absorb, apply, collecting, draw
+from posterity.optim.step import absorb, apply, collecting, draw, multiplies
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import RuleReplays
 
@@ -89,11 +89,12 @@ class ByRule(Learner):
         sources = draw(opt, opt.numbered(rows, round(1 / weight)), weight)
         weights: dict[Tensor, Tensor] = {}
         sinks: dict[Tensor, Sink] = {}
+        wanted = multiplies(opt)
         for each in sources:
             views = each.group.layout.views(each.flat) if one else each.weights()
             for block, (p, own) in enumerate(zip(each.group.params, views, strict=True)):
                 weights[p] = own.requires_grad_(p.requires_grad)
-                if p.requires_grad and opt.collects is None:
+                if p.requires_grad and wanted:
                     sinks[own] = Sink(opt.local, each.group, each.noise, block)
         return Drawn(weights, sinks, sources, {}, [])
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from posterity_lab.disk import locked
 from posterity_lab.hints import hint
+from posterity_lab.processes import launched, own_gpu
 from posterity_lab.record import Provenance, look, looks
 from posterity_lab.reproduce.experiments import experiment
 from posterity_lab.reproduce.learners import arithmetic
@@ -78,12 +79,15 @@ def reproduce(
     units = plan(asked.study, cells, folder, _seeds(asked.study, quick, seeds), epochs, tune)
     done = {unit.name: found(unit, folder) for unit in units}  # all are looked at before any is run
     told = _Told(Console(stderr=True), [record for record in done.values() if record is not None], jobs)
+    first = launched()[0] == 0
     for number, unit in enumerate(units):
-        if done[unit.name] is not None:
+        if done[unit.name] is not None and first:
             told.begin(unit, number + 1, len(units), "done before")
     for unit, record in _records(asked, units, done, folder, place, told, jobs):
         done[unit.name] = record
-        told.end(record, [each for each in units if done[each.name] is None])
+        mine, processes = launched()
+        left = [each for number, each in enumerate(units, 1) if number % processes == mine]
+        told.end(record, [each for each in left if done[each.name] is None])
     return [record for record in done.values() if record is not None]
 
 
@@ -96,8 +100,17 @@ def _records(
     told: _Told,
     jobs: int,
 ) -> Iterator[tuple[Unit, Record]]:
-    """Run the units that have no record, and give each with its record when it is done."""
-    waiting = [(number, unit) for number, unit in enumerate(units, 1) if done[unit.name] is None]
+    """Run the units that have no record, and give each with its record when it is done.
+
+    Processes that torchrun has started take units in turn, by their numbers among all: others may have made
+    records since this one has looked.
+    """
+    mine, processes = launched()
+    waiting = [
+        (number, unit)
+        for number, unit in enumerate(units, 1)
+        if done[unit.name] is None and number % processes == mine
+    ]
     if jobs == 1:
         for number, unit in waiting:
             told.begin(unit, number, len(units), unit.chosen)
@@ -146,6 +159,7 @@ def plan(
 
 def _run(study: Study, unit: Unit, out: Path, device: str, told: _Told, jobs: int) -> Record:
     cache = unit.cache(out)
+    own_gpu(device)
     with locked(cache):
         return _held(study, unit, out, cache, device, told, jobs)
 

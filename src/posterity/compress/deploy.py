@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
+from posterity.arguments import MODULE, PATH, TEXT, WHOLE, takes
 from posterity.compress.trace import at_means, exported
 from posterity.disk import replacing
 from posterity.inputs import tensor_of
@@ -23,6 +24,13 @@ Format: TypeAlias = Literal["safetensors", "torch.export", "onnx"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
+@takes(
+    path=PATH,
+    model=MODULE,
+    format=TEXT,
+    samples=WHOLE,
+    seed=WHOLE,
+)
 def export(
     path: str | os.PathLike[str],
     model: nn.Module,

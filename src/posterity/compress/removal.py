@@ -14,6 +14,8 @@ from typing import Any, TypeAlias, cast, final
 import torch
 from torch import Tensor, fx, nn
 
+from posterity.arguments import MODULE, instance, takes
+from posterity.compress.functional import as_functions
 from posterity.compress.trace import at_means, exported
 from posterity.compress.units import INPUT, OUTPUT, Followed, Use
 from posterity.posterior import DiagonalGaussian, Factorised
@@ -44,6 +46,7 @@ class Shrunk:
     dense: dict[str, str]
 
 
+@takes(model=MODULE, posterior=instance("a Factorised posterior", Factorised))
 def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: Any) -> Shrunk:
     """Remove the units that a pruned posterior does not use.
 
@@ -58,7 +61,8 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
         kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: The model does not take the example, or cannot be exported, or a layer has no unit left.
+        ValueError: The model does not take the example or makes NaN of it, or cannot be exported, or a layer
+            has no unit left.
 
     Example:
         >>> from posterity.compress import point_mass
@@ -75,6 +79,10 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
     followed = Followed(graph)
     with torch.no_grad():
         want = followed.run(*tree_leaves((args, kwargs)))
+    if any(isinstance(each, Tensor) and bool(each.isnan().any()) for each in tree_leaves(want)):
+        raise ValueError(
+            "the model's outputs for this example are nan at the posterior's means: look for nan in both"
+        )
     gone = _dead(followed)
     shifts = {}
     for number, use in enumerate(followed.uses):
@@ -185,6 +193,8 @@ def _rebuilt(
         name = followed.held(node)
         if name is not None:
             node.target = name  # of several names of one tensor, the first
+    as_functions(graph.graph)
+    graph.graph._tracer_cls = None  # export's own, by which no pickled graph can be read
     root: dict[str, Tensor] = {}
     for name, value in values.items():
         part = _part(value, kept.get(name)).clone()
@@ -255,8 +265,8 @@ def _compare(found: Any, want: Any) -> None:
     """Refuse to hand out a net with other outputs."""
     for one, other in zip(tree_leaves(found), tree_leaves(want), strict=True):
         if isinstance(other, Tensor) and other.is_floating_point():
-            scale = float(other.abs().max()) if other.numel() else 0.0
-            error = float((one - other).abs().max()) if other.numel() else 0.0
+            scale = float(other.nan_to_num(0.0, 0.0, 0.0).abs().max()) if other.numel() else 0.0
+            error = float((one - other).where(one != other, 0.0).abs().max()) if other.numel() else 0.0
             if not error <= _ROUNDING * torch.finfo(other.dtype).eps * (1.0 + scale):
                 raise RuntimeError(
                     f"the smaller net's outputs are off by {error:g}: report the model, and use the large one"

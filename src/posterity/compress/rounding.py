@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from posterity.arguments import NUMBER, instance, takes
 from posterity.posterior import DiagonalGaussian, Factorised
 
 
@@ -42,6 +43,7 @@ class Quantised:
         return math.ceil(sum(bits * int(kept[name].sum()) for name, bits in self.bits.items()) / 8)
 
 
+@takes(posterior=instance("a Factorised posterior", Factorised), share=NUMBER)
 def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
     """Round the means of a posterior to multiples of a share of its stds.
 

@@ -45,6 +45,8 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         >>> exported(nn.Linear(3, 2).eval(), (torch.ones(4, 3),), {}).module()(torch.ones(7, 3)).shape
         torch.Size([7, 2])
     """
+    if any(isinstance(each, Tensor) and not each.numel() for each in tree_leaves((args, kwargs))):
+        raise ValueError("the example has an empty tensor: give a batch of at least one input")
     try:
         with torch.no_grad():
             model(*args, **kwargs)

@@ -81,8 +81,8 @@ def smaller(net: nn.Module, posterior: Factorised, test: Split, seconds: float) 
         "error_small": _error(small.module, small.posterior, test),
         "by_pruning": total / max(1, sum(kept.values())),
         **_rounded(small.module, small.posterior, test, total),
-        "before": asdict(measure(net, test.x[:1], seconds=seconds)),
-        "after": asdict(measure(small.module, test.x[:1], seconds=seconds)),
+        "before": asdict(measure(net, test.x[:128], seconds=seconds)),
+        "after": asdict(measure(small.module, test.x[:128], seconds=seconds)),
         "refused": None,
     }
 

@@ -1366,6 +1366,27 @@ _USES = [
         ("compress/test_cost.py::test_different_examples_are_timed",),
     ),
     Site(
+        "a file holds the example's data",
+        "posterity/compress/trace.py",
+        "return torch.zeros_like(x) if isinstance(x, Tensor) else x",
+        "return x",
+        ("compress/test_deploy.py::test_files_hold_neither_data_nor_paths",),
+    ),
+    Site(
+        "a file holds paths of the machine",
+        "posterity/compress/trace.py",
+        '        node.meta.pop("stack_trace", None)\n',
+        "",
+        ("compress/test_deploy.py::test_files_hold_neither_data_nor_paths",),
+    ),
+    Site(
+        "whole numbers that int8 does not hold are stored as int8",
+        "posterity/compress/rounding.py",
+        "if furthest <= torch.iinfo(dtype).max:",
+        "if furthest <= torch.iinfo(dtype).max + 1:",
+        ("compress/test_deploy.py::test_whole_numbers_have_16_bits_where_8_are_too_few",),
+    ),
+    Site(
         "pruned weights are counted among the bytes of rounded ones",
         "posterity/compress/rounding.py",
         "bits * int(kept[name].sum())",

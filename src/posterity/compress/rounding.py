@@ -36,6 +36,17 @@ class Quantised:
     steps: dict[str, float]
     bits: dict[str, int]
 
+    def whole(self, name: str) -> Tensor | None:
+        """A tensor's means in steps, as int8 or int16, or None where these do not hold them."""
+        step = self.steps[name]
+        mean = self.posterior.mean()[name].detach().double()
+        numbers = (mean / step).round() if step else mean
+        furthest = float(numbers.abs().max()) if numbers.numel() else 0.0
+        for dtype in (torch.int8, torch.int16):
+            if furthest <= torch.iinfo(dtype).max:
+                return numbers.to(dtype)
+        return None
+
     @property
     def bytes(self) -> int:
         """Of all weights that are not pruned, at these bits each; where they stand is not counted."""
@@ -54,8 +65,8 @@ def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
     Example:
         >>> q = Factorised({"w": DiagonalGaussian(torch.tensor([0.93, -0.41, 0.12]), 0.1)})
         >>> found = quantise(q)
-        >>> found.posterior.mean()["w"], found.bits
-        (tensor([ 0.9000, -0.4000,  0.1000]), {'w': 4})
+        >>> found.posterior.mean()["w"], found.bits, found.whole("w")
+        (tensor([ 0.9000, -0.4000,  0.1000]), {'w': 4}, tensor([ 9, -4,  1], dtype=torch.int8))
     """
     if not 0.0 < share < math.inf:
         raise ValueError(f"share must be finite and greater than 0, not {share}")

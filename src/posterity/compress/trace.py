@@ -65,12 +65,21 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise ValueError(f"torch.export cannot follow the model: {_first_line(error)}") from error
     for p in program.parameters():
         p.requires_grad_(False)
+    # A file would hold these: of a slice, all data that it is a slice of; and the paths of this machine.
+    program.example_inputs = tree_map(_blank, (args, kwargs))
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+        node.meta.pop("from_node", None)
     return program
 
 
 def _several(x: Any) -> Any:
     """Two examples in place of one, which would fix the size of the batch."""
     return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and len(x) == 1 else x
+
+
+def _blank(x: Any) -> Any:
+    return torch.zeros_like(x) if isinstance(x, Tensor) else x
 
 
 def _first_line(error: Exception) -> str:

@@ -23,17 +23,17 @@ class Cost:
     """What a net costs.
 
     Attributes:
-        weights: Numbers in its parameters.
+        weights: Numbers in its parameters, with the zeros that sparse matrices leave out.
         nonzero: Those that are not zero.
-        bytes: Of parameters and buffers.
-        multiply_adds: Of one example.
+        bytes: Of parameters and buffers, with the indices of sparse matrices.
+        multiply_adds: Of one example; None if a layer is sparse, which torch does not count.
         milliseconds: Median time of a forward pass, by batch size.
     """
 
     weights: int
     nonzero: int
     bytes: int
-    multiply_adds: int
+    multiply_adds: int | None
     milliseconds: dict[int, float]
 
 
@@ -59,6 +59,7 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
     tensors = [*chain(model.parameters(), model.buffers())]
     model = evaluating(model)
     with torch.no_grad():
+        sparse = any(each.layout is torch.sparse_csr for each in tensors)
         with FlopCounterMode(display=False) as counter:
             model(*_of(args, 1))
         times = {
@@ -70,11 +71,18 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
         }
     return Cost(
         sum(p.numel() for p in model.parameters()),
-        sum(int(p.count_nonzero()) for p in model.parameters()),
-        sum(each.numel() * each.element_size() for each in tensors),
-        counter.get_total_flops() // 2,
+        sum(int(_stored(p)[0].count_nonzero()) for p in model.parameters()),
+        sum(part.numel() * part.element_size() for each in tensors for part in _stored(each)),
+        None if sparse else counter.get_total_flops() // 2,
         times,
     )
+
+
+def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What memory holds of a tensor: its numbers, then their places if it is sparse."""
+    if tensor.layout is torch.sparse_csr:
+        return tensor.values(), tensor.crow_indices(), tensor.col_indices()
+    return (tensor.detach(),)
 
 
 def _of(args: tuple[Any, ...], size: int) -> tuple[Any, ...]:

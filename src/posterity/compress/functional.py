@@ -7,11 +7,13 @@ rules which need a layer's inputs could not train such a net further, and each c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional as F
+
+from posterity.torch_private import forget_tracer
 
 _Arguments = dict[str, Any]
 
@@ -66,3 +68,27 @@ def as_functions(graph: fx.Graph) -> None:
             named = arguments({**named, **node.kwargs})
             node.target, node.args = function, (named.pop("input"),) if "input" in named else ()
             node.kwargs = named
+
+
+def callable_graph(net: fx.GraphModule, *arguments: Any, gives: Any) -> fx.GraphModule:
+    """A graph of ``torch.export`` as a hand-written net in evaluation mode: by functions, with a plain call.
+
+    Args:
+        net: It; its graph is changed.
+        arguments: What it is called with.
+        gives: What it gives.
+
+    Example:
+        >>> from posterity.compress.trace import exported
+        >>> x = torch.ones(4, 3)
+        >>> net = exported(torch.nn.Linear(3, 2), (x,), {}).module(check_guards=False)
+        >>> callable_graph(net, x, gives=net(x))(x).shape
+        torch.Size([4, 2])
+    """
+    as_functions(net.graph)
+    if all(isinstance(each, Tensor) for each in (gives, *arguments)):
+        output = net.graph.output_node()  # packing tensors takes longer than a small net
+        output.args = (cast("tuple[fx.Node]", output.args[0])[0],)
+        net.graph.set_codegen(fx.graph.CodeGen())
+    forget_tracer(net.graph)
+    return fx.GraphModule(net, net.graph).eval()

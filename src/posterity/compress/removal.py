@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from posterity.arguments import MODULE, instance, takes
-from posterity.compress.functional import as_functions
-from posterity.compress.trace import at_means, exported
+from posterity.compress.functional import callable_graph
+from posterity.compress.trace import at_means, compare, exported
 from posterity.compress.units import INPUT, OUTPUT, Followed, Use
 from posterity.posterior import DiagonalGaussian, Factorised
 from posterity.torch_private import tree_leaves
@@ -24,8 +24,6 @@ from posterity.torch_private import tree_leaves
 _Kept: TypeAlias = Mapping[
     str, Sequence[list[int]]
 ]  # of tensors that become smaller: for every axis, what stays
-# Sums in another order: this many units in the last place of the largest output.
-_ROUNDING = 1e4
 
 
 @final
@@ -91,11 +89,9 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
             followed.uses[number] = biased = _biased(graph, followed, use)
             shifts[biased] = values
     kept = _kept(followed, gone)
-    if isinstance(want, Tensor) and not kwargs and all(isinstance(each, Tensor) for each in args):
-        _plain(graph.graph)
-    small = _rebuilt(graph, followed, gone, kept, shifts)
+    small = callable_graph(_rebuilt(graph, followed, gone, kept, shifts), *args, *kwargs.items(), gives=want)
     with torch.no_grad():
-        _compare(small(*args, **kwargs), want)
+        compare(small(*args, **kwargs), want)
     shapes = {name: (tuple(followed.tensors[name].shape), tuple(map(len, kept[name]))) for name in kept}
     named = {name: followed.name_of(plain.get_parameter(name)) for name in posterior.mean()}
     return Shrunk(small, _smaller(posterior, named, followed, kept, shifts), shapes, _dense(followed))
@@ -193,22 +189,13 @@ def _rebuilt(
         name = followed.held(node)
         if name is not None:
             node.target = name  # of several names of one tensor, the first
-    as_functions(graph.graph)
-    graph.graph._tracer_cls = None  # export's own, by which no pickled graph can be read
     root: dict[str, Tensor] = {}
     for name, value in values.items():
         part = _part(value, kept.get(name)).clone()
         root[name] = nn.Parameter(part) if isinstance(followed.tensors[name], nn.Parameter) else part
     small = fx.GraphModule(root, graph.graph)
     small.graph.lint()
-    return small.eval()
-
-
-def _plain(graph: fx.Graph) -> None:
-    """Let a graph from tensors to a tensor be called as such: packing them takes longer than a small net."""
-    output = graph.output_node()
-    output.args = (cast("tuple[fx.Node]", output.args[0])[0],)
-    graph.set_codegen(fx.graph.CodeGen())
+    return small
 
 
 def _part(value: Tensor, places: Sequence[list[int]] | None) -> Tensor:
@@ -259,15 +246,3 @@ def _dense(followed: Followed) -> dict[str, str]:
         if blamed:
             reasons[name] = "; ".join(map(str, blamed))
     return reasons
-
-
-def _compare(found: Any, want: Any) -> None:
-    """Refuse to hand out a net with other outputs."""
-    for one, other in zip(tree_leaves(found), tree_leaves(want), strict=True):
-        if isinstance(other, Tensor) and other.is_floating_point():
-            scale = float(other.nan_to_num(0.0, 0.0, 0.0).abs().max()) if other.numel() else 0.0
-            error = float((one - other).where(one != other, 0.0).abs().max()) if other.numel() else 0.0
-            if not error <= _ROUNDING * torch.finfo(other.dtype).eps * (1.0 + scale):
-                raise RuntimeError(
-                    f"the smaller net's outputs are off by {error:g}: report the model, and use the large one"
-                )

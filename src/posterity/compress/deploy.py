@@ -55,7 +55,8 @@ def export(
         posterior: Of its weights; None for the model as it is. With what :func:`~posterity.compress.quantise`
             gives, matrices and kernels are whole numbers of 8 bits in the file, or of 16 where those are too
             few, times a step, ``NAME.step`` in a safetensors file.
-        example: The model's input, or a tuple of several.
+        example: The model's input, or a tuple of several; two examples are enough. Files hold zeros of that
+            shape.
         format: ``"torch.export"``, to be read by ``torch.export.load``; ``"onnx"`` (needs the extra
             ``export``); ``"safetensors"``, the parameters and buffers at the means, without the graph.
         samples: Networks of an ensemble; without it, the net at the means, whose output is the model's.

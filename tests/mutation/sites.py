@@ -1415,6 +1415,13 @@ _USES = [
         ("compress/test_csr.py::test_costs_count_what_is_stored",),
     ),
     Site(
+        "the pruned net of a unit is left without its means",
+        "posterity_lab/reproduce/artefact.py",
+        "state = {**net.state_dict(), **posterior.mean()}",
+        "state = net.state_dict()",
+        ("lab/test_sparse_studies.py::test_a_pruned_net_is_read_as_it_was_left",),
+    ),
+    Site(
         "pruned weights are counted among the bytes of rounded ones",
         "posterity/compress/rounding.py",
         "bits * int(kept[name].sum())",

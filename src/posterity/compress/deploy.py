@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Collection
@@ -108,9 +109,15 @@ def _write_onnx(program: ExportedProgram, path: Path) -> None:
         import onnxscript  # noqa: F401 (torch.onnx needs it)
     except ImportError:
         raise ImportError("ONNX files need the extra export: pip install 'posterity[export]'") from None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what it converts
-        torch.onnx.export(program, (), str(path), external_data=False, dynamo=True, verbose=False)
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)  # of torchvision, which no net of torch needs
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what it converts
+            torch.onnx.export(program, (), str(path), external_data=False, dynamo=True, verbose=False)
+    finally:
+        log.setLevel(level)
 
 
 def _hollow(model: nn.Module, names: Collection[str]) -> nn.Module:

@@ -147,8 +147,7 @@ def described(pruned: Pruned, small: Shrunk) -> dict[str, Any]:
     sure = any(
         bool((stds[name][kept] == 0).any()) for name, kept in small.posterior.kept().items() if kept.dim() > 1
     )
-    # Biases are points, for which no std says how far to round; they are few, and stay as they are.
-    rounded = None if sure else quantise(matrices(small.posterior))
+    rounded = None if sure else quantise(small.posterior)
     found: dict[str, Any] = {
         "parameters": counts[WHOLE].weights,
         "shrunk_parameters": counts[OURS].weights,
@@ -184,13 +183,6 @@ def disk(found: dict[str, Any], least: float) -> dict[str, Any]:
     error = max(found["errors"].values()) if "errors" in found else None
     met = None if error is None else error <= ERROR and max(ratios.values()) >= least
     return {"ratios": ratios, "at_least": least, "error_at_most": ERROR, "met": met}
-
-
-def matrices(posterior: Factorised) -> Factorised:
-    """Of the weights with two axes and more alone."""
-    return Factorised(
-        {name: posterior.block(name) for name, kept in posterior.kept().items() if kept.dim() > 1}
-    )
 
 
 def aim(name: str, device: str, size: int) -> float | None:

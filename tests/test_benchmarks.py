@@ -298,7 +298,6 @@ def test_ours_leaves_batchnorm_without_a_posterior(monkeypatch: pytest.MonkeyPat
     assert sorted(made[0].posterior().blocks) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
-@pytest.mark.usefixtures("scripts")
 def test_pruned_units_are_measured_by_their_files_and_errors(tmp_path: Path) -> None:
     cell = next(each for each in sparse.lenet_cells(quick=True) if each.method == "sparse-vd")
     config = {**cell.config, "epochs": 20}
@@ -315,10 +314,11 @@ def test_pruned_units_are_measured_by_their_files_and_errors(tmp_path: Path) -> 
     assert row["looks"]["evaluations"] == 1
 
 
+@pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize(
     ("error", "least", "met"), [(0.009, 50.0, True), (0.0091, 50.0, False), (0.0, 51.0, False)]
 )
-def test_the_aim_on_disk_is_at_an_error(scripts: None, error: float, least: float, met: bool) -> None:
+def test_the_aim_on_disk_is_at_an_error(error: float, least: float, met: bool) -> None:
     """Of the smallest files that there are, and of the worst error of them."""
     import smaller
 
@@ -328,7 +328,8 @@ def test_the_aim_on_disk_is_at_an_error(scripts: None, error: float, least: floa
     assert smaller.disk({"files": files}, 1.0)["met"] is None
 
 
-def test_aims_are_of_nets_devices_and_batches(scripts: None) -> None:
+@pytest.mark.usefixtures("scripts")
+def test_aims_are_of_nets_devices_and_batches() -> None:
     import smaller
 
     asked = [("lenet5-caffe", "cpu", 1), ("vgglike-0.5", "cpu", 128), ("vgglike", "cuda", 1024)]
@@ -336,6 +337,7 @@ def test_aims_are_of_nets_devices_and_batches(scripts: None) -> None:
     assert smaller.aim("vgglike", "cuda", 128) is smaller.aim("mlp-30", "cpu", 1) is None
 
 
+@pytest.mark.usefixtures("scripts")
 def test_the_loop_over_networks_draws_from_the_posterior() -> None:
     import predict
 

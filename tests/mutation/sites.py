@@ -1380,6 +1380,13 @@ _USES = [
         ("compress/test_deploy.py::test_files_hold_neither_data_nor_paths",),
     ),
     Site(
+        "vectors that are not rounded are stored as whole numbers",
+        "posterity/compress/rounding.py",
+        "return None if bool(mean.any()) else mean.to(torch.int8)",
+        "return mean.to(torch.int8)",
+        ("compress/test_rounding.py::test_biases_that_are_known_exactly_stay_as_they_are",),
+    ),
+    Site(
         "whole numbers that int8 does not hold are stored as int8",
         "posterity/compress/rounding.py",
         "if furthest <= torch.iinfo(dtype).max:",

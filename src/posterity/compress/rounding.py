@@ -28,7 +28,7 @@ class Quantised:
 
     Attributes:
         posterior: Every mean is a whole multiple of its tensor's step; stds and pruned weights are as before.
-        steps: By tensor.
+        steps: By tensor; 0 where there is nothing to round.
         bits: By tensor, of a whole number that can be any of its weights.
     """
 
@@ -40,7 +40,9 @@ class Quantised:
         """A tensor's means in steps, as int8 or int16, or None where these do not hold them."""
         step = self.steps[name]
         mean = self.posterior.mean()[name].detach().double()
-        numbers = (mean / step).round() if step else mean
+        if not step:  # nothing is left of it, or it is not rounded
+            return None if bool(mean.any()) else mean.to(torch.int8)
+        numbers = (mean / step).round()
         furthest = float(numbers.abs().max()) if numbers.numel() else 0.0
         for dtype in (torch.int8, torch.int16):
             if furthest <= torch.iinfo(dtype).max:
@@ -59,7 +61,8 @@ def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
     """Round the means of a posterior to multiples of a share of its stds.
 
     Args:
-        posterior: With stds above 0; what it says of correlations is dropped.
+        posterior: With stds above 0; what it says of correlations is dropped. Vectors with a std of 0,
+            such as biases without noise, stay as they are.
         share: The step in stds, c: each weight costs c²/24 nats on average.
 
     Example:
@@ -75,6 +78,10 @@ def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
     for name, mean in means.items():
         at, std = mean.detach(), stds[name].detach()
         alive = std[kept[name]].double()
+        if bool((alive <= 0).any()) and at.dim() < 2:
+            steps[name], bits[name] = 0.0, 8 * at.element_size()
+            leaves[name] = DiagonalGaussian(at, std, keep=kept[name])
+            continue
         if bool((alive <= 0).any()):
             raise ValueError(
                 f"{name!r} has weights of std 0, which no step serves: quantise the posterior that was "

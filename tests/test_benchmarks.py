@@ -17,6 +17,8 @@ import posterity
 from posterity_lab import bench
 from posterity_lab.bench import Column, Ratio, Record, measure, parser
 from posterity_lab.cli import app
+from posterity_lab.reproduce import sparse
+from posterity_lab.reproduce.study import Unit
 
 QUICK = ["--rounds", "2", "--round-seconds", "1e-4"]
 # Options that make a benchmark small, and the columns that it has on a CPU.
@@ -25,6 +27,7 @@ FLOORS = {"floor from bytes", "floor from FLOPs"}
 BBB_PEERS = {"bayesian-torch": "bayesian_torch", "BLiTZ": "blitz"}
 BBB = {name for name, package in BBB_PEERS.items() if importlib.util.find_spec(package)}
 BACKPACK = {"BackPACK's squares, Adam"} if importlib.util.find_spec("backpack") else set()
+ONNX = {"whole net, onnxruntime", "shrunk, onnxruntime"} if importlib.util.find_spec("onnxruntime") else set()
 SMOKE = {
     "train_step": (["--widths", "8", "--samples", "2"], {LOOP, "compile_step", ADAM, NOISE}),
     "conv_step": (["--nets", "lenet5", "--samples", "2", "--batch", "4"], {LOOP, "compile_step", ADAM}),
@@ -56,6 +59,10 @@ SMOKE = {
     ),
     "vogn_memory": (["--nets", "lenet5", "--batch", "4"], set()),
     "predict": (["--nets", "mlp", "--images", "3", "--samples", "2"], {"loop over networks", "predict"}),
+    "smaller": (
+        ["--nets", "mlp-300", "lenet5-caffe", "--kept", "0.5", "--batches", "2", "--layouts", "nchw"],
+        {"whole net", "shrunk", *ONNX},
+    ),
     "mnist": (["--data", "digits", "--widths", "8", "--epochs", "1"], {"compile_step"}),
     "memory": (["--widths", "8", "--samples", "2"], set()),
     "step_kernels": (["--steps", "bgd-mlp-8", "vogn-lenet5", "adam-lenet5", "--batch", "4"], {"all kernels"}),
@@ -306,6 +313,45 @@ def test_ours_leaves_batchnorm_without_a_posterior(monkeypatch: pytest.MonkeyPat
     loss = peers.bgd_ours(model, peers.Loss("bf16", "cpu"), *peers.batch([6, 3, 8, 8], "cpu"), samples=2)()
     assert torch.isfinite(loss)
     assert sorted(made[0].posterior().blocks) == ["0.bias", "0.weight", "3.bias", "3.weight"]
+
+
+def test_pruned_units_are_measured_by_their_files_and_errors(tmp_path: Path) -> None:
+    cell = next(each for each in sparse.lenet_cells(quick=True) if each.method == "sparse-vd")
+    config = {**cell.config, "epochs": 20}
+    unit = Unit("sparse-lenet", cell.setting, cell.method, 0, config, "")
+    metrics = sparse.train(unit, "cpu", tmp_path, lambda *seen: None).metrics
+    out = tmp_path / "record.json"
+    bench.run("smaller", ["--units", str(tmp_path), "--batches", "1", "--out", str(out), *QUICK])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["errors"]["whole net"] == pytest.approx(metrics["error"])
+    assert row["errors"]["shrunk"] == pytest.approx(metrics["error"])
+    assert len(row["architecture"]) == 3
+    assert row["files"]["rounded"]["safetensors"] < row["files"]["shrunk"]["safetensors"]
+    assert row["files"]["shrunk"]["safetensors"] <= row["files"]["whole net"]["safetensors"]
+    assert row["looks"]["evaluations"] == 1
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize(
+    ("error", "least", "met"), [(0.009, 50.0, True), (0.0091, 50.0, False), (0.0, 51.0, False)]
+)
+def test_the_aim_on_disk_is_at_an_error(error: float, least: float, met: bool) -> None:
+    """Of the smallest files that there are, and of the worst error of them."""
+    import smaller
+
+    files = {"whole net": {"onnx": 500}, "shrunk": {"onnx": 25}, "rounded": {"onnx": 10}}
+    found = smaller.disk({"files": files, "errors": {"shrunk": 0.0, "rounded": error}}, least)
+    assert (found["ratios"], found["met"]) == ({"onnx": 50.0}, met)
+    assert smaller.disk({"files": files}, 1.0)["met"] is None
+
+
+@pytest.mark.usefixtures("scripts")
+def test_aims_are_of_nets_devices_and_batches() -> None:
+    import smaller
+
+    asked = [("lenet5-caffe", "cpu", 1), ("vgglike-0.5", "cpu", 128), ("vgglike", "cuda", 1024)]
+    assert [smaller.aim(*each) for each in asked] == [5.0, 3.0, 2.0]
+    assert smaller.aim("vgglike", "cuda", 128) is smaller.aim("mlp-30", "cpu", 1) is None
 
 
 @pytest.mark.usefixtures("scripts")

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch import pyfunctorch
 from torch.nn.modules import batchnorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -192,3 +192,8 @@ def shard_place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     from torch.distributed.tensor import _utils
 
     return _utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def forget_tracer(graph: fx.Graph) -> None:
+    """Let modules of an exported graph be read from pickles, which its own tracer cannot do."""
+    graph._tracer_cls = None

@@ -242,7 +242,7 @@ def evaluate(
     report: dict[str, Any] = {"run": str(folder), "data": config.data, "samples": len(drawn.samples)}
     mean = predictions(model, posterior, dataset.test.x, config, mode="mean")
     report["modes"] = _modes(drawn, mean, dataset.test.y)
-    report["looks"] = _looked(folder, run.config)
+    report["looks"] = runs.looked(folder, run.config)
     if outside is not None:
         strange = predictions(model, posterior, outside, config, progress=not as_json)
         report["ood"] = {"data": ood, **_detection(drawn, strange)}
@@ -319,21 +319,35 @@ def compress(
     _check_samples(samples)
     kinds: dict[str, Any] = {"groups": None if groups == "weights" else groups, "format": file}
     run = runs.load_run(folder, device)
-    found = smaller(run, out, fraction=fraction, share=share, samples=samples, **kinds)
+    found = smaller(run, out, folder=folder, fraction=fraction, share=share, samples=samples, **kinds)
     console = Console()
-    console.print(_table("test data, at the means", found["errors"]))
-    costs = Table("", "before", "after", "ratio", title="cost")
+    quality = Table("", "error, %", "NLL", title="test data, at the means")
+    for stage, values in found["errors"].items():
+        quality.add_row(stage, f"{100 * values['error']:.2f}", f"{values['nll']:.4f}")
+    console.print(quality)
+    costs = Table("", "before", "after", "before / after", title="cost")
     before, after = found["before"], found["after"]
-    rows = {key: (before[key], after[key]) for key in ("weights", "bytes", "multiply_adds")}
-    times = before["milliseconds"]
-    rows |= {f"ms, batch {size}": (times[size], after["milliseconds"][size]) for size in times}
+    words = {"weights": "weights", "nonzero": "weights that are not 0", "bytes": "bytes in memory"}
+    rows = {shown: (before[key], after[key]) for key, shown in words.items()}
+    rows["bytes of the file"] = found["file_bytes"]["before"], found["file_bytes"]["after"]
+    rows["multiply-adds"] = before["multiply_adds"], after["multiply_adds"]
+    for size, time in before["milliseconds"].items():
+        rows[f"ms, batch {size}"] = time, after["milliseconds"][size]
+        if found["csr"][str(size)] is not None:
+            rows[f"ms, batch {size}, as CSR"] = time, found["csr"][str(size)]["milliseconds"]
     for name, (one, other) in rows.items():
-        costs.add_row(name, f"{one:,.4g}", f"{other:,.4g}", f"{one / other:.2f}")
+        shown = [f"{each:,}" if isinstance(each, int) else f"{each:.4f}" for each in (one, other)]
+        costs.add_row(name, *shown, f"{one / other:.2f}" if other else "–")
     console.print(costs)
+    for size, sparse in found["csr"].items():
+        if sparse is not None:
+            layers = ", ".join(sparse["weights"])
+            typer.echo(f"as CSR, batch {size}: {layers} (posterity.compress.sparse_layers)")
     if found["dense"]:
         console.print(f"stayed as they are: {', '.join(found['dense'])}", soft_wrap=True)
-    rounded = "" if found["bits"] is None else f"; {found['bytes_at_bits']:,} bytes at the posterior's bits"
-    typer.echo(f"{out}: {found['file_bytes']:,} bytes{rounded}")
+    if found["bits"] is not None:
+        typer.echo(f"weights alone, at the bits that their stds ask for: {found['bytes_at_bits']:,} bytes")
+    typer.echo(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
 @app.command()
@@ -452,17 +466,6 @@ def fetch_data(name: Annotated[str, typer.Argument(help="Name of a data set.")])
     for path in paths:
         typer.echo(str(path))
     typer.echo(f"{name} is complete")
-
-
-def _looked(folder: Path, config: Config) -> dict[str, int] | None:
-    """Count that a run is evaluated on test data; None where its folder cannot be written."""
-    from posterity_lab.record import look
-    from posterity_lab.runs import ROW
-
-    try:
-        return look(folder, ROW, config.seed, dataclasses.asdict(config))
-    except OSError:
-        return None
 
 
 def _check_samples(samples: int | None) -> None:

@@ -367,3 +367,18 @@ def _shown(history: list[dict[str, Any]], config: Config) -> dict[str, Any]:
         "loss": "–" if last is None else f"{last['train_loss']:.4f}",
         "accuracy": "–" if last is None else f"{last['accuracy']:.2%}",
     }
+
+
+def looked(folder: Path, config: Config) -> dict[str, int] | None:
+    """Count that a run is evaluated on test data; None where its folder cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     looked(Path(folder), Config())
+        {'configs': 1, 'evaluations': 1}
+    """
+    try:
+        return record.look(folder, ROW, config.seed, dataclasses.asdict(config))
+    except OSError:
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,21 @@ from posterity import predict as predicted
 from posterity.compress import (
     Format,
     Groups,
+    Quantised,
     export,
     measure,
     point_mass,
     prune,
     quantise,
     shrink,
+    sparse_layers,
 )
 from posterity_lab import record
 from posterity_lab.data import load
-from posterity_lab.runs import Run
+from posterity_lab.runs import Run, looked
 
+# Sizes of batches that are timed.
+BATCHES = (1, 128)
 SUFFIXES: dict[Format, str] = {"torch.export": "pt2", "onnx": "onnx", "safetensors": "safetensors"}
 
 
@@ -31,6 +36,7 @@ def smaller(
     run: Run,
     out: Path,
     *,
+    folder: Path | None = None,
     fraction: float,
     groups: Groups | None = "inputs",
     share: float = 1.0,
@@ -41,11 +47,14 @@ def smaller(
     """Compress a run, write what is left of it to a folder, and say what that costs.
 
     The folder gets the net as ``net.*``, the posterior of what is left, and ``compress.json``: the sealed
-    record, with test errors and costs of the whole net and of the smaller one.
+    record, with test errors and costs of the whole net and of the smaller one. A net that has stds is rounded
+    by them, and its file has whole numbers. Where layers are faster as sparse matrices here, the record says
+    how fast.
 
     Args:
         run: From `posterity_lab.runs.load_run`.
         out: A new folder.
+        folder: Of the run, where looks at test data are counted.
         fraction: Of the weights to prune.
         groups: What is pruned as one: columns, rows, or single weights.
         share: The step of rounding in stds; a net without stds is not rounded.
@@ -71,7 +80,7 @@ def smaller(
     test, config = load(run.config.data, device=run.config.device).test, run.config
     made = record.Provenance(config.device, seeds=[config.seed])
     posterior = point_mass(run.model) if run.posterior is None else run.posterior.frozen()
-    example = test.x[:2]
+    example = test.x[: max(BATCHES)]
     pruned = prune(posterior, fraction, groups=groups)
     small = shrink(run.model, pruned, example)
     rounded = None if run.posterior is None else quantise(small.posterior, share)
@@ -84,7 +93,8 @@ def smaller(
     }
     out.mkdir(parents=True, exist_ok=True)  # when nothing is left that could be refused
     path = out / f"net.{SUFFIXES[format]}"
-    export(path, small.module, left, example, format=format, samples=samples)
+    file: Factorised | Quantised = left if rounded is None or samples is not None else rounded
+    export(path, small.module, file, example[:2], format=format, samples=samples)
     left.save(out / "posterior.safetensors")
     found = {
         "config": asdict(config),
@@ -95,17 +105,39 @@ def smaller(
             "format": format,
             "samples": samples,
         },
+        "looks": None if folder is None else looked(folder, config),
         "errors": {stage: errors(*each, test.x, test.y) for stage, each in stages.items()},
-        "before": asdict(measure(run.model, example, seconds=seconds)),
-        "after": asdict(measure(small.module, example, seconds=seconds)),
+        "before": asdict(measure(run.model, example, BATCHES, seconds)),
+        "after": asdict(measure(small.module, example, BATCHES, seconds)),
+        "csr": {str(size): _sparse(small.module, example[:size], seconds) for size in BATCHES},
         "shapes": small.shapes,
         "dense": small.dense,
         "bits": None if rounded is None else rounded.bits,
         "bytes_at_bits": None if rounded is None else rounded.bytes,
-        "file_bytes": path.stat().st_size,
+        "file_bytes": {
+            "before": _whole_bytes(run, posterior, example[:2], format, samples),
+            "after": path.stat().st_size,
+        },
         "environment": made.content(),
     }
     return record.write(out / "compress.json", found)
+
+
+def _sparse(net: nn.Module, x: Tensor, seconds: float) -> dict[str, Any] | None:
+    """Layers that are faster as sparse matrices for this batch, and the net's time with them, if any are."""
+    found = sparse_layers(net, x, seconds=seconds / 10)
+    if not found.weights:
+        return None
+    times = measure(found.module, x, (len(x),), seconds).milliseconds
+    return {"weights": found.weights, "milliseconds": times[len(x)]}
+
+
+def _whole_bytes(run: Run, posterior: Factorised, x: Tensor, format: Format, samples: int | None) -> int:
+    """Of the same file of the whole net."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"net.{SUFFIXES[format]}"
+        export(path, run.model, posterior, x, format=format, samples=samples)
+        return path.stat().st_size
 
 
 def errors(model: nn.Module, posterior: Factorised, x: Tensor, y: Tensor) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Counts that follow from shapes, and times that grow."""
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posterity.compress import measure, point_mass, prune, shrink
 from posterity_lab import nets
@@ -28,3 +29,25 @@ def test_a_smaller_net_costs_less() -> None:
     assert after.weights < 0.2 * before.weights
     assert after.multiply_adds < 0.2 * before.multiply_adds
     assert after.milliseconds[128] < before.milliseconds[128]
+
+
+@pytest.mark.parametrize(("size", "want"), [(1, [0]), (2, [0, 1]), (7, [0, 1, 2, 0, 1, 2, 0])])
+def test_different_examples_are_timed(size: int, want: list[float]) -> None:
+    """Branches of repeated ones would be foreseen."""
+    seen = set()
+
+    class Recorder(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(tuple(x[:, 0].tolist()))
+            return x
+
+    measure(Recorder(), torch.arange(3.0)[:, None], batches=(size,), seconds=1e-3)
+    assert seen == {(0,), tuple(want)}  # one example is counted, these are timed
+
+
+def test_bad_calls_are_refused() -> None:
+    net = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"batches must be sizes of at least 1, not \(1, 0\)"):
+        measure(net, torch.randn(2, 3), batches=(1, 0))
+    with pytest.raises(ValueError, match="the example has a batch of 0: give at least one input"):
+        measure(net, torch.randn(0, 3))

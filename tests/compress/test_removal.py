@@ -1,14 +1,18 @@
 """Nets without their dead units give the outputs of the pruned ones."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import posterity
 from posterity import DiagonalGaussian, Factorised, predict
 from posterity.compress import point_mass, prune, shrink
+from posterity.compress.functional import as_functions
+from posterity.compress.trace import exported
 from posterity_lab import nets
 
 
@@ -53,6 +57,13 @@ class Words(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.out(torch.relu(self.mix(self.table(words) + self.places)).transpose(1, 2).mean(2))
+
+
+class Attended(nn.Module):
+    """Attention without weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.4)
 
 
 CASES = {
@@ -261,9 +272,143 @@ def test_tied_weights_shrink_together_or_not_at_all() -> None:
     assert set(small.posterior.mean()) == {name for name, _ in small.module.named_parameters()}
 
 
+RULES = {
+    "BGD": lambda net: posterity.BGD(net),
+    "IVON": lambda net: posterity.IVON(net, num_data=8),
+    "VOGN": lambda net: posterity.VOGN(net, num_data=8),
+    "NoisyKFAC": lambda net: posterity.NoisyKFAC(net, num_data=8),
+}
+
+
+def small_net() -> tuple[nn.Module, Factorised]:
+    """Without its dead units, with dead weights in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 9), nn.Linear(9, 3)
+    )
+    small = shrink(model, without(model, torch.Generator().manual_seed(1)), torch.randn(2, 1, 8, 8))
+    assert parameters(small.module) < parameters(model)
+    assert not all(bool(kept.all()) for kept in small.posterior.kept().values())
+    return small.module, small.posterior
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_trains_a_smaller_net_further_and_masks_stay(rule: str) -> None:
+    net, posterior = small_net()
+    x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 3, (8,))
+    opt = RULES[rule](net)
+    opt.load_posterior(posterior)
+    for _ in range(2):
+        opt.step(lambda: F.cross_entropy(net(x), y), batch_size=len(x))
+    found, kept = opt.posterior(), posterior.kept()
+    assert all(bool((mean[~kept[name]] == 0).all()) for name, mean in found.mean().items())
+    assert all(not bool(each[~kept[name]].any()) for name, each in found.kept().items())
+    assert not torch.equal(found.mean()["0.weight"], posterior.mean()["0.weight"])
+
+
+def test_a_smaller_posterior_is_a_prior_and_keeps_its_masks(tmp_path: Path) -> None:
+    net, posterior = small_net()
+    posterior.save(tmp_path / "small.safetensors")
+    again = Factorised.load(tmp_path / "small.safetensors")
+    x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 3, (8,))
+    bayesian = posterity.Variational(net, again, seed=0, estimator="local", prior=posterior)
+    adam = torch.optim.Adam(bayesian.parameters(), lr=0.01)
+    for _ in range(3):
+        adam.zero_grad()
+        posterity.elbo(F.cross_entropy(bayesian(x), y), bayesian.kl(), num_data=8).backward()
+        adam.step()
+    kept = posterior.kept()
+    for name, mean in bayesian.posterior.mean().items():
+        assert bool((mean[~kept[name]] == 0).all())
+        assert not torch.equal(mean, posterior.mean()[name])
+
+
+class Asked(nn.Module):
+    """A net that is called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.two(torch.relu(self.one(x))) * scale}
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, of graphs with keywords
+def test_a_smaller_net_can_be_pickled(tmp_path: Path) -> None:
+    net, _ = small_net()
+    x = torch.randn(3, 1, 8, 8)
+    torch.save(net, tmp_path / "net.pt")
+    assert torch.equal(torch.load(tmp_path / "net.pt", weights_only=False)(x), net(x))
+    model, x, scale = Asked(), torch.randn(3, 4), torch.ones(1)
+    small = shrink(model, without(model, torch.Generator().manual_seed(1)), x, scale=scale).module
+    torch.save(small, tmp_path / "net.pt")
+    again = torch.load(tmp_path / "net.pt", weights_only=False)
+    assert torch.equal(again(x, scale=scale)["out"], small(x, scale=scale)["out"])
+
+
+LAYERS = {
+    "linear": (nn.Linear(4, 3, bias=False), torch.randn(2, 4)),
+    "conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding="valid", groups=2), torch.randn(2, 4, 9)),
+    "conv2d": (nn.Conv2d(4, 3, 3, padding="same", dilation=2), torch.randn(2, 4, 9, 9)),
+    "conv3d": (nn.Conv3d(2, 3, 2, padding=1), torch.randn(2, 2, 4, 4, 4)),
+    "batch_norm": (nn.BatchNorm1d(4, eps=0.3), torch.randn(5, 4)),
+    "layer_norm": (nn.LayerNorm(4, eps=0.3), torch.randn(5, 4)),
+    "group_norm": (nn.GroupNorm(2, 4, eps=0.3), torch.randn(5, 4)),
+    "embedding": (nn.Embedding(5, 3), torch.tensor([[0, 4], [2, 4]])),
+    "padding": (nn.Embedding(5, 3, padding_idx=2), torch.tensor([[0, 4], [2, 4]])),
+    "relu": (nn.ReLU(), torch.randn(2, 4)),
+    "max_pool2d": (nn.MaxPool2d(3, 2, 1, ceil_mode=True), torch.randn(2, 4, 8, 8)),
+    "attention": (Attended(), torch.randn(2, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_calls_of_aten_become_those_of_functions(name: str) -> None:
+    """With their arguments, and with the gradients of the layer."""
+    layer, x = LAYERS[name]
+    layer = copy.deepcopy(layer).eval()
+    net = exported(copy.deepcopy(layer), (x,), {}).module(check_guards=False)
+    as_functions(net.graph)
+    net.recompile()
+    called = [node.target for node in net.graph.nodes if node.op == "call_function"]
+    assert not [each for each in called if "aten" in str(each) and "sym_size" not in str(each)]
+    torch.testing.assert_close(net(x), layer(x), rtol=0, atol=0)
+    for p in net.parameters():
+        p.requires_grad_()
+    for each in (net, layer):
+        if list(layer.parameters()):
+            each(x).square().sum().backward()
+    grads = [[p.grad for p in each.parameters()] for each in (net, layer)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_outputs_that_are_infinite_are_compared_and_nan_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(torch.relu(self.one(x))) + torch.tensor([0.0, -torch.inf, 0.0])
+
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(3, 4)
+    posterior = without(model, torch.Generator().manual_seed(2))
+    small = shrink(model, posterior, x)
+    assert small.shapes
+    torch.testing.assert_close(small.module(x), masked(model, posterior)(x))
+    with pytest.raises(ValueError, match="outputs for this example are nan at the posterior's means"):
+        shrink(model, posterior, torch.full((3, 4), torch.nan))
+
+
 def test_bad_calls_are_refused_and_change_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     posterior = point_mass(model)
+    with pytest.raises(TypeError, match=r"shrink\(\) takes a Factorised posterior for posterior, not 'q'"):
+        shrink(model, "q", torch.randn(3, 4))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the example has an empty tensor: give a batch of at least one"):
+        shrink(model, posterior, torch.randn(0, 4))
     with pytest.raises(ValueError, match="the model does not take this example: RuntimeError: mat1"):
         shrink(model, posterior, torch.randn(3, 5))
     dead = prune(posterior, 1.0)

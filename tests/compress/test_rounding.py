@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from posterity import DiagonalGaussian, Factorised
-from posterity.compress import point_mass, prune, quantise
+from posterity.compress import point_mass, prune, quantise, shrink
 
 
 def posterior() -> Factorised:
@@ -55,6 +56,29 @@ def test_bits_count_all_numbers_of_a_range(numbers: int, bits: int) -> None:
     found = quantise(q)
     assert torch.equal(found.posterior.mean()["w"], q.mean()["w"])  # whole numbers, at a step of 1
     assert found.bits["w"] == bits
+
+
+def test_biases_that_are_known_exactly_stay_as_they_are() -> None:
+    """As those are that constants of removed units went into, of a posterior without biases."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 3))
+    keep = torch.ones(6, 4, dtype=torch.bool)
+    keep[2:] = False
+    left = torch.ones(3, 6, dtype=torch.bool)
+    left[0, 2:] = False  # no constant reaches the first output
+    leaves = {
+        name: DiagonalGaussian(net.get_parameter(name).detach(), 0.1).pruned(mask)
+        for name, mask in {"0.weight": keep, "2.weight": left}.items()
+    }
+    small = shrink(net, Factorised(leaves), torch.randn(2, 4))
+    std = small.posterior.std()["2.bias"]
+    assert std[0] == 0
+    assert std[1] > 0
+    found = quantise(small.posterior)
+    assert torch.equal(found.posterior.mean()["2.bias"], small.posterior.mean()["2.bias"])
+    assert (found.bits["2.bias"], found.steps["2.bias"], found.whole("2.bias")) == (32, 0.0, None)
+    assert found.bits["0.weight"] < 32
+    assert found.whole("0.weight") is not None
 
 
 def test_bad_calls_are_refused() -> None:

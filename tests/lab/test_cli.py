@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from posterity import DivergenceWarning, Prediction
+from posterity.compress import csr
 from posterity.optim.presets import TABLE
 from posterity_lab import bench, cli, data, demo, files, record, reproduce, runs
 from posterity_lab.config import Config
@@ -486,13 +487,18 @@ def test_without_the_extra_the_script_says_what_to_install():
 def test_compress_writes_a_smaller_net_and_what_it_costs(run, tmp_path):
     result = call("compress", run, "--out", tmp_path / "small", "--fraction", 0.6, "--format", "safetensors")
     assert result.exit_code == 0, result.output
-    assert "multiply_adds" in result.stdout
+    for words in ("multiply-adds", "bytes of the file", "ms, batch 128", "net.safetensors"):
+        assert words in result.stdout
     found = json.loads((tmp_path / "small" / "compress.json").read_text())
     assert record.fits(found)
     assert found["after"]["weights"] < found["before"]["weights"]
     assert found["errors"]["pruned"]["error"] == pytest.approx(found["errors"]["shrunk"]["error"], abs=1e-9)
     assert set(found["errors"]) == {"whole", "pruned", "shrunk", "rounded"}
-    assert found["file_bytes"] == (tmp_path / "small" / "net.safetensors").stat().st_size
+    assert found["file_bytes"]["after"] == (tmp_path / "small" / "net.safetensors").stat().st_size
+    assert found["file_bytes"]["before"] > 2 * found["file_bytes"]["after"]
+    assert found["looks"]["evaluations"] > 0
+    stored = load_file(tmp_path / "small" / "net.safetensors")
+    assert any(each.dtype is torch.int8 for each in stored.values())
     assert "is not an empty folder" in refused("compress", run, "--out", tmp_path / "small")
     for word in ("--groups", "--format"):
         assert "must be" in refused("compress", run, "--out", tmp_path / "other", word, "strange")
@@ -504,4 +510,16 @@ def test_a_net_without_posterior_is_compressed_by_magnitude(point, tmp_path):
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "small" / "compress.json").read_text())
     assert found["bits"] is None
-    assert found["file_bytes"] > 0
+    assert found["file_bytes"]["after"] > 0
+
+
+def test_sparse_layers_are_reported_where_they_are_faster(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(csr, "_time", lambda function, *arguments: 0.1 if function is csr.product else 1.0)
+    options = ("--groups", "weights", "--fraction", 0.9, "--format", "onnx")
+    pytest.importorskip("onnxscript")
+    result = call("compress", run, "--out", tmp_path / "small", *options)
+    assert result.exit_code == 0, result.output
+    assert "ms, batch 1, as CSR" in result.stdout
+    found = json.loads((tmp_path / "small" / "compress.json").read_text())
+    assert found["csr"]["128"]["weights"]
+    assert found["csr"]["128"]["milliseconds"] > 0

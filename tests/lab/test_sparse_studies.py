@@ -18,7 +18,7 @@ from posterity_lab.baselines import gates
 from posterity_lab.baselines.sparse import kl_factor, without_zeros
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
-from posterity_lab.reproduce import records, sparse, sparse_groups, sparse_vgg, training
+from posterity_lab.reproduce import artefact, records, sparse, sparse_groups, sparse_vgg, training
 from posterity_lab.reproduce.groups import Group
 from posterity_lab.reproduce.learners import learner
 from posterity_lab.reproduce.sparse_views import _architecture, _layers, _ratio, _times
@@ -369,6 +369,23 @@ def test_a_net_without_dead_units_is_counted_tested_and_timed_as_it_is_used() ->
     assert found["by_bits"] == pytest.approx(32 * 150 / spent)
     assert found["after"]["bytes"] < found["before"]["bytes"]
     assert found["refused"] is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pruned_net_is_read_as_it_was_left(tmp_path: Path, method: str) -> None:
+    """With biases, of which the posterior may say nothing."""
+    asked = unit(method, epochs=3)
+    found = sparse.train(asked, "cpu", tmp_path, QUIET).metrics
+    again, net, posterior, test = artefact.read(tmp_path, "cpu")
+    assert again == asked
+    assert posterior.mean().keys() == dict(net.named_parameters()).keys()
+    assert sparse.weights(posterior) == found["kept"]
+    for error in (
+        float((net(test.x).argmax(-1) != test.y).double().mean()),
+        1.0
+        - posterity.metrics.accuracy(posterity.predict(net, posterior, test.x, mode="mean").probs, test.y),
+    ):
+        assert error == pytest.approx(found["error"])
 
 
 def test_the_error_after_rounding_is_that_of_the_rounded_net() -> None:

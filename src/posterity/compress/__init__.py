@@ -1,6 +1,7 @@
 """What a posterior is sure of makes a model smaller: fewer units, fewer bits, a file to deploy."""
 
 from posterity.compress.cost import Cost, measure
+from posterity.compress.csr import SparseNet, sparse_layers
 from posterity.compress.deploy import Format, export
 from posterity.compress.pruning import Groups, Scope, Score, magnitude, point_mass, prune, snr, sparsity
 from posterity.compress.removal import Shrunk, shrink
@@ -14,6 +15,7 @@ __all__ = [
     "Scope",
     "Score",
     "Shrunk",
+    "SparseNet",
     "export",
     "magnitude",
     "measure",
@@ -22,5 +24,6 @@ __all__ = [
     "quantise",
     "shrink",
     "snr",
+    "sparse_layers",
     "sparsity",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
+from posterity.arguments import MODULE, NUMBER, is_whole, takes
 from posterity.replica import evaluating
 from posterity.torch_private import tree_map
 
@@ -22,26 +23,28 @@ class Cost:
     """What a net costs.
 
     Attributes:
-        weights: Numbers in its parameters.
+        weights: Numbers in its parameters, with the zeros that sparse matrices leave out.
         nonzero: Those that are not zero.
-        bytes: Of parameters and buffers.
-        multiply_adds: Of one example.
+        bytes: Of parameters and buffers, with the indices of sparse matrices.
+        multiply_adds: Of one example; None if a layer is sparse, which torch does not count.
         milliseconds: Median time of a forward pass, by batch size.
     """
 
     weights: int
     nonzero: int
     bytes: int
-    multiply_adds: int
+    multiply_adds: int | None
     milliseconds: dict[int, float]
 
 
+@takes(model=MODULE, seconds=NUMBER)
 def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), seconds: float = 0.5) -> Cost:
     """Count and time a net in evaluation mode, on the device and with the threads that it has.
 
     Args:
         model: Any module; it is left as it is.
-        example: Its input, or a tuple of several, of any batch size: the first example is repeated.
+        example: Its input, or a tuple of several: as many examples as the largest batch has, and real ones.
+            Fewer are repeated, and a CPU foresees the branches of repeated ones, such as in max pooling.
         batches: Sizes to time.
         seconds: How long to time each.
 
@@ -50,10 +53,13 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
         >>> found.weights, found.bytes, found.multiply_adds, found.milliseconds[1] > 0
         (8, 32, 6, True)
     """
+    if not batches or not all(is_whole(size) and size > 0 for size in batches):
+        raise ValueError(f"batches must be sizes of at least 1, not {batches}")
     args = example if isinstance(example, tuple) else (example,)
     tensors = [*chain(model.parameters(), model.buffers())]
     model = evaluating(model)
     with torch.no_grad():
+        sparse = any(each.layout is torch.sparse_csr for each in tensors)
         with FlopCounterMode(display=False) as counter:
             model(*_of(args, 1))
         times = {
@@ -65,17 +71,28 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
         }
     return Cost(
         sum(p.numel() for p in model.parameters()),
-        sum(int(p.count_nonzero()) for p in model.parameters()),
-        sum(each.numel() * each.element_size() for each in tensors),
-        counter.get_total_flops() // 2,
+        sum(int(_stored(p)[0].count_nonzero()) for p in model.parameters()),
+        sum(part.numel() * part.element_size() for each in tensors for part in _stored(each)),
+        None if sparse else counter.get_total_flops() // 2,
         times,
     )
 
 
+def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What memory holds of a tensor: its numbers, then their places if it is sparse."""
+    if tensor.layout is torch.sparse_csr:
+        return tensor.values(), tensor.crow_indices(), tensor.col_indices()
+    return (tensor.detach(),)
+
+
 def _of(args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """The first example of some inputs, as often as asked for."""
+    """So many examples, from the first one on and over again."""
 
     def repeated(x: Any) -> Any:
-        return x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, Tensor) and x.dim() else x
+        if not isinstance(x, Tensor) or not x.dim():
+            return x
+        if not len(x):
+            raise ValueError("the example has a batch of 0: give at least one input")
+        return x[torch.arange(size, device=x.device) % len(x)]
 
     return tuple(tree_map(repeated, args))

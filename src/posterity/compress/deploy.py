@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, final, get_args
 
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
+from posterity.arguments import MODULE, PATH, TEXT, WHOLE, described, takes
+from posterity.compress.rounding import Quantised
 from posterity.compress.trace import at_means, exported
 from posterity.disk import replacing
 from posterity.inputs import tensor_of
@@ -23,10 +27,17 @@ Format: TypeAlias = Literal["safetensors", "torch.export", "onnx"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
+@takes(
+    path=PATH,
+    model=MODULE,
+    format=TEXT,
+    samples=WHOLE,
+    seed=WHOLE,
+)
 def export(
     path: str | os.PathLike[str],
     model: nn.Module,
-    posterior: Factorised | None,
+    posterior: Factorised | Quantised | None,
     example: Any,
     *,
     format: Format = "torch.export",
@@ -42,8 +53,11 @@ def export(
         path: The file; written whole or not at all.
         model: Any module that ``torch.export`` takes, such as the module of
             :func:`~posterity.compress.shrink`.
-        posterior: Of its weights; None for the model as it is.
-        example: The model's input, or a tuple of several.
+        posterior: Of its weights; None for the model as it is. With what :func:`~posterity.compress.quantise`
+            gives, matrices and kernels are whole numbers of 8 bits in the file, or of 16 where those are too
+            few, times a step, ``NAME.step`` in a safetensors file.
+        example: The model's input, or a tuple of several; two examples are enough. Files hold zeros of that
+            shape.
         format: ``"torch.export"``, to be read by ``torch.export.load``; ``"onnx"`` (needs the extra
             ``export``); ``"safetensors"``, the parameters and buffers at the means, without the graph.
         samples: Networks of an ensemble; without it, the net at the means, whose output is the model's.
@@ -62,19 +76,27 @@ def export(
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    if not isinstance(posterior, Factorised | Quantised | None):
+        raise TypeError(f"export() takes a posterior or what quantise() gives, not {described(posterior)}")
+    if samples is not None and isinstance(posterior, Quantised):
+        raise ValueError(f"samples={samples} networks are not rounded: pass the posterior, not quantise()'s")
     if samples is not None and (samples < 1 or posterior is None or format == "safetensors"):
         raise ValueError(
             f"samples={samples} needs a posterior, at least one network, and a format with a graph: to keep "
             "the posterior itself, call posterior.save()"
         )
     args = example if isinstance(example, tuple) else (example,)
-    net = at_means(model, posterior)
-    if samples is not None and posterior is not None:
+    net = at_means(model, posterior.posterior if isinstance(posterior, Quantised) else posterior)
+    state = net.state_dict()
+    if isinstance(posterior, Quantised):
+        net = _Packed(net, posterior).eval()
+        state = {**state, **net.packed()}
+    elif samples is not None and posterior is not None:
         net = _Ensemble(net, posterior.sample(samples, seed=seed)).eval()
     program = exported(net, args, {})
     with replacing(Path(path)) as unfinished:
         if format == "safetensors":
-            save_file({name: value.contiguous() for name, value in net.state_dict().items()}, unfinished)
+            save_file({name: value.contiguous() for name, value in state.items()}, unfinished)
         elif format == "onnx":
             _write_onnx(program, unfinished)
         else:
@@ -87,9 +109,51 @@ def _write_onnx(program: ExportedProgram, path: Path) -> None:
         import onnxscript  # noqa: F401 (torch.onnx needs it)
     except ImportError:
         raise ImportError("ONNX files need the extra export: pip install 'posterity[export]'") from None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what it converts
-        torch.onnx.export(program, (), str(path), external_data=False, dynamo=True, verbose=False)
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)  # of torchvision, which no net of torch needs
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what it converts
+            torch.onnx.export(program, (), str(path), external_data=False, dynamo=True, verbose=False)
+    finally:
+        log.setLevel(level)
+
+
+def _hollow(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """The model with nothing in weights that it is given at every call, so that no file holds them."""
+    empty = {id(model.get_parameter(name)): nn.Parameter(torch.empty(0)) for name in names}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) in empty:
+                setattr(module, name, empty[id(p)])
+    return model
+
+
+@final
+class _Packed(nn.Module):
+    """A net whose weights are whole numbers times steps."""
+
+    def __init__(self, model: nn.Module, found: Quantised) -> None:
+        super().__init__()
+        self._steps: dict[str, Tensor] = {}
+        for name, mean in found.posterior.mean().items():
+            whole = found.whole(name) if mean.dim() > 1 else None  # of vectors few bytes would be saved
+            if whole is not None:
+                self.register_buffer(f"whole{len(self._steps)}", whole)
+                self._steps[name] = mean.detach().new_tensor(found.steps[name])
+        self._model = _hollow(model, self._steps)
+
+    def packed(self) -> dict[str, Tensor]:
+        """What a file without a graph holds of them."""
+        steps = {f"{name}.step": step for name, step in self._steps.items()}
+        return steps | dict(zip(self._steps, self.buffers(recurse=False), strict=True))
+
+    def forward(self, *args: Any) -> Any:
+        """The net's outputs."""
+        pairs = zip(self._steps.items(), self.buffers(recurse=False), strict=True)
+        weights = {name: whole.to(step.dtype) * float(step) for (name, step), whole in pairs}
+        return functional_call(self._model, weights, args)
 
 
 @final
@@ -98,7 +162,7 @@ class _Ensemble(nn.Module):
 
     def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         super().__init__()
-        self._model, self._names = model, list(weights)
+        self._model, self._names = _hollow(model, weights), list(weights)
         for number, value in enumerate(weights.values()):
             self.register_parameter(f"weights{number}", nn.Parameter(value.detach()))
 

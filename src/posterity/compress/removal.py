@@ -14,7 +14,9 @@ from typing import Any, TypeAlias, cast, final
 import torch
 from torch import Tensor, fx, nn
 
-from posterity.compress.trace import at_means, exported
+from posterity.arguments import MODULE, instance, takes
+from posterity.compress.functional import callable_graph
+from posterity.compress.trace import at_means, compare, exported
 from posterity.compress.units import INPUT, OUTPUT, Followed, Use
 from posterity.posterior import DiagonalGaussian, Factorised
 from posterity.torch_private import tree_leaves
@@ -22,8 +24,6 @@ from posterity.torch_private import tree_leaves
 _Kept: TypeAlias = Mapping[
     str, Sequence[list[int]]
 ]  # of tensors that become smaller: for every axis, what stays
-# Sums in another order: this many units in the last place of the largest output.
-_ROUNDING = 1e4
 
 
 @final
@@ -44,6 +44,7 @@ class Shrunk:
     dense: dict[str, str]
 
 
+@takes(model=MODULE, posterior=instance("a Factorised posterior", Factorised))
 def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: Any) -> Shrunk:
     """Remove the units that a pruned posterior does not use.
 
@@ -58,7 +59,8 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
         kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: The model does not take the example, or cannot be exported, or a layer has no unit left.
+        ValueError: The model does not take the example or makes NaN of it, or cannot be exported, or a layer
+            has no unit left.
 
     Example:
         >>> from posterity.compress import point_mass
@@ -75,6 +77,10 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
     followed = Followed(graph)
     with torch.no_grad():
         want = followed.run(*tree_leaves((args, kwargs)))
+    if any(isinstance(each, Tensor) and bool(each.isnan().any()) for each in tree_leaves(want)):
+        raise ValueError(
+            "the model's outputs for this example are nan at the posterior's means: look for nan in both"
+        )
     gone = _dead(followed)
     shifts = {}
     for number, use in enumerate(followed.uses):
@@ -83,11 +89,9 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
             followed.uses[number] = biased = _biased(graph, followed, use)
             shifts[biased] = values
     kept = _kept(followed, gone)
-    if isinstance(want, Tensor) and not kwargs and all(isinstance(each, Tensor) for each in args):
-        _plain(graph.graph)
-    small = _rebuilt(graph, followed, gone, kept, shifts)
+    small = callable_graph(_rebuilt(graph, followed, gone, kept, shifts), *args, *kwargs.items(), gives=want)
     with torch.no_grad():
-        _compare(small(*args, **kwargs), want)
+        compare(small(*args, **kwargs), want)
     shapes = {name: (tuple(followed.tensors[name].shape), tuple(map(len, kept[name]))) for name in kept}
     named = {name: followed.name_of(plain.get_parameter(name)) for name in posterior.mean()}
     return Shrunk(small, _smaller(posterior, named, followed, kept, shifts), shapes, _dense(followed))
@@ -191,14 +195,7 @@ def _rebuilt(
         root[name] = nn.Parameter(part) if isinstance(followed.tensors[name], nn.Parameter) else part
     small = fx.GraphModule(root, graph.graph)
     small.graph.lint()
-    return small.eval()
-
-
-def _plain(graph: fx.Graph) -> None:
-    """Let a graph from tensors to a tensor be called as such: packing them takes longer than a small net."""
-    output = graph.output_node()
-    output.args = (cast("tuple[fx.Node]", output.args[0])[0],)
-    graph.set_codegen(fx.graph.CodeGen())
+    return small
 
 
 def _part(value: Tensor, places: Sequence[list[int]] | None) -> Tensor:
@@ -249,15 +246,3 @@ def _dense(followed: Followed) -> dict[str, str]:
         if blamed:
             reasons[name] = "; ".join(map(str, blamed))
     return reasons
-
-
-def _compare(found: Any, want: Any) -> None:
-    """Refuse to hand out a net with other outputs."""
-    for one, other in zip(tree_leaves(found), tree_leaves(want), strict=True):
-        if isinstance(other, Tensor) and other.is_floating_point():
-            scale = float(other.abs().max()) if other.numel() else 0.0
-            error = float((one - other).abs().max()) if other.numel() else 0.0
-            if not error <= _ROUNDING * torch.finfo(other.dtype).eps * (1.0 + scale):
-                raise RuntimeError(
-                    f"the smaller net's outputs are off by {error:g}: report the model, and use the large one"
-                )

@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from posterity.arguments import NUMBER, instance, takes
 from posterity.posterior import DiagonalGaussian, Factorised
 
 
@@ -27,13 +28,26 @@ class Quantised:
 
     Attributes:
         posterior: Every mean is a whole multiple of its tensor's step; stds and pruned weights are as before.
-        steps: By tensor.
+        steps: By tensor; 0 where there is nothing to round.
         bits: By tensor, of a whole number that can be any of its weights.
     """
 
     posterior: Factorised
     steps: dict[str, float]
     bits: dict[str, int]
+
+    def whole(self, name: str) -> Tensor | None:
+        """A tensor's means in steps, as int8 or int16, or None where these do not hold them."""
+        step = self.steps[name]
+        mean = self.posterior.mean()[name].detach().double()
+        if not step:  # nothing is left of it, or it is not rounded
+            return None if bool(mean.any()) else mean.to(torch.int8)
+        numbers = (mean / step).round()
+        furthest = float(numbers.abs().max()) if numbers.numel() else 0.0
+        for dtype in (torch.int8, torch.int16):
+            if furthest <= torch.iinfo(dtype).max:
+                return numbers.to(dtype)
+        return None
 
     @property
     def bytes(self) -> int:
@@ -42,18 +56,20 @@ class Quantised:
         return math.ceil(sum(bits * int(kept[name].sum()) for name, bits in self.bits.items()) / 8)
 
 
+@takes(posterior=instance("a Factorised posterior", Factorised), share=NUMBER)
 def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
     """Round the means of a posterior to multiples of a share of its stds.
 
     Args:
-        posterior: With stds above 0; what it says of correlations is dropped.
+        posterior: With stds above 0; what it says of correlations is dropped. Vectors with a std of 0,
+            such as biases without noise, stay as they are.
         share: The step in stds, c: each weight costs c²/24 nats on average.
 
     Example:
         >>> q = Factorised({"w": DiagonalGaussian(torch.tensor([0.93, -0.41, 0.12]), 0.1)})
         >>> found = quantise(q)
-        >>> found.posterior.mean()["w"], found.bits
-        (tensor([ 0.9000, -0.4000,  0.1000]), {'w': 4})
+        >>> found.posterior.mean()["w"], found.bits, found.whole("w")
+        (tensor([ 0.9000, -0.4000,  0.1000]), {'w': 4}, tensor([ 9, -4,  1], dtype=torch.int8))
     """
     if not 0.0 < share < math.inf:
         raise ValueError(f"share must be finite and greater than 0, not {share}")
@@ -62,6 +78,10 @@ def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
     for name, mean in means.items():
         at, std = mean.detach(), stds[name].detach()
         alive = std[kept[name]].double()
+        if bool((alive <= 0).any()) and at.dim() < 2:
+            steps[name], bits[name] = 0.0, 8 * at.element_size()
+            leaves[name] = DiagonalGaussian(at, std, keep=kept[name])
+            continue
         if bool((alive <= 0).any()):
             raise ValueError(
                 f"{name!r} has weights of std 0, which no step serves: quantise the posterior that was "

@@ -14,6 +14,9 @@ from posterity.names import inner
 from posterity.posterior import Factorised
 from posterity.torch_private import tree_leaves, tree_map
 
+# Sums in another order: this many units in the last place of the largest output.
+_ROUNDING = 1e4
+
 
 def at_means(model: nn.Module, posterior: Factorised | None = None) -> nn.Module:
     """A copy of a model for evaluation, at the posterior's means if there is one.
@@ -45,6 +48,8 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         >>> exported(nn.Linear(3, 2).eval(), (torch.ones(4, 3),), {}).module()(torch.ones(7, 3)).shape
         torch.Size([7, 2])
     """
+    if any(isinstance(each, Tensor) and not each.numel() for each in tree_leaves((args, kwargs))):
+        raise ValueError("the example has an empty tensor: give a batch of at least one input")
     try:
         with torch.no_grad():
             model(*args, **kwargs)
@@ -63,12 +68,37 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise ValueError(f"torch.export cannot follow the model: {_first_line(error)}") from error
     for p in program.parameters():
         p.requires_grad_(False)
+    # A file would hold these: of a slice, all data that it is a slice of; and the paths of this machine.
+    program.example_inputs = tree_map(_blank, (args, kwargs))
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+        node.meta.pop("from_node", None)
     return program
+
+
+def compare(found: Any, want: Any) -> None:
+    """Refuse to hand out a net with other outputs.
+
+    Example:
+        >>> compare(torch.ones(2), torch.ones(2) + 1e-6)
+    """
+    for one, other in zip(tree_leaves(found), tree_leaves(want), strict=True):
+        if isinstance(other, Tensor) and other.is_floating_point():
+            scale = float(other.nan_to_num(0.0, 0.0, 0.0).abs().max()) if other.numel() else 0.0
+            error = float((one - other).where(one != other, 0.0).abs().max()) if other.numel() else 0.0
+            if not error <= _ROUNDING * torch.finfo(other.dtype).eps * (1.0 + scale):
+                raise RuntimeError(
+                    f"the smaller net's outputs are off by {error:g}: report the model, and use the large one"
+                )
 
 
 def _several(x: Any) -> Any:
     """Two examples in place of one, which would fix the size of the batch."""
     return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() and len(x) == 1 else x
+
+
+def _blank(x: Any) -> Any:
+    return torch.zeros_like(x) if isinstance(x, Tensor) else x
 
 
 def _first_line(error: Exception) -> str:

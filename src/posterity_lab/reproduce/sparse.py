@@ -22,9 +22,9 @@ from posterity_lab import nets
 from posterity_lab.baselines import Sparsifying
 from posterity_lab.data import Split
 from posterity_lab.prunable import narrow
+from posterity_lab.reproduce import artefact
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Values, grid
 from posterity_lab.reproduce.training import Training, fit
-from posterity_lab.run_files import POSTERIOR, save_posterior
 
 # Errors that a net chosen by the rule may have at most, on held-out images: the paper's, by net.
 LIMITS = {"mlp-300-100": 0.0192, "lenet5-caffe": 0.0075}
@@ -56,7 +56,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """
     training = fit(unit, device, cache, show, scores)
     net, posterior = pruned(training)
-    save_posterior(cache / POSTERIOR, posterior)
+    artefact.keep(cache, unit, net, posterior)
     found = {
         **summary(training),
         "train_accuracy": _accuracy(net, posterior, training.train),

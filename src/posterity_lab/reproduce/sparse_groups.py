@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from posterity import Factorised, metrics, predict
 from posterity.compress import measure, quantise, shrink
 from posterity_lab.data import Split
-from posterity_lab.reproduce import sparse
+from posterity_lab.reproduce import artefact, sparse
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit
 from posterity_lab.reproduce.training import fit
-from posterity_lab.run_files import POSTERIOR, save_posterior
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
@@ -44,7 +43,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """
     training = fit(unit, device, cache, show, sparse.scores)
     net, posterior = sparse.pruned(training)
-    save_posterior(cache / POSTERIOR, posterior)
+    artefact.keep(cache, unit, net, posterior)
     found = {**sparse.summary(training), **smaller(net, posterior, training.test, unit.config["seconds"])}
     return Outcome(found, len(training.test))
 
@@ -81,8 +80,8 @@ def smaller(net: nn.Module, posterior: Factorised, test: Split, seconds: float) 
         "error_small": _error(small.module, small.posterior, test),
         "by_pruning": total / max(1, sum(kept.values())),
         **_rounded(small.module, small.posterior, test, total),
-        "before": asdict(measure(net, test.x[:1], seconds=seconds)),
-        "after": asdict(measure(small.module, test.x[:1], seconds=seconds)),
+        "before": asdict(measure(net, test.x[:128], seconds=seconds)),
+        "after": asdict(measure(small.module, test.x[:128], seconds=seconds)),
         "refused": None,
     }
 

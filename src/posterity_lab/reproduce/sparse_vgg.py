@@ -16,10 +16,9 @@ from torch import nn
 from posterity import Factorised, metrics, predict, prune
 from posterity_lab.baselines import Sparsifying
 from posterity_lab.data import Split
-from posterity_lab.reproduce import images, sparse, sparse_groups
+from posterity_lab.reproduce import artefact, images, sparse, sparse_groups
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit
 from posterity_lab.reproduce.training import Training, fit
-from posterity_lab.run_files import POSTERIOR, save_posterior
 
 # Shares of the weights that are removed of posteriors which were not learned to be sparse.
 FRACTIONS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
@@ -51,7 +50,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         start, dense = list(trained.model.state_dict().values()), curves(trained)
     training = fit(unit, device, cache, show, sparse.scores, start)
     net, posterior = sparse.pruned(training)
-    save_posterior(cache / POSTERIOR, posterior)
+    artefact.keep(cache, unit, net, posterior)
     learned = isinstance(training.method, Sparsifying)
     found = {
         **sparse.summary(training),

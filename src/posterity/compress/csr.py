@@ -1,0 +1,135 @@
+"""Sparse matrices stored as such (CSR), in the layers where this machine is faster with them.
+
+Weights that are removed one by one leave no dead units, so a net keeps its shape. A product with a large,
+very sparse matrix is then faster over the weights that are left. Where that is so depends on the machine, its
+threads and the batch: every layer is timed both ways, and keeps the faster one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils.benchmark import Timer
+
+from posterity.arguments import MODULE, NUMBER, takes
+from posterity.compress.functional import callable_graph
+from posterity.compress.trace import at_means, compare, exported
+from posterity.torch_private import tree_leaves
+
+# Share of zeros from which a layer is timed.
+_SPARSE = 0.5
+# Share of the time of the dense product that the other one may take: differences below are noise.
+_FASTER = 0.9
+
+
+@final
+@dataclass(frozen=True)
+class SparseNet:
+    """A net with CSR matrices where these are faster.
+
+    Attributes:
+        module: It, for evaluation. Its CSR weights keep their names, and are not to be trained.
+        milliseconds: By weight that was timed: of the dense product, and of the sparse one.
+        weights: Those that are CSR.
+    """
+
+    module: nn.Module
+    milliseconds: dict[str, tuple[float, float]]
+    weights: tuple[str, ...]
+
+
+@takes(model=MODULE, seconds=NUMBER)
+def sparse_layers(model: nn.Module, example: Any, /, *, seconds: float = 0.05, **kwargs: Any) -> SparseNet:
+    """Store the weights of linear layers as CSR where that is faster here, for batches like the example.
+
+    Files of ``export`` hold no CSR: call this where the net is served, after reading one.
+
+    Args:
+        model: Any module that ``torch.export`` takes, at pruned weights, such as the module of
+            :func:`~posterity.compress.shrink`; it is left as it is.
+        example: Its first input, a batch as it will be served; a tuple of several inputs.
+        seconds: How long to time each product.
+        kwargs: Keyword arguments of the model.
+
+    Example:
+        >>> net = nn.Linear(2000, 2000)
+        >>> with torch.no_grad():
+        ...     _ = net.weight[5:].zero_()
+        >>> sparse_layers(net, torch.randn(1, 2000)).weights
+        ('weight',)
+    """
+    args = example if isinstance(example, tuple) else (example,)
+    net = exported(at_means(model), args, kwargs).module(check_guards=False)
+    with torch.no_grad():
+        want = net(*args, **kwargs)
+        net = callable_graph(net, *args, *kwargs.items(), gives=want)
+        seen = _Inputs(net)
+        seen.run(*tree_leaves((args, kwargs)))
+        milliseconds = {
+            name: (_time(F.linear, x, weight, bias, seconds), _time(product, x, _csr(weight), bias, seconds))
+            for name, (_, x, weight, bias) in seen.layers.items()
+            if x.dim() > 1 and float((weight == 0).double().mean()) >= _SPARSE
+        }
+        names = tuple(name for name, (dense, csr) in milliseconds.items() if csr < _FASTER * dense)
+        for name in names:
+            seen.layers[name].node.target = product
+            path, _, last = name.rpartition(".")
+            csr = _csr(seen.layers[name].weight)
+            setattr(net.get_submodule(path), last, nn.Parameter(csr, requires_grad=False))
+        net.recompile()
+        compare(net(*args, **kwargs), want)
+    return SparseNet(net, milliseconds, names)
+
+
+def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What ``F.linear`` gives for inputs ``[..., I]``, from a CSR weight ``[O, I]``.
+
+    Example:
+        >>> product(torch.ones(2, 4, 3), torch.eye(3).to_sparse_csr()).shape
+        torch.Size([2, 4, 3])
+    """
+    columns = input.flatten(0, -2).t()
+    out = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
+    return torch.unflatten(out.t(), 0, input.shape[:-1])
+
+
+class _Layer(NamedTuple):
+    node: fx.Node
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Inputs(fx.Interpreter):
+    """A run that keeps what linear layers with a weight of their own see."""
+
+    def __init__(self, net: fx.GraphModule) -> None:
+        super().__init__(net)
+        self.layers: dict[str, _Layer] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run an operation."""
+        if n.target is F.linear:
+            (x,), named = self.fetch_args_kwargs_from_env(n)
+            weight = n.kwargs["weight"]
+            if isinstance(weight, fx.Node) and weight.op == "get_attr" and len(weight.users) == 1:
+                self.layers[str(weight.target)] = _Layer(n, x, named["weight"], named.get("bias"))
+        return super().run_node(n)
+
+
+def _csr(weight: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its support of CSR
+        return weight.detach().to_sparse_csr()
+
+
+def _time(function: Callable[..., Tensor], *arguments: Any) -> float:
+    """Median in milliseconds; the last argument is how many seconds to run for."""
+    timer = Timer("f(*x)", globals={"f": function, "x": arguments[:-1]})
+    return 1e3 * timer.blocked_autorange(min_run_time=arguments[-1]).median

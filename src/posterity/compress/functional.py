@@ -1,0 +1,94 @@
+"""A graph of aten's operations as calls of torch's functions, which any hand-written net makes.
+
+``torch.export`` leaves calls of aten. They give the same numbers, but no layer of ours sees them, so that
+rules which need a layer's inputs could not train such a net further, and each call costs a microsecond more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from posterity.torch_private import forget_tracer
+
+_Arguments = dict[str, Any]
+
+
+def _same(named: _Arguments) -> _Arguments:
+    return named
+
+
+def _without_cudnn(named: _Arguments) -> _Arguments:
+    return {name: value for name, value in named.items() if not name.startswith("cudnn")}
+
+
+def _embedding(named: _Arguments) -> _Arguments:
+    padding = named.pop("padding_idx", -1)  # aten's -1 is none, which for F is the last row
+    return {"input": named.pop("indices"), "padding_idx": None if padding == -1 else padding, **named}
+
+
+# By operation of aten: the function, and its arguments from aten's by name.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[_Arguments], _Arguments]]] = {
+    "linear": (F.linear, _same),
+    "conv1d": (F.conv1d, _same),
+    "conv2d": (F.conv2d, _same),
+    "conv3d": (F.conv3d, _same),
+    "batch_norm": (F.batch_norm, _without_cudnn),
+    "layer_norm": (F.layer_norm, _without_cudnn),
+    "group_norm": (F.group_norm, _without_cudnn),
+    "embedding": (F.embedding, _embedding),
+    "relu": (torch.relu, lambda named: {"input": named["self"]}),
+    "max_pool2d": (F.max_pool2d, lambda named: {"input": named.pop("self"), **named}),
+    "scaled_dot_product_attention": (F.scaled_dot_product_attention, _same),
+}
+
+
+def as_functions(graph: fx.Graph) -> None:
+    """Replace calls of aten by those of functions, in place, where there is one.
+
+    Example:
+        >>> from posterity.compress.trace import exported
+        >>> net = exported(torch.nn.Linear(3, 2), (torch.ones(4, 3),), {}).module()
+        >>> as_functions(net.graph)
+        >>> [node.target is F.linear for node in net.graph.nodes if node.op == "call_function"]
+        [True]
+    """
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or node.op != "call_function":
+            continue
+        namespace, _, name = schema.name.partition("::")
+        if namespace == "aten" and name in _FUNCTIONS:
+            function, arguments = _FUNCTIONS[name]
+            named = dict(zip([each.name for each in schema.arguments], node.args, strict=False))
+            named = arguments({**named, **node.kwargs})
+            node.target, node.args = function, (named.pop("input"),) if "input" in named else ()
+            node.kwargs = named
+
+
+def callable_graph(net: fx.GraphModule, *arguments: Any, gives: Any) -> fx.GraphModule:
+    """A graph of ``torch.export`` as a hand-written net in evaluation mode: by functions, with a plain call.
+
+    Args:
+        net: It; its graph is changed.
+        arguments: What it is called with.
+        gives: What it gives.
+
+    Example:
+        >>> from posterity.compress.trace import exported
+        >>> x = torch.ones(4, 3)
+        >>> net = exported(torch.nn.Linear(3, 2), (x,), {}).module(check_guards=False)
+        >>> callable_graph(net, x, gives=net(x))(x).shape
+        torch.Size([4, 2])
+    """
+    as_functions(net.graph)
+    if all(isinstance(each, Tensor) for each in (gives, *arguments)):
+        output = net.graph.output_node()  # packing tensors takes longer than a small net
+        output.args = (cast("tuple[fx.Node]", output.args[0])[0],)
+        net.graph.set_codegen(fx.graph.CodeGen())
+    forget_tracer(net.graph)
+    return fx.GraphModule(net, net.graph).eval()

@@ -865,6 +865,13 @@ _CURVATURE = [
 
 _LAPLACE = [
     Site(
+        "single logits without an axis are the classes of one input",
+        "posterity/laplace/closed.py",
+        "one = self.mean.shape[1:] in ((), (1,))",
+        "one = self.mean.shape[-1] == 1",
+        ("laplace/test_fit.py::test_one_logit_for_each_input_gives_two_probabilities_for_each",),
+    ),
+    Site(
         "the one logit of a binary model is taken for the first class's",
         "posterity/laplace/fitting.py",
         "F.pad(logit.reshape(-1, 1), (1, 0))",

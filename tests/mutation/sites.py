@@ -745,6 +745,27 @@ _POSTERIORS = [
 # Outputs that are drawn for each example.
 _ESTIMATORS = [
     Site(
+        "a captured step does not look at gradients that autograd gives",
+        "posterity/train/gradient.py",
+        "if unsummed := [grad for block in self._blocks() for grad in block.unsummed()]:",
+        "if unsummed := [grad for block in self._diagonal for grad in block.unsummed()]:",
+        ("train/test_estimated.py::test_a_captured_step_holds_back_gradients_that_are_not_finite",),
+    ),
+    Site(
+        "a captured step does not look at gradients that are taken as they are",
+        "posterity/train/gradient.py",
+        "if unsummed := [grad for block in self._blocks() for grad in block.unsummed()]:",
+        "if unsummed := [grad for block in self._other for grad in block.unsummed()]:",
+        ("train/test_estimated.py::test_a_captured_step_holds_back_gradients_that_are_not_finite",),
+    ),
+    Site(
+        "the KL is rounded to half precision in the loss",
+        "posterity/train/gradient.py",
+        "torch.as_tensor(step.share * block.divergence).to(loss.device)",
+        "torch.as_tensor(step.share * block.divergence).to(loss)",
+        ("train/test_estimated.py::test_the_loss_of_a_model_in_half_precision_has_the_kl_to_all_digits",),
+    ),
+    Site(
         "local adds a bias's std to the variance of outputs",
         "posterity/layers/estimators.py",
         "std.square(), None if own is None else own.square())",
@@ -881,7 +902,7 @@ _LAPLACE = [
     Site(
         "moments of one logit are certain of the first class",
         "posterity/laplace/closed.py",
-        "(F.pad(self.logits, (1, 0)) if one else self.logits)",
+        "F.pad(self.logits.reshape(-1, 1), (1, 0)) if one else self.logits",
         "self.logits",
         ("laplace/test_fit.py::test_one_logit_is_two_classes",),
     ),

@@ -191,6 +191,10 @@ class Diagonal(ABC):
             step: As it was when they were drawn.
         """
 
+    def unsummed(self) -> Sequence[Tensor]:
+        """Gradients of the loss that are in no sums, which would tell if one were not finite."""
+        return ()
+
     @torch.no_grad()
     def finish(self, step: StepValues) -> None:
         """Give μ and ρ their gradients."""

@@ -55,6 +55,10 @@ class EstimatedDiagonal(Diagonal):
         super().clear()
         self._direct: list[Tensor] | None = None
 
+    def unsummed(self) -> Sequence[Tensor]:
+        """Gradients of the only sample, if they were taken as they are."""
+        return self._direct or ()
+
     def _seeds(self, step: StepValues) -> list[Tensor]:
         """Gradients of the loss in means and stds."""
         return super()._seeds(step) if self._direct is None else self._direct

@@ -60,6 +60,10 @@ class Other(ABC):
         for p, grad in self.grads.items():
             give(p, grad)
 
+    def unsummed(self) -> Sequence[Tensor]:
+        """All gradients: autograd gives them."""
+        return list(self.grads.values())
+
     def own(self) -> list[Tensor]:
         """The leaf's parameters that want gradients."""
         return [p for p in self.leaf.parameters() if p.requires_grad]

@@ -36,6 +36,7 @@ from posterity.posterior import ByName, Density, DiagonalGaussian, Leaf, Posteri
 from posterity.posterior.divergence import formula_of
 from posterity.posterior.end_to_end import alike
 from posterity.posterior.matching import prior_of
+from posterity.torch_private import foreach_norm
 from posterity.train.blocks import Diagonal, DrawnDiagonal, StepValues, give
 from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
 from posterity.train.families import DrawnOther, Other
@@ -297,9 +298,17 @@ class ByGradient(Learner):
         self._max_norm = max_norm
         return losses
 
-    @torch.no_grad()
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Give all parameters their gradients; the negative ELBO."""
+        loss = self._give_gradients(losses)
+        poisons = [sums.poison for sums in self.sums]
+        if unsummed := [grad for block in self._blocks() for grad in block.unsummed()]:
+            poisons.append(0.0 * torch.stack(foreach_norm(unsummed)).sum())
+        return loss[None], poisons
+
+    @torch.no_grad()
+    def _give_gradients(self, losses: Tensor) -> Tensor:
+        """The same without a look at what is finite."""
         step = self._values
         loss = losses.mean() if step.scale is None else losses.mean() * step.scale
         if self._world is not None:
@@ -320,8 +329,9 @@ class ByGradient(Learner):
         if self._max_norm is not None:
             clip_grad_norm_(self._trained(), self._max_norm)
         for block in self._blocks():
-            loss = loss + torch.as_tensor(step.share * block.divergence).to(loss)
-        return loss[None], [sums.poison for sums in self.sums]
+            # Of the wider of both types: a mean loss in half precision would hide what a large KL changes.
+            loss = loss + torch.as_tensor(step.share * block.divergence).to(loss.device)
+        return loss
 
     def _shared(self, world: World, loss: Tensor, step: StepValues) -> tuple[Tensor, StepValues]:
         """The mean loss of all processes, with what this one is to the others."""
@@ -343,7 +353,7 @@ class ByGradient(Learner):
 
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
         """Move, if loss and gradients are finite."""
-        loss = self.finish(losses)[0][0]
+        loss = self._give_gradients(losses)
         grads = [p.grad for p in self._trained() if p.grad is not None]
         # Sums, which are not finite either; a norm takes a CPU ten times as long.
         judged = [loss, *(grad.sum(dtype=loss.dtype).to(loss.device) for grad in grads)]

@@ -37,6 +37,8 @@ from posterity.posterior.priors import Density
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695
 # Of log α: e^±80 are float32 numbers.
 _FURTHEST = 80.0
+# Smaller stds count as this: mean / std² would overflow, and is NaN times the gradient of 0 out of bounds.
+_LEAST = 1e-17
 # log p(w) = −log|w| + this has the KL go to 0 for α → ∞: −½ log(2πe) − ½ (γ + log 2).
 _LOG_CONSTANT = -0.5 * (math.log(2.0 * math.pi * math.e) + 0.5772156649015329 + math.log(2.0))
 _BOUNDS = Kind(
@@ -70,7 +72,7 @@ class SparsityPrior(Density):
         """KL(N(mean, std²) ‖ p) of each weight; infinite at a std of 0."""
         low, high = self.bounds
         # 1/α, whose gradients in both are finite at a mean of 0, where those of log α are not.
-        inverse = (mean / std).square().clamp(math.exp(-high), math.exp(-low))
+        inverse = (mean / std.clamp_min(_LEAST)).square().clamp(math.exp(-high), math.exp(-low))
         return torch.where(std > 0, self.of_alpha(inverse), torch.inf)
 
     @abstractmethod

@@ -747,15 +747,15 @@ _ESTIMATORS = [
     Site(
         "a captured step does not look at gradients that autograd gives",
         "posterity/train/gradient.py",
-        "if unsummed := [grad for block in self._blocks() for grad in block.unsummed()]:",
-        "if unsummed := [grad for block in self._diagonal for grad in block.unsummed()]:",
+        "if unsummed := [grad for block in self.blocks.drawn() for grad in block.unsummed()]:",
+        "if unsummed := [grad for block in self.blocks.diagonal for grad in block.unsummed()]:",
         ("train/test_estimated.py::test_a_captured_step_holds_back_gradients_that_are_not_finite",),
     ),
     Site(
         "a captured step does not look at gradients that are taken as they are",
         "posterity/train/gradient.py",
-        "if unsummed := [grad for block in self._blocks() for grad in block.unsummed()]:",
-        "if unsummed := [grad for block in self._other for grad in block.unsummed()]:",
+        "if unsummed := [grad for block in self.blocks.drawn() for grad in block.unsummed()]:",
+        "if unsummed := [grad for block in self.blocks.other for grad in block.unsummed()]:",
         ("train/test_estimated.py::test_a_captured_step_holds_back_gradients_that_are_not_finite",),
     ),
     Site(

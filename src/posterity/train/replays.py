@@ -118,7 +118,7 @@ class GradientReplays(Replays):
         learner, draws = self._learner, self._learner.model.draws
         rates = [group["lr"] for group in self._groups]
         learner._share, learner._clock = self._share, self.clock
-        for each in learner._diagonal:
+        for each in learner.blocks.diagonal:
             each.run = fused
         try:
             for group, rate in zip(self._groups, self._rates, strict=True):
@@ -126,7 +126,7 @@ class GradientReplays(Replays):
             yield
         finally:
             learner.model.draws = draws
-            for each in learner._diagonal:
+            for each in learner.blocks.diagonal:
                 each.run = as_it_is
             for group, rate in zip(self._groups, rates, strict=True):
                 group["lr"] = rate

@@ -6,8 +6,7 @@ What they are for is said in :mod:`posterity.posterior.groups`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
@@ -62,15 +61,6 @@ class NormalScales(Scales):
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of z, exactly."""
         return self.centre, self.std().square()
-
-    def config(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    @classmethod
-    def build(cls, shape: torch.Size, config: Mapping[str, Any], like: Tensor) -> Self:
-        """One of that shape, whose tensors are not set."""
-        return cls(shape, like)
 
     def _density(self, eps: Tensor) -> Tensor:
         logs = -0.5 * eps.square() - self.std().log() - 0.5 * math.log(2.0 * math.pi)
@@ -136,15 +126,6 @@ class LogNormalScales(Scales):
         variance = (own + shared).reshape(self.shape)
         centre = (mean.reshape(self.shape) + 0.5 * variance).exp()
         return centre, centre.square() * torch.expm1(variance)
-
-    def config(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    @classmethod
-    def build(cls, shape: torch.Size, config: Mapping[str, Any], like: Tensor) -> Self:
-        """One of that shape, whose tensors are not set."""
-        return cls(shape, like)
 
     def _logs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of log z: means, variances of each scale's own part, and of the shared one."""

@@ -1053,8 +1053,8 @@ _USES = [
     Site(
         "a cut of log alpha is one of the std's, not of the variance's",
         "posterity/compress/pruning.py",
-        "least = math.exp(-0.5 * log_alpha)",
-        "least = math.exp(-log_alpha)",
+        "least = math.exp(min(-0.5 * log_alpha, 80.0))",
+        "least = math.exp(min(-log_alpha, 80.0))",
         ("compress/test_pruning.py::test_log_alpha_removes_what_is_at_it_or_above",),
     ),
     Site(

@@ -181,7 +181,9 @@ def test_ard_refuses_scales_that_are_drawn() -> None:
     "bounds", [(8.0, -8.0), (-8.0, math.inf), (-100.0, 8.0), (math.nan, 8.0), (1.0, 1.0)]
 )
 def test_bad_bounds_are_refused(bounds: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="bounds of log alpha go from low to high, within -80 and 80"):
+    with pytest.raises(
+        ValueError, match="bounds must be two values of log alpha, low and high, between -80 and 80"
+    ):
         LogUniform(bounds)
     with pytest.raises(TypeError, match="takes two numbers for bounds"):
         ARD(8.0)  # type: ignore[arg-type]

@@ -173,7 +173,7 @@ class ScaledGaussian(Leaf):
 
     @property
     def group_shape(self) -> torch.Size:
-        """Weights that share a scale of whole weights are one group."""
+        """Weights that share a scale are one group, if the scale multiplies whole weights."""
         return self.scales.shape if self.scales.multiply_stds else self.shape
 
     def used_scales(self) -> Tensor:

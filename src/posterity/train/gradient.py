@@ -52,7 +52,7 @@ class ByGradient(Learner):
     """A :class:`~posterity.Variational`, and the torch optimiser of its parameters.
 
     Args:
-        model: Whose module runs.
+        model: The model that is trained.
         optimizer: Of all parameters of the model that want gradients.
         prior: The model's own if None.
         num_data: Training examples.
@@ -105,7 +105,7 @@ class ByGradient(Learner):
     # What is drawn and moved.
 
     def check(self) -> None:
-        """Refuse what is missing or foreign, and find all blocks anew where one has changed."""
+        """Refuse missing and foreign parameters, and find all blocks again if one has changed."""
         held = self._held()
         fits = len(held) == len(self._found) and all(map(is_, held, self._found))
         if not fits or not all(flat.locate() for flat in self.blocks.flats()):
@@ -116,7 +116,7 @@ class ByGradient(Learner):
             each.follow()
 
     def _held(self) -> list[object]:
-        """Leaves with their tensors, and what the optimiser has."""
+        """Leaves, their tensors and the optimiser's parameters: if one is new, blocks are found again."""
         leaves = list(self.model.posterior._leaves)
         parts = chain.from_iterable((*leaf._parameters.values(), *leaf._buffers.values()) for leaf in leaves)
         groups = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
@@ -180,7 +180,7 @@ class ByGradient(Learner):
     # A step.
 
     def _share_now(self) -> float:
-        """What the KL counts for in the loss of the next step."""
+        """Factor of the KL in the loss of the next step."""
         return factor_at(self._factor, self.model.draws) / self._num_data
 
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
@@ -251,7 +251,7 @@ class ByGradient(Learner):
 
     @torch.no_grad()
     def _give_gradients(self, losses: Tensor) -> Tensor:
-        """The same without a look at what is finite."""
+        """The same, without checking whether all is finite."""
         step = self._values
         loss = losses.mean() if step.scale is None else losses.mean() * step.scale
         if self._world is not None:
@@ -412,7 +412,7 @@ class ByGradient(Learner):
 
     @property
     def generation(self) -> int:
-        """New whenever blocks were found anew."""
+        """Another number each time that blocks were found."""
         return self._generation
 
     def _state(self) -> list[Tensor]:

@@ -46,7 +46,7 @@ class RuleReplays(Replays):
             self.opt.numbers = eager
 
     def captured(self, graph: Any) -> None:
-        """What every replay writes anew, and which parameters it moves."""
+        """Take note of the gradients that every replay overwrites, and of the parameters that it moves."""
         opt, params = self.opt, self.opt.parameters()
         self.grads = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
         self.unused = [p for p in params if p.grad is None]

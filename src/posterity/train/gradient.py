@@ -301,10 +301,8 @@ class ByGradient(Learner):
         # Sums, which are not finite either; a norm takes a CPU ten times as long.
         judged = [loss, *(grad.sum(dtype=loss.dtype).to(loss.device) for grad in grads)]
         if not math.isfinite(float(torch.stack(judged).abs().sum())):
-            what = bad_gradient(self.model.named_parameters()) or "the loss"
-            if not math.isfinite(float(loss)):
-                what = f"the loss is {float(loss):g}"
-                raise FloatingPointError(f"{what}; {UNTOUCHED}")
+            self.seen(float(loss))
+            what = bad_gradient(self.model.named_parameters()) or "a gradient"
             raise FloatingPointError(f"{what} is not finite; {UNTOUCHED}")
         self.terms.judge(self._behind.batch_size, examples, counted=count is not None)
         self.move(self._behind, None)

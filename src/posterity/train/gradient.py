@@ -87,7 +87,7 @@ class ByGradient(Learner):
         if not isinstance(samples, int) or samples < 1:
             raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
         self.model, self.module, self.optimizer = model, model.module, optimizer
-        self.estimates = set(model.estimators.values()) != {"weight"}
+        self.estimates = not model.one_draw
         self._origins: list[Tensor] = []
         self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
         self._prior = model.prior if prior is None else prior

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from posterity.layers import Estimator
 from posterity.optim.state import FlatGroup, zero
-from posterity.posterior import DiagonalGaussian, Leaf
-from posterity.posterior.divergence import formula_of
+from posterity.posterior import DiagonalGaussian
+from posterity.posterior.divergence import elementwise
 from posterity.posterior.end_to_end import alike
 from posterity.posterior.matching import Prior
 from posterity.train.blocks import Diagonal, DrawnDiagonal
@@ -48,12 +47,11 @@ def blocks_of(model: Variational, priors: Mapping[str, Prior]) -> Blocks:
     """The blocks of a model, given the prior of each of its posterior's."""
     q, estimators = model.posterior, model.estimators
     params: dict[str, Tensor] = dict(model.module.named_parameters())
-    # Where some layers have no draw of their weights, no KL is estimated at one.
-    at_draw = set(estimators.values()) == {"weight"}
+    at_draw = model.one_draw  # where some layers have no draw of their weights, no KL is estimated at one
     flat = {
         name: leaf
         for name, leaf in q.blocks.items()
-        if type(leaf) is DiagonalGaussian and leaf.stores_raw and _elementwise(priors[name])
+        if type(leaf) is DiagonalGaussian and leaf.stores_raw and elementwise(priors[name])
     }
 
     def kind(name: str) -> object:
@@ -69,39 +67,22 @@ def blocks_of(model: Variational, priors: Mapping[str, Prior]) -> Blocks:
         estimator = estimators[next(iter(group))]
         one = estimator == "weight"  # one draw for all examples
         diagonal.append(DrawnDiagonal(*given, at_draw) if one else EstimatedDiagonal(*given, estimator))
-    other = [
-        _other(
-            name, leaf, [params[each] for each in q.tensors[name]], priors[name], estimators[name], at_draw
-        )
-        for name, leaf in q.blocks.items()
-        if name not in flat
-    ]
+    other: list[Other] = []
+    for name, leaf in q.blocks.items():
+        if name not in flat:
+            block = name, leaf, [params[each] for each in q.tensors[name]], priors[name]
+            one = estimators[name] == "weight"
+            other.append(DrawnOther(*block, at_draw) if one else EstimatedOther(*block, estimators[name]))
     drawn = q.shapes()
     return Blocks(diagonal, other, _plain({name: p for name, p in params.items() if name not in drawn}))
 
 
-def _other(
-    name: str, leaf: Leaf, params: list[Tensor], prior: Prior, estimator: Estimator, at_draw: bool
-) -> Other:
-    if estimator == "weight":
-        return DrawnOther(name, leaf, params, prior, at_draw)
-    return EstimatedOther(name, leaf, params, prior, estimator)
-
-
 def _plain(params: Mapping[str, Tensor]) -> list[FlatGroup]:
     """Parameters end to end, by device and type."""
-    alike: dict[object, dict[str, Tensor]] = {}
+    kinds: dict[object, dict[str, Tensor]] = {}
     for name, p in params.items():
-        alike.setdefault((p.device, p.dtype), {})[name] = p
+        kinds.setdefault((p.device, p.dtype), {})[name] = p
     return [
         FlatGroup(number, list(some), list(some.values()), {p: {"step": zero()} for p in some.values()})
-        for number, some in enumerate(alike.values())
+        for number, some in enumerate(kinds.values())
     ]
-
-
-def _elementwise(prior: Prior) -> bool:
-    """Whether a prior says of each weight alone what it says, so that blocks may lie end to end."""
-    formula, needs_draw = formula_of(DiagonalGaussian, type(prior))
-    if isinstance(prior, Leaf):
-        return type(prior) is DiagonalGaussian and formula is not None
-    return not needs_draw

@@ -79,18 +79,18 @@ def origin(model: nn.Module) -> nn.Module:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model: ``modules()`` in a fraction of the time."""
-    if any(map(is_sharded, model.parameters())):
-        raise TypeError(
-            "the model has DTensors, which only its own passes gather: call model.unshard() first, in all "
-            "processes, or pass a model that is whole"
-        )
+    """The modules of a model, refused if it has DTensors: ``modules()`` in a fraction of the time."""
     found, waiting = {id(model): model}, [model]
     while waiting:
         for module in [*waiting.pop()._modules.values()]:
             if module is not None and id(module) not in found:
                 found[id(module)] = module
                 waiting.append(module)
+    if any(is_sharded(p) for module in found.values() for p in module._parameters.values() if p is not None):
+        raise TypeError(
+            "the model has DTensors, which only its own passes gather: call model.unshard() first, in all "
+            "processes, or pass a model that is whole"
+        )
     return [*found.values()]
 
 

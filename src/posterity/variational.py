@@ -88,6 +88,9 @@ class Variational(nn.Module):
         prior: What :meth:`kl` and ``compile_step`` take the KL to: N(0, 1) if None. It is no part of this
             module: ``to``, ``state_dict`` and ``parameters`` leave it out.
 
+    Attributes:
+        one_draw: Whether each draw of the weights serves all examples: no estimator but ``"weight"``.
+
     Example:
         >>> import torch
         >>> model = variational(nn.Linear(3, 2))
@@ -126,8 +129,8 @@ class Variational(nn.Module):
         if batch_dim < 0:
             raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
         self.estimators, self.batch_dim = by_block(posterior, estimator), batch_dim
-        self._one_draw = set(self.estimators.values()) == {"weight"}
-        if not self._one_draw and is_compiled(module):
+        self.one_draw = set(self.estimators.values()) == {"weight"}
+        if not self.one_draw and is_compiled(module):
             raise ValueError(
                 f"estimator={estimator!r} must see the layers of the module, which torch.compile hides: pass "
                 "the module as it was before, or estimator='weight'"
@@ -154,7 +157,7 @@ class Variational(nn.Module):
         self._meet()
         # In training the module's own, whose forward() may leave things in it, such as terms of the loss.
         module = self.module if self.training else replica(self.module)
-        if self._one_draw:
+        if self.one_draw:
             return functional_call(module, self._draw_one(), args, kwargs)
         with Intercept():
             given = self._given(range(1), None, self._count(), self._ahead(1))
@@ -166,7 +169,7 @@ class Variational(nn.Module):
     ) -> Tensor:
         """The module's outputs ``[samples, B, ...]`` under as many draws of the weights."""
         self._meet()
-        if self._one_draw or samples < 1:  # which is refused there
+        if self.one_draw or samples < 1:  # which is refused there
             return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
         self._sampled.step, self._sampled.ahead = self._count(), self._ahead(samples)
         return run(self._sampled, {"sample": torch.arange(samples)}, *args, how=how, chunk=chunk, **kwargs)
@@ -189,7 +192,7 @@ class Variational(nn.Module):
                 "the posterior is in shards: leave reshard_after_forward= out, so that kl() finds it whole "
                 'after a forward pass, or call register_fsdp_forward_method(model, "kl") once'
             )
-        if not self._one_draw:
+        if not self.one_draw:
             return kl(self.posterior, prior, seed=self.seed, step=self.draws)
         # Weights of what the posterior was before it changed would give no KL.
         if self._weights is None or self._versions != self._now():

@@ -118,6 +118,7 @@ def test_log_alpha_removes_what_is_at_it_or_above() -> None:
     assert prune(q, log_alpha=3.0).kept()["w"].tolist() == [True, False, True, False]
     assert prune(q, log_alpha=3.0).kept()["sure"].tolist() == [True, False]  # a zero is of no use
     level = DiagonalGaussian(torch.tensor([0.25, 0.5]), 1.0)  # α = 16 and 4
+    assert prune(q, log_alpha=-1e9).kept()["sure"].tolist() == [True, False]
     assert prune(Factorised({"w": level}), log_alpha=math.log(16.0)).kept()["w"].tolist() == [False, True]
     # A group's 1/α is the mean of its weights': 0.5 · (1/16 + 1/4) for these.
     rows = Factorised({"w": DiagonalGaussian(level.mean()[None].repeat(2, 1), 1.0)})

@@ -722,6 +722,17 @@ def test_one_logit_is_two_classes(names: str | None) -> None:
     assert (closed - many.probs).abs().max() < 0.03  # of the probit approximation, and of 2000 samples
 
 
+def test_one_logit_for_each_input_gives_two_probabilities_for_each() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, 4)
+    column = nn.Sequential(nn.Linear(4, 1))
+    flat = nn.Sequential(column[0], nn.Flatten(0))
+    q = laplace.fit(flat, (x, (x.sum(1) > 0).float()), names="*", binary=True).posterior()
+    found = laplace.moments(flat, q, x)
+    assert found.probs.shape == (20, 2)
+    torch.testing.assert_close(found.probs, laplace.moments(column, q, x).probs)
+
+
 def test_one_logit_needs_to_be_said() -> None:
     x, y = torch.randn(8, 3), torch.tensor([0, 1] * 4)
     with pytest.raises(ValueError, match="pass binary=True"):

@@ -780,6 +780,27 @@ _POSTERIORS = [
 # Outputs that are drawn for each example.
 _ESTIMATORS = [
     Site(
+        "a captured step does not look at gradients that autograd gives",
+        "posterity/train/gradient.py",
+        "if unsummed := [grad for block in self.blocks.drawn() for grad in block.unsummed()]:",
+        "if unsummed := [grad for block in self.blocks.diagonal for grad in block.unsummed()]:",
+        ("train/test_estimated.py::test_a_captured_step_holds_back_gradients_that_are_not_finite",),
+    ),
+    Site(
+        "a captured step does not look at gradients that are taken as they are",
+        "posterity/train/gradient.py",
+        "if unsummed := [grad for block in self.blocks.drawn() for grad in block.unsummed()]:",
+        "if unsummed := [grad for block in self.blocks.other for grad in block.unsummed()]:",
+        ("train/test_estimated.py::test_a_captured_step_holds_back_gradients_that_are_not_finite",),
+    ),
+    Site(
+        "the KL is rounded to half precision in the loss",
+        "posterity/train/gradient.py",
+        "torch.as_tensor(step.share * block.divergence).to(loss.device)",
+        "torch.as_tensor(step.share * block.divergence).to(loss)",
+        ("train/test_estimated.py::test_the_loss_of_a_model_in_half_precision_has_the_kl_to_all_digits",),
+    ),
+    Site(
         "local adds a bias's std to the variance of outputs",
         "posterity/layers/estimators.py",
         "std.square(), None if own is None else own.square())",
@@ -900,6 +921,13 @@ _CURVATURE = [
 
 _LAPLACE = [
     Site(
+        "single logits without an axis are the classes of one input",
+        "posterity/laplace/closed.py",
+        "one = self.mean.shape[1:] in ((), (1,))",
+        "one = self.mean.shape[-1] == 1",
+        ("laplace/test_fit.py::test_one_logit_for_each_input_gives_two_probabilities_for_each",),
+    ),
+    Site(
         "the one logit of a binary model is taken for the first class's",
         "posterity/laplace/fitting.py",
         "F.pad(logit.reshape(-1, 1), (1, 0))",
@@ -909,7 +937,7 @@ _LAPLACE = [
     Site(
         "moments of one logit are certain of the first class",
         "posterity/laplace/closed.py",
-        "(F.pad(self.logits, (1, 0)) if one else self.logits)",
+        "F.pad(self.logits.reshape(-1, 1), (1, 0)) if one else self.logits",
         "self.logits",
         ("laplace/test_fit.py::test_one_logit_is_two_classes",),
     ),
@@ -1213,8 +1241,8 @@ _USES = [
     Site(
         "a cut of log alpha is one of the std's, not of the variance's",
         "posterity/compress/pruning.py",
-        "least = math.exp(-0.5 * log_alpha)",
-        "least = math.exp(-log_alpha)",
+        "least = math.exp(min(-0.5 * log_alpha, 80.0))",
+        "least = math.exp(min(-log_alpha, 80.0))",
         ("compress/test_pruning.py::test_log_alpha_removes_what_is_at_it_or_above",),
     ),
     Site(
@@ -1241,9 +1269,18 @@ _USES = [
     Site(
         "the bounds of log alpha change places",
         f"{_Q}/sparse.py",
-        "clamp(math.exp(-high), math.exp(-low))",
-        "clamp(math.exp(low), math.exp(0.5 * high))",
+        ".clamp(math.exp(-high), math.exp(-low))",
+        ".clamp(math.exp(low), math.exp(0.5 * high))",
         ("posterior/test_sparse.py::test_outside_of_its_bounds_a_kl_is_constant",),
+    ),
+    Site(
+        "the gradient of a tiny std is not a number",
+        f"{_Q}/sparse.py",
+        "(mean / std.clamp_min(_LEAST)).square()",
+        "(mean / std).square()",
+        (
+            "posterior/test_sparse.py::test_single_precision_has_gradients_of_weights_that_are_all_but_certain",
+        ),
     ),
     Site(
         "a sparsity prior starts at the stds of others",

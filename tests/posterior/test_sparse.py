@@ -102,6 +102,18 @@ def test_gradients_are_finite_at_both_ends_and_at_a_mean_of_zero(
 
 
 @priors
+@pytest.mark.parametrize(("mean", "std"), [(1.0, 1e-20), (1e3, 1e-18), (-1.0, 1e-43)])
+def test_single_precision_has_gradients_of_weights_that_are_all_but_certain(
+    prior: LogUniform | ARD, mean: float, std: float
+) -> None:
+    q = DiagonalGaussian(torch.tensor([mean]), std, trainable=True)
+    found = kl(q, prior)
+    found.backward()
+    assert float(found.detach()) == value(DiagonalGaussian(torch.tensor([1.0]), 1e-4), prior)
+    assert [float(p.grad) for p in (q.loc, q.raw)] == [0.0, 0.0]
+
+
+@priors
 def test_outside_of_its_bounds_a_kl_is_constant(prior: LogUniform | ARD) -> None:
     q = weights(torch.tensor([-8.5, -7.5, 7.5, 8.5]).double())
     kl(q, prior).backward()
@@ -169,7 +181,9 @@ def test_ard_refuses_scales_that_are_drawn() -> None:
     "bounds", [(8.0, -8.0), (-8.0, math.inf), (-100.0, 8.0), (math.nan, 8.0), (1.0, 1.0)]
 )
 def test_bad_bounds_are_refused(bounds: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="bounds of log alpha go from low to high, within -80 and 80"):
+    with pytest.raises(
+        ValueError, match="bounds must be two values of log alpha, low and high, between -80 and 80"
+    ):
         LogUniform(bounds)
     with pytest.raises(TypeError, match="takes two numbers for bounds"):
         ARD(8.0)  # type: ignore[arg-type]

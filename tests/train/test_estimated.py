@@ -187,6 +187,23 @@ def test_frozen_parameters_counts_and_schedules(estimator: str) -> None:
     near(*results)
 
 
+@pytest.mark.parametrize("estimator", ["weight", "local"])
+def test_the_loss_of_a_model_in_half_precision_has_the_kl_to_all_digits(estimator: str) -> None:
+    losses = []
+    for compiled in (False, True):
+        m = model(estimator=estimator).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            if compiled:
+                step = posterity.compile_step(
+                    m, lambda net, x: net(x).sum() * 0.0, adam(m), num_data=N, mc_samples=2
+                )
+                losses.append(step(X.float()))
+            else:
+                m.outputs(X.float(), samples=2)
+                losses.append(m.kl().detach() / N)
+    torch.testing.assert_close(*losses)
+
+
 @pairs
 def test_a_resumed_run_goes_on_bit_for_bit(family: str, estimator: Any) -> None:
     def begun() -> tuple[Variational, torch.optim.Optimizer, Any]:
@@ -244,6 +261,37 @@ def test_layers_have_the_estimators_of_a_plain_loop(row: str, number: int, estim
 
 
 # As a graph, by a stand-in.
+
+
+@pytest.mark.parametrize(("family", "estimator"), [*PAIRS, ("KernelGaussian", "weight")])
+def test_a_captured_step_holds_back_gradients_that_are_not_finite(
+    monkeypatch: pytest.MonkeyPatch, family: str, estimator: Any
+) -> None:
+    made = install(monkeypatch)
+    monkeypatch.setattr(
+        sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda *_: ["cpu"]
+    )
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 4, bias=False), nn.Flatten()).double()
+    estimators = {"*": estimator["conv.*"]} if isinstance(estimator, dict) else estimator
+    m = variational(net, family=FAMILIES[family], estimator=estimators, std_init=0.1, seed=3)
+
+    def rooted(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = net(x)
+        return F.cross_entropy(out, y) + out.square().sum().sqrt()  # at 0 its gradient is not a number
+
+    inner = posterity.compile_step(m, rooted, adam(m), num_data=N)
+    assert isinstance(inner, TrainStep)
+    inner.learner.make_capturable()
+    step = CapturedStep(inner)
+    for _ in range(4):
+        step(X, Y)
+    assert len(made) == 1
+    before = {name: p.detach().clone() for name, p in m.named_parameters()}
+    step(torch.zeros_like(X), Y)
+    assert all(torch.equal(p, before[name]) for name, p in m.named_parameters())
+    with pytest.raises(FloatingPointError):
+        step(X, Y)
 
 
 @pytest.mark.parametrize("prior", PRIORS)

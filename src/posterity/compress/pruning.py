@@ -163,7 +163,7 @@ def prune(
     if threshold is not None:
         keep |= {name: ranks[name].of_weights(ranks[name].score >= float(threshold)) for name in names}
     if log_alpha is not None:
-        least = math.exp(-0.5 * log_alpha)
+        least = math.exp(min(-0.5 * log_alpha, 80.0))  # all that single precision has
         keep |= {name: ranks[name].of_weights(ranks[name].score > least) for name in names}
     if fraction is not None:
         for members in _together(names, scope):

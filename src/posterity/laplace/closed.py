@@ -30,9 +30,9 @@ class Moments:
     """Outputs of the linearised model under a Gaussian posterior N(μ, Σ): Gaussian, too.
 
     Attributes:
-        mean: f(x, μ), ``[B, C]``.
-        variance: That of each output, the diagonal of J(x) Σ J(x)ᵀ, ``[B, C]``; for regression it adds to the
-            noise.
+        mean: f(x, μ), ``[B, C]``; ``[B]`` of a model that gives one number for each input.
+        variance: That of each output, the diagonal of J(x) Σ J(x)ᵀ, in the shape of the mean; for regression
+            it adds to the noise.
 
     Example:
         >>> Moments(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 0.0]])).probs
@@ -46,7 +46,7 @@ class Moments:
 
     @property
     def logits(self) -> Tensor:
-        """Logits that stand for their average over weights: mean / √(1 + π/8 · variance), ``[B, C]``.
+        """Logits that stand for their average over weights: mean / √(1 + π/8 · variance).
 
         MacKay's probit approximation (1992) of E[sigmoid(logit)], taken for each class by itself.
         """
@@ -60,8 +60,9 @@ class Moments:
             >>> Moments(torch.tensor([[2.0]]), torch.tensor([[0.0]])).probs
             tensor([[0.1192, 0.8808]])
         """
-        one = self.mean.shape[-1] == 1  # that of the second of two classes
-        return (F.pad(self.logits, (1, 0)) if one else self.logits).softmax(-1)
+        one = self.mean.shape[1:] in ((), (1,))  # that of the second of two classes
+        logits = F.pad(self.logits.reshape(-1, 1), (1, 0)) if one else self.logits
+        return logits.softmax(-1)
 
 
 def moments(

@@ -150,7 +150,7 @@ def split_groups(groups: list[Group], deterministic: set[str], without_noise: Gr
 
 
 def completed(opt: VariationalOptimizer, given: Group) -> Group:
-    """A group that a user adds, with all that it leaves open, if it is fit for an optimiser."""
+    """A user's group with all missing entries filled in; raises if the optimiser cannot use it."""
     if not isinstance(given, dict):
         raise TypeError(f"a group is a dict with its parameters under 'params', not {described(given)}")
     if not isinstance(given.get("deterministic", False), bool):

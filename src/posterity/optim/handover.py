@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def leaves(opt: VariationalOptimizer, called: Mapping[str, str]) -> dict[Key, Leaf]:
-    """The posterior of every block, by the names that parameters are called."""
+    """The posterior of every block, under the names that ``called`` gives to parameters."""
     found: dict[Key, Leaf] = {}
     within = opt.blocks.by_name()
     for name, p, group in opt.stochastic():
@@ -43,7 +43,7 @@ def leaves(opt: VariationalOptimizer, called: Mapping[str, str]) -> dict[Key, Le
 
 
 def unfit(opt: VariationalOptimizer, leaves: Iterable[Leaf]) -> str | None:
-    """Why an optimiser's posterior is not fit to be sampled, and what to do, if so it is.
+    """Why an optimiser's posterior should not be sampled, and what to do about it; None if it can be.
 
     Losses at sampled weights that have come down say that it is. Without them, stds that outweigh weights
     say that it is not.
@@ -61,7 +61,7 @@ def unfit(opt: VariationalOptimizer, leaves: Iterable[Leaf]) -> str | None:
 
 
 def slow(opt: VariationalOptimizer) -> str:
-    """What to do about a learning rate that was meant for another optimiser, if it looks like one."""
+    """Advice on a learning rate far below the usual ones, as if meant for another optimiser; else empty."""
     group = opt.param_groups[0]
     if group.get("lr_unit") == 1.0:  # a paper's own
         return ""

@@ -1,4 +1,4 @@
-"""A step in a loop: contexts that draw weights, closures that are run in them, and sums handed to the rule.
+"""A step in a loop: contexts that draw weights, closures that run in them, and sums that go to the rule.
 
 What happens inside a context, and what a rule makes of the sums, is in :mod:`posterity.optim.step`.
 """
@@ -92,7 +92,7 @@ def run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind
 
 
 def close(opt: VariationalOptimizer) -> None:
-    """After the contexts of a step: add up what no_sync() has kept back, and refuse a part of a step."""
+    """After the contexts of a step: add up what no_sync() has kept back, and refuse an unfinished step."""
     if opt.local is not opt.sums and opt.local.samples:
         pool(opt, [])
         opt.sums.publish()
@@ -100,7 +100,7 @@ def close(opt: VariationalOptimizer) -> None:
 
 
 def asked_for_state(opt: VariationalOptimizer) -> bool:
-    """Whether a step is that of torch.distributed.checkpoint, which wants to see state, not to learn."""
+    """Whether torch.distributed.checkpoint makes this step, only to have the state created."""
     grads = list(map(gradient, opt.parameters()))
     return (
         not (opt.state or opt.taken() or any(group["lr"] for group in opt.param_groups))

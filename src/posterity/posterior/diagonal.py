@@ -92,9 +92,9 @@ class DiagonalGaussian(Leaf):
             loc: Means.
             raw: ρ, or stds.
             keep: Mask of the weights that are not pruned.
-            held: Mask of those that are certain.
-            std: Those of the weights, where somebody has made them of ρ already.
-            stores_raw: Whether ``raw`` is ρ.
+            held: Mask of the weights that are certain.
+            std: Stds, if they were computed from ρ already.
+            stores_raw: Whether ``raw`` is ρ, and not the std itself.
         """
         leaf = cls.__new__(cls)
         Leaf.__init__(leaf, loc.shape)

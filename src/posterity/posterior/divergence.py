@@ -131,10 +131,14 @@ def one_prior(blocks: EndToEnd, priors: Mapping[str, Leaf | Density]) -> Leaf | 
         return None
     for name, leaf in blocks.leaves.items():
         refuse_misfit(leaf, priors[name])
-    formula, needs_draw = formula_of(DiagonalGaussian, type(whole))
-    if formula is None:
-        return whole if isinstance(whole, Density) else None
-    return None if needs_draw else whole
+    return whole if elementwise(whole) else None
+
+
+def elementwise(prior: Leaf | Density) -> bool:
+    """Whether a KL to it is a sum over single weights, of diagonal leaves: these may then lie end to end."""
+    formula, needs_draw = formula_of(DiagonalGaussian, type(prior))
+    gaussian = type(prior) is DiagonalGaussian and formula is not None
+    return not needs_draw and (gaussian or isinstance(prior, Density))
 
 
 def leaf_kl(

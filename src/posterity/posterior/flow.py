@@ -25,7 +25,6 @@ at the std that all families get. Biases are not multiplied.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Self, cast, final
 
 import torch
@@ -244,11 +243,6 @@ class Flow(Scales):
     def config(self) -> dict[str, Any]:
         """Steps and hidden units."""
         return {"steps": len(self.steps), "hidden": self.hidden}
-
-    @classmethod
-    def build(cls, shape: torch.Size, config: Mapping[str, Any], like: Tensor) -> Self:
-        """One of that shape, whose tensors are not set."""
-        return cls(shape, steps=int(config["steps"]), hidden=int(config["hidden"]), like=like)
 
     def _base(self, eps: Tensor) -> Tensor:
         logs = -0.5 * eps.square() - softplus(self.raw).log() - 0.5 * math.log(2.0 * math.pi)

@@ -94,7 +94,7 @@ def ghs(
 
 
 class GroupPrior(Density):
-    """A prior of scales and of the weights that they multiply; what has no scales has N(0, 1).
+    """A prior of scales and of the weights that they multiply; vectors, which have no scales, get N(0, 1).
 
     Example:
         >>> issubclass(GroupNormalJeffreys, GroupPrior), issubclass(GroupHorseshoe, GroupPrior)
@@ -106,11 +106,11 @@ class GroupPrior(Density):
         """KL of q(z) from p(z), summed over the groups of a mask, ``[*scales.shape]``."""
 
     def log_density(self, value: Tensor) -> Tensor:
-        """There is none of a weight alone: raises."""
+        """Raises: a single weight has no density, since groups share scales."""
         raise TypeError(f"{type(self).__name__} has no density of single weights, since groups share scales")
 
     def check(self, leaf: Leaf) -> None:
-        """Refuse weights without the scales that it is for."""
+        """Raise unless the leaf has the kind of scales that this prior is for, or is a vector."""
         scales, family = self._wants()
         if isinstance(leaf, DiagonalGaussian) and len(leaf.shape) < 2:
             return
@@ -124,7 +124,7 @@ class GroupPrior(Density):
 
     @abstractmethod
     def _wants(self) -> tuple[type[Scales], str]:
-        """What q(z) must be, and the family that has it."""
+        """The kind of scales that q must have, and the name of its family."""
 
 
 @final

@@ -59,6 +59,8 @@ def scale_shape(mean: Tensor, conv: Conv, dense: Dense) -> torch.Size:
 class Scales(nn.Module, ABC):
     """The distribution q(z) of the scales of a :class:`ScaledGaussian`.
 
+    Subclasses are built by a shape, a tensor ``like`` of their dtype and device, and what ``config`` has.
+
     Attributes:
         multiply_stds: Whether they multiply stds too, and so whole weights; if not, means alone. Weights that
             share a scale of whole weights are removed together by ``prune``.
@@ -91,14 +93,9 @@ class Scales(nn.Module, ABC):
     def log_prob(self, z: Tensor) -> Tensor:
         """log q(z), ``[n]``, of any scales ``[n, *shape]``."""
 
-    @abstractmethod
     def config(self) -> dict[str, Any]:
-        """What, beside tensors and shape, is needed to build it again (JSON)."""
-
-    @classmethod
-    @abstractmethod
-    def build(cls, shape: torch.Size, config: Mapping[str, Any], like: Tensor) -> Self:
-        """One of that shape, with a tensor's dtype and device, whose tensors are not set."""
+        """What they are built with beside a shape and a tensor ``like`` (JSON); most have nothing."""
+        return {}
 
     def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
         """log r(z | w), ``[n]``, of an auxiliary density: the nearer to q(z | w), the tighter the bound."""
@@ -176,7 +173,7 @@ class ScaledGaussian(Leaf):
 
     @property
     def group_shape(self) -> torch.Size:
-        """Weights that share a scale of whole weights are one group."""
+        """Weights that share a scale are one group, if the scale multiplies whole weights."""
         return self.scales.shape if self.scales.multiply_stds else self.shape
 
     def used_scales(self) -> Tensor:
@@ -244,10 +241,11 @@ class ScaledGaussian(Leaf):
     def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
         """Build the leaf again, bit for bit."""
         loc, own = tensors["loc"], config["scales"]
-        families = {each.__name__: each for each in Scales.__subclasses__()}
+        families: dict[str, Any] = {each.__name__: each for each in Scales.__subclasses__()}
         if own["family"] not in families:
             raise ValueError(f"its scales are of the family {own['family']}, unknown here")
-        scales = families[own["family"]].build(torch.Size(own["shape"]), own, loc)
+        more = {key: value for key, value in own.items() if key not in ("family", "shape")}
+        scales = families[own["family"]](torch.Size(own["shape"]), like=loc, **more)
         leaf = cls(loc, 1.0, scales, keep=tensors.get("keep"))
         leaf.load_state_dict(dict(tensors))
         for name, value in leaf.named_parameters():

@@ -1,13 +1,12 @@
-"""Scales of whole weights: normal, and log-normal with a part that all groups of a layer share.
+"""Scales of whole weights: normal, or log-normal with a factor that all groups of a layer share.
 
-What they are for is said in :mod:`posterity.posterior.groups`.
+:mod:`posterity.posterior.groups` has the families and priors that use them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.nn.functional import softplus
 from posterity.posterior.diagonal import inverse_softplus
 from posterity.posterior.scaled import Scales
 
-# Where shared scales begin.
+# Shared scales at the start.
 _SHARED = 1e-5
 
 
@@ -43,7 +42,7 @@ class NormalScales(Scales):
 
     @torch.no_grad()
     def start(self, z_std: float) -> Self:
-        """Begin around 1."""
+        """Set all scales to about 1."""
         self.raw.fill_(_start(z_std, self.raw))
         return self
 
@@ -63,15 +62,6 @@ class NormalScales(Scales):
         """Mean and variance of z, exactly."""
         return self.centre, self.std().square()
 
-    def config(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    @classmethod
-    def build(cls, shape: torch.Size, config: Mapping[str, Any], like: Tensor) -> Self:
-        """One of that shape, whose tensors are not set."""
-        return cls(shape, like)
-
     def _density(self, eps: Tensor) -> Tensor:
         logs = -0.5 * eps.square() - self.std().log() - 0.5 * math.log(2.0 * math.pi)
         return logs.flatten(1).sum(1)
@@ -79,10 +69,10 @@ class NormalScales(Scales):
 
 @final
 class LogNormalScales(Scales):
-    """Log-normal scales of whole weights, products of a group's own and of one that all groups share.
+    """Log-normal scales of whole weights: each is a group's own scale times one that all groups share.
 
-    Each is √(a b); ``gamma`` and ``inverse`` are the means of log a and log b, named after their priors, with
-    the shared ones last.
+    Either is √(a b); ``gamma`` and ``inverse`` are the means of log a and log b, named after their priors,
+    with the shared one's last.
 
     Args:
         shape: Of z.
@@ -107,12 +97,12 @@ class LogNormalScales(Scales):
 
     @property
     def noise_shape(self) -> torch.Size:
-        """One normal per scale, and the shared one's."""
+        """One normal for each scale, and one for the shared factor."""
         return torch.Size([self.shape.numel() + 1])
 
     @torch.no_grad()
     def start(self, z_std: float) -> Self:
-        """Begin around 1, with a shared scale of 1e-5, where the horseshoe wants it."""
+        """Set all scales to about 1, with a shared factor of 1e-5, the horseshoe's default scale."""
         for raw in (self.raw_gamma, self.raw_inverse):
             raw.fill_(_start(z_std, raw))
         self.gamma[-1] = 2.0 * math.log(_SHARED)
@@ -137,17 +127,8 @@ class LogNormalScales(Scales):
         centre = (mean.reshape(self.shape) + 0.5 * variance).exp()
         return centre, centre.square() * torch.expm1(variance)
 
-    def config(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    @classmethod
-    def build(cls, shape: torch.Size, config: Mapping[str, Any], like: Tensor) -> Self:
-        """One of that shape, whose tensors are not set."""
-        return cls(shape, like)
-
     def _logs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of log z: means, variances of each scale's own part, and of the shared one."""
+        """Means of log z, and variances of each scale's own part and of the shared one."""
         mean = 0.5 * (self.gamma + self.inverse)
         variance = 0.25 * (softplus(self.raw_gamma).square() + softplus(self.raw_inverse).square())
         return mean[:-1] + mean[-1], variance[:-1], variance[-1]
@@ -163,7 +144,7 @@ class LogNormalScales(Scales):
 
 
 def _start(z_std: float, like: Tensor) -> Tensor:
-    """The raw value of that std."""
+    """The ρ of a std."""
     if not 0.0 < z_std < math.inf:
         raise ValueError(f"z_std must be finite and greater than 0, not {z_std}")
     return inverse_softplus(torch.tensor(z_std, dtype=like.dtype, device=like.device))

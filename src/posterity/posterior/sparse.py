@@ -1,8 +1,8 @@
-"""Priors that make weights noise: sparse variational dropout, by the log-uniform prior or by ARD.
+"""Priors that turn weights into noise: sparse variational dropout, with a log-uniform prior or ARD.
 
 Molchanov, Ashukha, Vetrov: "Variational Dropout Sparsifies Deep Neural Networks", ICML 2017. Kharitonov,
-Molchanov, Vetrov: "Variational Dropout via Empirical Bayes", 2018 (ARD). What both say of a weight with
-q(w) = N(μ, σ²) is a function of α = σ²/μ² alone, which falls to 0 where the weight is nothing but noise:
+Molchanov, Vetrov: "Variational Dropout via Empirical Bayes", 2018 (ARD). For a weight with q(w) = N(μ, σ²),
+both KLs are functions of α = σ²/μ² alone, and fall to 0 where the weight is nothing but noise:
 
     log-uniform, p(w) ∝ 1/|w|    KL ≈ k1 sigmoid(−k2 − k3 log α) + ½ log(1 + 1/α)
     ARD, p(w) = N(0, λ)          KL = ½ log(1 + 1/α), with the λ = μ² + σ² that makes it smallest
@@ -37,6 +37,8 @@ from posterity.posterior.priors import Density
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695
 # Of log α: e^±80 are float32 numbers.
 _FURTHEST = 80.0
+# Smaller stds count as this: mean / std² would overflow, and is NaN times the gradient of 0 out of bounds.
+_LEAST = 1e-17
 # log p(w) = −log|w| + this has the KL go to 0 for α → ∞: −½ log(2πe) − ½ (γ + log 2).
 _LOG_CONSTANT = -0.5 * (math.log(2.0 * math.pi * math.e) + 0.5772156649015329 + math.log(2.0))
 _BOUNDS = Kind(
@@ -49,7 +51,7 @@ class SparsityPrior(Density):
     """A prior whose KL is a function of α = σ²/μ² that falls to 0 for α → ∞.
 
     Args:
-        bounds: Of log α, the lowest and the highest: outside of them the KL is constant, without a gradient.
+        bounds: Lowest and highest log α: outside of them the KL is constant and has no gradient.
 
     Example:
         >>> issubclass(LogUniform, SparsityPrior), issubclass(ARD, SparsityPrior)
@@ -61,8 +63,8 @@ class SparsityPrior(Density):
         low, high = bounds
         if not -_FURTHEST <= low < high <= _FURTHEST:
             raise ValueError(
-                f"bounds of log alpha go from low to high, within -{_FURTHEST:g} and {_FURTHEST:g}, not "
-                f"{low} and {high}"
+                f"bounds must be two values of log alpha, low and high, between -{_FURTHEST:g} and "
+                f"{_FURTHEST:g}, not {low} and {high}"
             )
         self.bounds = float(low), float(high)
 
@@ -70,7 +72,7 @@ class SparsityPrior(Density):
         """KL(N(mean, std²) ‖ p) of each weight; infinite at a std of 0."""
         low, high = self.bounds
         # 1/α, whose gradients in both are finite at a mean of 0, where those of log α are not.
-        inverse = (mean / std).square().clamp(math.exp(-high), math.exp(-low))
+        inverse = (mean / std.clamp_min(_LEAST)).square().clamp(math.exp(-high), math.exp(-low))
         return torch.where(std > 0, self.of_alpha(inverse), torch.inf)
 
     @abstractmethod
@@ -86,7 +88,7 @@ class LogUniform(SparsityPrior):
     say nothing of the evidence. ``kl`` has Molchanov's approximation for families with stds of their own.
 
     Args:
-        bounds: Of log α, the lowest and the highest: outside of them the KL is constant, without a gradient.
+        bounds: Lowest and highest log α: outside of them the KL is constant and has no gradient.
 
     Example:
         >>> from posterity import DiagonalGaussian, kl
@@ -111,7 +113,7 @@ class ARD(SparsityPrior):
     Its KL, ½ log(1 + 1/α), is exact. The prior follows q, so it has no density of its own.
 
     Args:
-        bounds: Of log α, the lowest and the highest: outside of them the KL is constant, without a gradient.
+        bounds: Lowest and highest log α: outside of them the KL is constant and has no gradient.
 
     Example:
         >>> from posterity import DiagonalGaussian, kl
@@ -124,7 +126,7 @@ class ARD(SparsityPrior):
         return 0.5 * torch.log1p(inverse)
 
     def log_density(self, value: Tensor) -> Tensor:
-        """There is none: raises."""
+        """Raises: there is none."""
         raise TypeError(
             "ARD has no density, because its variances follow q: use it for families with a mean and a std "
             "of each weight, such as DiagonalGaussian"

@@ -34,12 +34,12 @@ class StepValues(NamedTuple):
     """What is the same for all blocks in one step.
 
     Attributes:
-        sums: Of gradients and their products with noise.
-        share: What the KL counts for in the loss.
-        scale: What the sums will be multiplied by; None if they will not be.
-        at: Where the noise is.
-        several: Whether processes will add up their sums.
-        mine: What this process is to the others, once that is known; None if it is alone.
+        sums: Gradients, and their products with the noise.
+        share: Factor of the KL in the loss.
+        scale: Factor that the sums are multiplied by in the end, or None.
+        at: Address of the noise.
+        several: Whether several processes add up their sums.
+        mine: This process's share of the batch, once it is known; None if it is alone.
     """
 
     sums: Accumulator
@@ -116,7 +116,7 @@ class Diagonal(ABC):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take the priors as they are now, if they are Gaussians that somebody has changed."""
+        """Copy Gaussian priors again if their tensors have changed."""
         if not isinstance(self.prior, DiagonalGaussian):
             return
         priors = cast("Sequence[DiagonalGaussian]", self._priors)
@@ -170,7 +170,7 @@ class Diagonal(ABC):
 
     @abstractmethod
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Any:
-        """Put what some samples see in the place of parameters; what :meth:`absorb` is to be given of it."""
+        """Draw what some samples get for the parameters; returns what :meth:`absorb` needs as its source."""
 
     @abstractmethod
     def absorb(
@@ -185,11 +185,15 @@ class Diagonal(ABC):
 
         Args:
             grads: As the step has them.
-            source: What :meth:`draw` gave.
+            source: What :meth:`draw` returned.
             rows: Numbers of the samples.
-            weight: Of each.
-            step: As it was when they were drawn.
+            weight: Weight of each sample in the sums.
+            step: The values that the samples were drawn with.
         """
+
+    def unsummed(self) -> Sequence[Tensor]:
+        """Gradients of the loss that are in no sums: a captured step must check them by themselves."""
+        return ()
 
     @torch.no_grad()
     def finish(self, step: StepValues) -> None:
@@ -240,7 +244,7 @@ class Diagonal(ABC):
 
 @final
 class DrawnDiagonal(Diagonal):
-    """Of which every sample has one draw of all weights."""
+    """Leaves whose weights are drawn once for each sample and shared by all examples."""
 
     @torch.no_grad()
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Draw:

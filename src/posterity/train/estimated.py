@@ -22,14 +22,14 @@ from posterity.train.learner import Drawn
 
 @final
 class EstimatedDiagonal(Diagonal):
-    """Whose layers get means and stds, and have an estimator for each example.
+    """Leaves whose layers get means and stds, and draw their outputs for each example.
 
     Args:
-        number: As for every group, and so are the others.
-        leaves: By block.
-        params: Of the module.
-        priors: Of the blocks.
-        estimator: Of the blocks.
+        number: Number of the group.
+        leaves: Leaves by block.
+        params: Parameters of the module, in the same order.
+        priors: Priors of the blocks.
+        estimator: ``"local"`` or ``"flipout"``.
     """
 
     def __init__(
@@ -55,13 +55,17 @@ class EstimatedDiagonal(Diagonal):
         super().clear()
         self._direct: list[Tensor] | None = None
 
+    def unsummed(self) -> Sequence[Tensor]:
+        """The gradients of a step's only sample, if these are used as they are."""
+        return self._direct or ()
+
     def _seeds(self, step: StepValues) -> list[Tensor]:
         """Gradients of the loss in means and stds."""
         return super()._seeds(step) if self._direct is None else self._direct
 
     @torch.no_grad()
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
-        """Let layers have means and stds, in which gradients are taken."""
+        """Hand means and stds to the layers, and take gradients in them."""
         moments = zip(*map(self.flat.layout.views, self._moments(rows)), strict=True)
         for (mean, std), own, given in zip(moments, self.leaves, self.given.values(), strict=True):
             given.loc, given.raw = drawn.leaves[own.loc], drawn.leaves[own.raw] = mean, std
@@ -77,7 +81,7 @@ class EstimatedDiagonal(Diagonal):
         weight: float,
         step: StepValues,
     ) -> None:
-        """Add gradients in means and stds, which are sums over samples, to the sums."""
+        """Add gradients in means and stds to the sums; each is already a sum over samples."""
         by_moment = [[grads.get(p) for p in own] for own in self._own]
         if weight == 1 and step.scale is None and not step.several and self._alone():
             (mean,), (std,) = by_moment
@@ -105,14 +109,14 @@ class EstimatedDiagonal(Diagonal):
 
 @final
 class EstimatedOther(Other):
-    """Whose layers have an estimator for each example: what they get is part of the leaf's own graph.
+    """A leaf whose layers draw their outputs for each example, through the leaf's own graph.
 
     Args:
-        name: Of the block.
+        name: Name of the block.
         leaf: Its leaf.
-        params: Of the module.
+        params: The module's parameters that it takes the place of.
         prior: Its prior.
-        estimator: Of the block.
+        estimator: ``"local"`` or ``"flipout"``.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class EstimatedOther(Other):
         weight: float,
         step: StepValues,
     ) -> None:
-        """Take gradients, which are sums over samples, as they are."""
+        """Keep gradients, each of which is already a sum over samples."""
         weight_now = weight if step.scale is None else weight * step.scale
         for p in self.own():
             grad = grads.get(p)

@@ -21,14 +21,14 @@ class Other(ABC):
     """A leaf of any family.
 
     Args:
-        name: Of the block.
+        name: Name of the block.
         leaf: Its leaf.
         params: The module's parameters that it takes the place of.
         prior: Its prior.
 
     Attributes:
         divergence: The KL, as far as it is known.
-        grads: Of the leaf's own parameters.
+        grads: Gradients of the leaf's own parameters.
     """
 
     def __init__(self, name: str, leaf: Leaf, params: Sequence[Tensor], prior: Leaf | Density) -> None:
@@ -42,7 +42,7 @@ class Other(ABC):
 
     @abstractmethod
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Any:
-        """Put what some samples see in the place of parameters; what :meth:`absorb` is to be given of it."""
+        """Draw what some samples get for the parameters; returns what :meth:`absorb` needs as its source."""
 
     @abstractmethod
     def absorb(
@@ -53,19 +53,23 @@ class Other(ABC):
         weight: float,
         step: StepValues,
     ) -> None:
-        """Add the gradients of the leaf's own parameters: the loss's by what was drawn, and the KL's."""
+        """Add the gradients of the leaf's own parameters, of the loss and of the KL."""
 
     def finish(self, step: StepValues) -> None:
         """Give the leaf's parameters their gradients."""
         for p, grad in self.grads.items():
             give(p, grad)
 
+    def unsummed(self) -> Sequence[Tensor]:
+        """All gradients, since autograd makes them."""
+        return list(self.grads.values())
+
     def own(self) -> list[Tensor]:
         """The leaf's parameters that want gradients."""
         return [p for p in self.leaf.parameters() if p.requires_grad]
 
     def _kl(self, weights: Tensor | None, part: float, step: StepValues) -> Tensor:
-        """The KL, at drawn weights or at a draw of its own, of which a part counts here."""
+        """The KL, at drawn weights or at a draw of its own; ``part`` of it counts here."""
         noise: Callable[[], Mapping[str, Tensor]] = partial(
             self.leaf.noise,
             range(1),
@@ -79,7 +83,7 @@ class Other(ABC):
         return value
 
     def _add(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Add what gradients in some results are in the leaf's parameters."""
+        """Carry gradients in some results on to the leaf's parameters, and add them."""
         own = self.own()
         if not ends or not own:
             return
@@ -94,10 +98,10 @@ class Other(ABC):
 
 @final
 class DrawnOther(Other):
-    """Of which every sample has one draw of its weights.
+    """A leaf whose weights are drawn once for each sample and shared by all examples.
 
     Args:
-        name: Of the block.
+        name: Name of the block.
         leaf: Its leaf.
         params: Of the module.
         prior: Its prior.
@@ -129,7 +133,7 @@ class DrawnOther(Other):
         weight: float,
         step: StepValues,
     ) -> None:
-        """Lead gradients at drawn weights on."""
+        """Carry gradients at drawn weights on to the leaf's parameters."""
         ends, seeds = list[Tensor](), list[Tensor]()
         weight_now = weight if step.scale is None else weight * step.scale
         for p, part in zip(self.params, self.leaf.split(source), strict=True):

@@ -29,17 +29,15 @@ from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
 from posterity.optim.pooling import share_buffers
-from posterity.optim.state import FlatGroup, zero
 from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED
-from posterity.posterior import ByName, Density, DiagonalGaussian, Leaf, Posterior, kl
-from posterity.posterior.divergence import formula_of
-from posterity.posterior.end_to_end import alike
+from posterity.posterior import ByName, Density, Posterior, kl
 from posterity.posterior.matching import prior_of
-from posterity.train.blocks import Diagonal, DrawnDiagonal, StepValues, give
+from posterity.torch_private import foreach_norm
+from posterity.train.blocks import StepValues, give
 from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
-from posterity.train.families import DrawnOther, Other
 from posterity.train.learner import Drawn, Learner, Replays
+from posterity.train.partition import blocks_of
 from posterity.train.replays import GradientReplays
 from posterity.train.shares import met, refuse_unlike
 from posterity.variational import Variational
@@ -47,8 +45,6 @@ from posterity.variational import Variational
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "lr", "initial_lr")
 _generations = count()
-# Leaves of more numbers than this are alone on a CPU, where copies end to end cost more than calls.
-_LARGE = 1 << 16
 
 
 @final
@@ -56,7 +52,7 @@ class ByGradient(Learner):
     """A :class:`~posterity.Variational`, and the torch optimiser of its parameters.
 
     Args:
-        model: Whose module runs.
+        model: The model that is trained.
         optimizer: Of all parameters of the model that want gradients.
         prior: The model's own if None.
         num_data: Training examples.
@@ -91,7 +87,7 @@ class ByGradient(Learner):
         if not isinstance(samples, int) or samples < 1:
             raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
         self.model, self.module, self.optimizer = model, model.module, optimizer
-        self.estimates = set(model.estimators.values()) != {"weight"}
+        self.estimates = not model.one_draw
         self._origins: list[Tensor] = []
         self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
         self._prior = model.prior if prior is None else prior
@@ -109,18 +105,18 @@ class ByGradient(Learner):
     # What is drawn and moved.
 
     def check(self) -> None:
-        """Refuse what is missing or foreign, and find all blocks anew where one has changed."""
+        """Refuse missing and foreign parameters, and find all blocks again if one has changed."""
         held = self._held()
         fits = len(held) == len(self._found) and all(map(is_, held, self._found))
-        if not fits or not all(flat.locate() for flat in self._flats()):
+        if not fits or not all(flat.locate() for flat in self.blocks.flats()):
             self._refuse_foreign()
             self._build()
             self._found = held
-        for each in self._diagonal:
+        for each in self.blocks.diagonal:
             each.follow()
 
     def _held(self) -> list[object]:
-        """Leaves with their tensors, and what the optimiser has."""
+        """Leaves, their tensors and the optimiser's parameters: if one is new, blocks are found again."""
         leaves = list(self.model.posterior._leaves)
         parts = chain.from_iterable((*leaf._parameters.values(), *leaf._buffers.values()) for leaf in leaves)
         groups = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
@@ -144,65 +140,19 @@ class ByGradient(Learner):
             )
 
     def _build(self) -> None:
-        q, params = self.model.posterior, dict(self.module.named_parameters())
-        leaves, estimators = q.blocks, self.model.estimators
-        # Where some layers have no draw of their weights, no KL is estimated at one.
-        at_draw = not self.estimates
-        priors = {name: prior_of(self._prior, name, q.tensors[name], leaf) for name, leaf in leaves.items()}
+        q = self.model.posterior
+        priors = {name: prior_of(self._prior, name, q.tensors[name], leaf) for name, leaf in q.blocks.items()}
         with torch.no_grad():  # refuses a prior that does not fit
             kl(q, self._prior, seed=self.model.seed)
-
-        def kind(name: str) -> object:
-            leaf, prior = leaves[name], priors[name]
-            masks = leaf.keep is None, leaf.held is None
-            family = DiagonalGaussian if isinstance(prior, DiagonalGaussian) else id(prior)
-            large = leaf.device.type == "cpu" and leaf.loc.numel() > _LARGE
-            return (*masks, family, estimators[name], name if large else None)
-
-        flat = {
-            name: leaf
-            for name, leaf in leaves.items()
-            if type(leaf) is DiagonalGaussian and leaf.stores_raw and _elementwise(priors[name])
-        }
-        self._diagonal: list[Diagonal] = []
-        for number, group in enumerate(alike(flat, kind)):
-            given = number, group, [params[name] for name in group], [priors[name] for name in group]
-            estimator = estimators[next(iter(group))]
-            self._diagonal.append(
-                DrawnDiagonal(*given, at_draw)
-                if estimator == "weight"
-                else EstimatedDiagonal(*given, estimator)
-            )
-        self._other: list[Other] = []
-        for name in (name for name in leaves if name not in flat):
-            block = name, leaves[name], [params[each] for each in q.tensors[name]], priors[name]
-            self._other.append(
-                DrawnOther(*block, at_draw)
-                if estimators[name] == "weight"
-                else EstimatedOther(*block, estimators[name])
-            )
-        drawn = {each for names in q.tensors.values() for each in names}
-        plain: dict[object, list[tuple[str, Tensor]]] = {}
-        for name, p in params.items():
-            if name not in drawn:
-                plain.setdefault((p.device, p.dtype), []).append((name, p))
-        self._plain = [
-            FlatGroup(
-                number,
-                [name for name, _ in pairs],
-                [p for _, p in pairs],
-                {p: {"step": zero()} for _, p in pairs},
-            )
-            for number, pairs in enumerate(plain.values())
-        ]
-        self._params: list[Tensor] = list(params.values())
+        self.blocks = blocks_of(self.model, priors)
+        self._params: list[Tensor] = list(self.module.parameters())
         self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
         self._generation = next(_generations)
 
     def stand_ins(self, samples: range, level: int | None) -> dict[Tensor, Tensor]:
         """Stand-ins for weights whose layers have estimators."""
         found: dict[Tensor, Tensor] = {}
-        for block in self._blocks():
+        for block in self.blocks.drawn():
             if isinstance(block, EstimatedDiagonal | EstimatedOther):
                 made = parameters_of(
                     block.given,
@@ -219,12 +169,6 @@ class ByGradient(Learner):
         self._origins += [each for each in origins if each.requires_grad]
         return found
 
-    def _blocks(self) -> list[Diagonal | Other]:
-        return [*self._diagonal, *self._other]
-
-    def _flats(self) -> list[FlatGroup]:
-        return [*(each.flat for each in self._diagonal), *self._plain] if self._found else []
-
     def parameters(self) -> list[Tensor]:
         """The module's own."""
         return self._params
@@ -236,7 +180,7 @@ class ByGradient(Learner):
     # A step.
 
     def _share_now(self) -> float:
-        """What the KL counts for in the loss of the next step."""
+        """Factor of the KL in the loss of the next step."""
         return factor_at(self._factor, self.model.draws) / self._num_data
 
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
@@ -274,7 +218,7 @@ class ByGradient(Learner):
         self._origins = []
         self._ahead = self._world.rank * round(1 / weight) if self._world else 0
         drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
-        sources = [block.draw(rows, weight, step, drawn) for block in self._blocks()]
+        sources = [block.draw(rows, weight, step, drawn) for block in self.blocks.drawn()]
         return drawn._replace(sources=sources)
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:
@@ -285,9 +229,9 @@ class ByGradient(Learner):
         """Add them to the sums, and what the KL says of these weights."""
         self.sums.samples += len(rows)
         step = self._values
-        for block, source in zip(self._blocks(), drawn.sources, strict=True):
+        for block, source in zip(self.blocks.drawn(), drawn.sources, strict=True):
             block.absorb(grads, source, rows, weight, step)
-        for flat in self._plain:
+        for flat in self.blocks.plain:
             own = {i: grad for i, p in enumerate(flat.params) if (grad := grads.get(p)) is not None}
             if own:
                 self.sums.of(flat, None).add(own, None, weight)
@@ -297,18 +241,26 @@ class ByGradient(Learner):
         self._max_norm = max_norm
         return losses
 
-    @torch.no_grad()
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Give all parameters their gradients; the negative ELBO."""
+        loss = self._give_gradients(losses)
+        poisons = [sums.poison for sums in self.sums]
+        if unsummed := [grad for block in self.blocks.drawn() for grad in block.unsummed()]:
+            poisons.append(0.0 * torch.stack(foreach_norm(unsummed)).sum())
+        return loss[None], poisons
+
+    @torch.no_grad()
+    def _give_gradients(self, losses: Tensor) -> Tensor:
+        """The same, without checking whether all is finite."""
         step = self._values
         loss = losses.mean() if step.scale is None else losses.mean() * step.scale
         if self._world is not None:
             loss, step = self._shared(self._world, loss, step)
         for p in self._own:
             p.grad = None  # of the last step, or of before it was frozen
-        for block in self._blocks():
+        for block in self.blocks.drawn():
             block.finish(step)
-        for flat in self._plain:
+        for flat in self.blocks.plain:
             mine = self.sums.of(flat, None)
             if step.scale is not None:
                 mine.grad.mul_(step.scale)
@@ -319,14 +271,15 @@ class ByGradient(Learner):
                 give(flat.params[i], views[i])
         if self._max_norm is not None:
             clip_grad_norm_(self._trained(), self._max_norm)
-        for block in self._blocks():
-            loss = loss + torch.as_tensor(step.share * block.divergence).to(loss)
-        return loss[None], [sums.poison for sums in self.sums]
+        for block in self.blocks.drawn():
+            # Of the wider of both types: a mean loss in half precision would hide what a large KL changes.
+            loss = loss + torch.as_tensor(step.share * block.divergence).to(loss.device)
+        return loss
 
     def _shared(self, world: World, loss: Tensor, step: StepValues) -> tuple[Tensor, StepValues]:
         """The mean loss of all processes, with what this one is to the others."""
-        plain = [(self.sums.of(flat, None), i) for flat in self._plain for i in range(len(flat.params))]
-        other = [(block, p) for block in self._other for p in block.own()]
+        plain = [(self.sums.of(flat, None), i) for flat in self.blocks.plain for i in range(len(flat.params))]
+        other = [(block, p) for block in self.blocks.other for p in block.own()]
         used = [i in sums.used for sums, i in plain] + [p in block.grads for block, p in other]
         mine, loss, everywhere = met(world, float(self._behind.batch_size or 1), loss, used)
         for (sums, i), anywhere in zip(plain, everywhere, strict=False):
@@ -343,15 +296,13 @@ class ByGradient(Learner):
 
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
         """Move, if loss and gradients are finite."""
-        loss = self.finish(losses)[0][0]
+        loss = self._give_gradients(losses)
         grads = [p.grad for p in self._trained() if p.grad is not None]
         # Sums, which are not finite either; a norm takes a CPU ten times as long.
         judged = [loss, *(grad.sum(dtype=loss.dtype).to(loss.device) for grad in grads)]
         if not math.isfinite(float(torch.stack(judged).abs().sum())):
-            what = bad_gradient(self.model.named_parameters()) or "the loss"
-            if not math.isfinite(float(loss)):
-                what = f"the loss is {float(loss):g}"
-                raise FloatingPointError(f"{what}; {UNTOUCHED}")
+            self.seen(float(loss))
+            what = bad_gradient(self.model.named_parameters()) or "a gradient"
             raise FloatingPointError(f"{what} is not finite; {UNTOUCHED}")
         self.terms.judge(self._behind.batch_size, examples, counted=count is not None)
         self.move(self._behind, None)
@@ -408,7 +359,7 @@ class ByGradient(Learner):
         """Forget the sums."""
         self.sums.clear()
         self.terms.clear()
-        for block in self._blocks():
+        for block in self.blocks.drawn():
             block.clear()
 
     # Captured steps.
@@ -459,7 +410,7 @@ class ByGradient(Learner):
 
     @property
     def generation(self) -> int:
-        """New whenever blocks were found anew."""
+        """Another number each time that blocks were found."""
         return self._generation
 
     def _state(self) -> list[Tensor]:
@@ -478,11 +429,3 @@ class ByGradient(Learner):
         """Refuse what is not finite."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss:g}; {UNTOUCHED}")
-
-
-def _elementwise(prior: Leaf | Density) -> bool:
-    """Whether a prior says of each weight alone what it says, so that blocks may lie end to end."""
-    formula, needs_draw = formula_of(DiagonalGaussian, type(prior))
-    if isinstance(prior, Density):
-        return not needs_draw
-    return type(prior) is DiagonalGaussian and formula is not None

@@ -46,7 +46,7 @@ class RuleReplays(Replays):
             self.opt.numbers = eager
 
     def captured(self, graph: Any) -> None:
-        """What every replay writes anew, and which parameters it moves."""
+        """Take note of the gradients that every replay overwrites, and of the parameters that it moves."""
         opt, params = self.opt, self.opt.parameters()
         self.grads = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
         self.unused = [p for p in params if p.grad is None]
@@ -118,7 +118,7 @@ class GradientReplays(Replays):
         learner, draws = self._learner, self._learner.model.draws
         rates = [group["lr"] for group in self._groups]
         learner._share, learner._clock = self._share, self.clock
-        for each in learner._diagonal:
+        for each in learner.blocks.diagonal:
             each.run = fused
         try:
             for group, rate in zip(self._groups, self._rates, strict=True):
@@ -126,7 +126,7 @@ class GradientReplays(Replays):
             yield
         finally:
             learner.model.draws = draws
-            for each in learner._diagonal:
+            for each in learner.blocks.diagonal:
                 each.run = as_it_is
             for group, rate in zip(self._groups, rates, strict=True):
                 group["lr"] = rate

@@ -17,11 +17,11 @@ from posterity.distributed import World, fingerprint
 
 
 class Share(NamedTuple):
-    """What one process is to the others in a step.
+    """The part of one process in a step of several.
 
     Attributes:
         world: All processes.
-        weight: Of this one: its examples over those of all.
+        weight: Examples of this process over those of all.
     """
 
     world: World
@@ -48,16 +48,16 @@ class Share(NamedTuple):
 def met(
     world: World, examples: float, loss: Tensor, used: Sequence[bool]
 ) -> tuple[Share, Tensor, list[bool]]:
-    """Tell the others of this process's batch, before anything is added up.
+    """Exchange the size and the loss of each process's batch, before anything is added up.
 
     Args:
         world: All processes.
-        examples: In this one's batch.
-        loss: Its mean.
-        used: What its backward passes have reached.
+        examples: Examples in this process's batch.
+        loss: Its mean loss.
+        used: Which parameters its backward passes have reached.
 
     Returns:
-        Its share, the mean loss of all, and what any of them has reached.
+        This process's share, the mean loss of all, and which parameters any process has reached.
     """
     numbers = [examples, examples * float(loss), *map(float, used)]
     meta = torch.tensor(numbers, dtype=torch.float64, device=loss.device)
@@ -69,7 +69,7 @@ def met(
 def refuse_unlike(
     world: World, named: Mapping[str, Tensor], optimizer: Optimizer, settings: Mapping[str, Any]
 ) -> None:
-    """Raise in all processes if they differ in what they train or how."""
+    """Raise in all processes if they train different parameters, or with different settings."""
     entries = {
         f"{key} of group {number}": repr(value)
         for number, group in enumerate(optimizer.param_groups)

@@ -1,0 +1,88 @@
+"""The blocks of a training step by gradient: which leaves lie end to end, and which go by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from posterity.optim.state import FlatGroup, zero
+from posterity.posterior import DiagonalGaussian
+from posterity.posterior.divergence import elementwise
+from posterity.posterior.end_to_end import alike
+from posterity.posterior.matching import Prior
+from posterity.train.blocks import Diagonal, DrawnDiagonal
+from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
+from posterity.train.families import DrawnOther, Other
+from posterity.variational import Variational
+
+# Leaves of more numbers than this are alone on a CPU, where copies end to end cost more than calls.
+_LARGE = 1 << 16
+
+
+class Blocks(NamedTuple):
+    """All that a step moves.
+
+    Attributes:
+        diagonal: Diagonal leaves, end to end.
+        other: Leaves of other families, and with priors of several weights, one by one.
+        plain: Parameters that are not drawn, end to end.
+    """
+
+    diagonal: list[Diagonal]
+    other: list[Other]
+    plain: list[FlatGroup]
+
+    def drawn(self) -> list[Diagonal | Other]:
+        """Blocks of the posterior."""
+        return [*self.diagonal, *self.other]
+
+    def flats(self) -> list[FlatGroup]:
+        """All flat buffers."""
+        return [*(each.flat for each in self.diagonal), *self.plain]
+
+
+def blocks_of(model: Variational, priors: Mapping[str, Prior]) -> Blocks:
+    """The blocks of a model, given the prior of each of its posterior's."""
+    q, estimators = model.posterior, model.estimators
+    params: dict[str, Tensor] = dict(model.module.named_parameters())
+    at_draw = model.one_draw  # where some layers have no draw of their weights, no KL is estimated at one
+    flat = {
+        name: leaf
+        for name, leaf in q.blocks.items()
+        if type(leaf) is DiagonalGaussian and leaf.stores_raw and elementwise(priors[name])
+    }
+
+    def kind(name: str) -> object:
+        leaf, prior = flat[name], priors[name]
+        masks = leaf.keep is None, leaf.held is None
+        family = DiagonalGaussian if isinstance(prior, DiagonalGaussian) else id(prior)
+        large = leaf.device.type == "cpu" and leaf.loc.numel() > _LARGE
+        return (*masks, family, estimators[name], name if large else None)
+
+    diagonal: list[Diagonal] = []
+    for number, group in enumerate(alike(flat, kind)):
+        given = number, group, [params[name] for name in group], [priors[name] for name in group]
+        estimator = estimators[next(iter(group))]
+        one = estimator == "weight"  # one draw for all examples
+        diagonal.append(DrawnDiagonal(*given, at_draw) if one else EstimatedDiagonal(*given, estimator))
+    other: list[Other] = []
+    for name, leaf in q.blocks.items():
+        if name not in flat:
+            block = name, leaf, [params[each] for each in q.tensors[name]], priors[name]
+            one = estimators[name] == "weight"
+            other.append(DrawnOther(*block, at_draw) if one else EstimatedOther(*block, estimators[name]))
+    drawn = q.shapes()
+    return Blocks(diagonal, other, _plain({name: p for name, p in params.items() if name not in drawn}))
+
+
+def _plain(params: Mapping[str, Tensor]) -> list[FlatGroup]:
+    """Parameters end to end, by device and type."""
+    kinds: dict[object, dict[str, Tensor]] = {}
+    for name, p in params.items():
+        kinds.setdefault((p.device, p.dtype), {})[name] = p
+    return [
+        FlatGroup(number, list(some), list(some.values()), {p: {"step": zero()} for p in some.values()})
+        for number, some in enumerate(kinds.values())
+    ]

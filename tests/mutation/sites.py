@@ -1360,6 +1360,13 @@ _USES = [
         ("exact/test_groups.py::test_whole_groups_go_by_their_log_alpha",),
     ),
     Site(
+        "a shared scale that is needed for one weight goes",
+        "posterity/compress/pruning.py",
+        "combine = _best if groups is None else _root_mean_square",
+        "combine = _root_mean_square",
+        ("exact/test_groups.py::test_a_scale_stays_for_one_weight_that_is_needed",),
+    ),
+    Site(
         "pruning rounds down what it removes",
         "posterity/compress/pruning.py",
         "<= round(fraction * int(weights.sum()))",

@@ -113,15 +113,16 @@ def prune(
         threshold: Instead of a fraction: remove every weight whose score is below this.
         log_alpha: Instead of either: remove every weight whose log α = log(σ²/μ²) is not below this. That is
             an SNR of at most exp(−log α / 2): 0.223 for 3.0, where nets that were trained with
-            :class:`~posterity.LogUniform` are cut. Of a group, 1/α is the mean over its weights.
+            :class:`~posterity.LogUniform` are cut.
         scope: Whether a fraction is of all weights together (``"global"``) or of those of each layer, weight
             and bias together (``"layer"``). A threshold, or a log α, is the same for all.
         score: What the worth of a weight is: ``snr``, ``magnitude``, or any function of the posterior that
             gives one number per weight.
         groups: Remove whole rows of matrices and kernels, ``"outputs"``, or whole columns, ``"inputs"``, by
             the root mean square of their weights' scores; :func:`~posterity.compress.shrink` then makes the
-            net smaller. Tensors of one axis, as biases are, are spared. Families whose groups share a scale
-            (:func:`~posterity.gnj`, :func:`~posterity.ghs`) go by these groups if nothing else is said.
+            net smaller. Tensors of one axis, as biases are, are spared. If nothing is said, families whose
+            groups share a scale (:func:`~posterity.gnj`, :func:`~posterity.ghs`) go by these groups, each by
+            its best weight: a scale may be needed for one of many.
         spare: Filter of names that are left whole and not counted, such as ``"*bias"``.
 
     Example:
@@ -158,7 +159,8 @@ def prune(
         raise ValueError("spare= spares every tensor, so there is nothing to prune: let it match fewer names")
     scores = _scores(posterior, score)
     shapes = _group_shapes(posterior, groups)
-    ranks = {name: _Ranks.of(scores[name], sizes[name], shapes[name]) for name in names}
+    combine = _best if groups is None else _root_mean_square
+    ranks = {name: _Ranks.of(scores[name], sizes[name], shapes[name], combine) for name in names}
     keep = {name: torch.ones_like(scores[name], dtype=torch.bool) for name in spared}
     if threshold is not None:
         keep |= {name: ranks[name].of_weights(ranks[name].score >= float(threshold)) for name in names}
@@ -220,19 +222,26 @@ class _Ranks:
     shape: torch.Size
 
     @classmethod
-    def of(cls, score: Tensor, size: Tensor, groups: torch.Size) -> _Ranks:
+    def of(
+        cls, score: Tensor, size: Tensor, groups: torch.Size, combine: Callable[[Tensor, list[int]], Tensor]
+    ) -> _Ranks:
         axes = [i for i, (many, all_of) in enumerate(zip(groups, score.shape, strict=True)) if many < all_of]
-        if axes:
-            # A weight that is pruned already has no score, and adds nothing to its group's.
-            score_of, size_of = (each.clamp_min(0.0).square().mean(axes).sqrt() for each in (score, size))
-        else:
-            score_of, size_of = score, size
+        score_of, size_of = (combine(each, axes) if axes else each for each in (score, size))
         weights = score.numel() // max(groups.numel(), 1)
         return cls(score_of.flatten(), size_of.flatten(), weights, groups, score.shape)
 
     def of_weights(self, keep: Tensor) -> Tensor:
         """A mask of the tensor, from one of what is removed as one."""
         return keep.view(self.groups).expand(self.shape)
+
+
+def _best(scores: Tensor, axes: list[int]) -> Tensor:
+    return scores.amax(axes)
+
+
+def _root_mean_square(scores: Tensor, axes: list[int]) -> Tensor:
+    # A weight that is pruned already has no score, and adds nothing to its group's.
+    return scores.clamp_min(0.0).square().mean(axes).sqrt()
 
 
 def _strongest(ranks: Mapping[str, _Ranks], fraction: float) -> dict[str, Tensor]:

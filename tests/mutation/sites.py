@@ -780,6 +780,13 @@ _POSTERIORS = [
 # Outputs that are drawn for each example.
 _ESTIMATORS = [
     Site(
+        "priors of other families serve flat buffers",
+        f"{_Q}/divergence.py",
+        "gaussian = type(prior) is DiagonalGaussian and formula is not None",
+        "gaussian = formula is not None",
+        ("train/test_estimated.py::test_a_prior_with_correlated_weights",),
+    ),
+    Site(
         "a captured step does not look at gradients that autograd gives",
         "posterity/train/gradient.py",
         "if unsummed := [grad for block in self.blocks.drawn() for grad in block.unsummed()]:",

@@ -187,6 +187,12 @@ def test_frozen_parameters_counts_and_schedules(estimator: str) -> None:
     near(*results)
 
 
+@pytest.mark.parametrize("estimator", ["weight", "local", "flipout"])
+def test_a_prior_with_correlated_weights(estimator: str) -> None:
+    prior = model("KernelGaussian", "weight").posterior.frozen()
+    both(lambda: model(estimator=estimator), prior=prior)
+
+
 @pytest.mark.parametrize("estimator", ["weight", "local"])
 def test_the_loss_of_a_model_in_half_precision_has_the_kl_to_all_digits(estimator: str) -> None:
     losses = []

@@ -177,6 +177,20 @@ def test_entries_of_torch_optimizers_are_refused_with_ours(rule: Rule) -> None:
     for key, use in ours.items():
         with pytest.raises(ValueError, match=f"an entry '{key}', which {rule.name} does not use: {use}"):
             rule.make([{"params": p, key: 0.1}])
+        with pytest.raises(TypeError, match=f"{rule.name} has no {key}: {use}"):
+            rule.make(p, **{key: 0.1})
+
+
+@rules
+def test_a_missing_setting_and_a_misspelt_one_are_named(rule: Rule) -> None:
+    made = type(rule.make(net(), deterministic="norm.*"))
+    with pytest.raises(TypeError, match=f"^{rule.name} has no mc_sample: did you mean 'mc_samples'"):
+        rule.make(net(), mc_sample=3)
+    with pytest.raises(TypeError, match=f"^{rule.name} has no colour: see its docstring"):
+        rule.make(net(), colour=3)
+    if rule.name != "BGD":
+        with pytest.raises(TypeError, match=f"^{rule.name} needs num_data, the number of training examples"):
+            made(net())
 
 
 @rules

@@ -315,6 +315,13 @@ _STEP = [
         ),
     ),
     Site(
+        "a rule takes settings that it does not have",
+        f"{_OPTIM}/entries.py",
+        "for name in () if passes_on else kwargs.keys() - params.keys():",
+        "for name in ():",
+        ("conformance/test_accumulation.py::test_a_missing_setting_and_a_misspelt_one_are_named",),
+    ),
+    Site(
         "a gradient that a hook has replaced is not seen",
         f"{_OPTIM}/statistics.py",
         "local(view).copy_(grad)",

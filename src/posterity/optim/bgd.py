@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
+from posterity.optim.entries import constructor
 from posterity.optim.groups import Params, above_zero, representable, whole
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import settings, start_std
@@ -116,6 +117,7 @@ class BGD(VariationalOptimizer):
     scheduled = ("lr", "temperature")
     narrower = "lower std_scale"
 
+    @constructor
     def __init__(
         self,
         params: Params,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Sequence
 from itertools import count
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from posterity.arguments import described, is_dense, is_number, is_whole
 from posterity.optim.adam import ADAM
+from posterity.optim.entries import refuse_unknown
 from posterity.optim.presets import overridden
 from posterity.optim.state import Group
 from posterity.sharding import is_sharded, local, refuse_shards
@@ -27,19 +27,9 @@ Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] 
 _SHARED = ("mc_samples", "factors_every", "second_every", "batch_size")
 # What DistributedDataParallel and torch.compile put before the names of the module that they wrap.
 _WRAPPERS = ("module.", "_orig_mod.")
-# Entries of torch's own optimisers: those for which one of ours does the job, and others.
-_OURS = {
-    "weight_decay": ("prior_precision", "weight_decay · num_data / temperature"),
-    "momentum": ("betas", "(momentum, …)"),
-    "eps": ("damping", "eps"),
-}
 # A bound on steps, in stds, that is as good as none, and with which single precision still reckons.
 _FAR = 1e12
 _SINGLE = torch.finfo(torch.float32).max
-_FOREIGN = (
-    *("amsgrad", "centered", "dampening", "nesterov", "maximize"),
-    *("foreach", "fused", "capturable", "differentiable"),
-)
 
 
 def named_groups(params: Params, numbered: int = 0) -> list[Group]:
@@ -207,23 +197,6 @@ def checked_group(group: Group, held: list[Group]) -> Group:
     if held:
         group["steps"] = held[0]["steps"]
     return group
-
-
-def refuse_unknown(group: Group, known: Collection[str], rule: str) -> None:
-    """Raise for an entry of a user's group that nothing would read: one of torch's, or one of ours misspelt.
-
-    Args:
-        group: As it was given.
-        known: Names of entries that are read.
-        rule: Name of the optimiser.
-    """
-    for key in group.keys() - known:
-        if key in _OURS or key in _FOREIGN:
-            ours, value = _OURS.get(key, ("", ""))
-            use = f"set {ours}, {value}" if ours in known else "leave it out"
-            raise ValueError(f"a group has an entry {key!r}, which {rule} does not use: {use}")
-        for near in get_close_matches(key, known, n=1, cutoff=0.8):
-            raise ValueError(f"a group has an entry {key!r}, did you mean {near!r}?")
 
 
 def check_common(group: Group, first: Group) -> None:

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
+from posterity.optim.entries import constructor
 from posterity.optim.groups import Params, above_zero, moderate, number, representable, whole
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import above_prior, settings, start_std
@@ -107,6 +108,7 @@ class IVON(VariationalOptimizer):
     widths = ("std_scale", "std_init", "hess_init")
     narrower = "lower std_scale, or raise prior_precision"
 
+    @constructor
     def __init__(
         self,
         params: Params,

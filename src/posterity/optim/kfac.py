@@ -55,6 +55,7 @@ import torch
 from torch import Tensor
 
 from posterity.curvature import Factors
+from posterity.optim.entries import constructor
 from posterity.optim.groups import Params, whole
 from posterity.optim.matrices import Moving, Refused
 from posterity.optim.state import Group, State
@@ -130,6 +131,7 @@ class KroneckerNewton(GaussNewton):
     matrices = ("inputs", "outputs", "rows", "columns")
     table = "NoisyKFAC"
 
+    @constructor
     def __init__(
         self,
         params: Params,

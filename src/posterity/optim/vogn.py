@@ -58,6 +58,7 @@ from torch import Tensor
 
 from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
+from posterity.optim.entries import constructor
 from posterity.optim.groups import Params, above_zero, at_least_zero, moderate, representable
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import above_prior, settings, start_std
@@ -115,6 +116,7 @@ class GaussNewton(VariationalOptimizer):
     narrower = "lower std_scale, or raise damping"
     table: ClassVar[str] = "VOGN"
 
+    @constructor
     def __init__(
         self,
         params: Params,

@@ -15,6 +15,8 @@ from posterity import (
     DiagonalGaussian,
     EigenGaussian,
     Factorised,
+    GroupHorseshoe,
+    GroupNormalJeffreys,
     IsotropicGaussian,
     Leaf,
     LogUniform,
@@ -22,6 +24,8 @@ from posterity import (
     ScaledGaussian,
     ScaleMixture,
     cfg,
+    ghs,
+    gnj,
     kl,
     mnf,
 )
@@ -51,12 +55,13 @@ def layer(kind: str, weight: torch.Tensor, bias: torch.Tensor) -> Factorised:
     if kind in ("matrix", "eigenbasis"):
         leaf = matrix(weight, bias, MatrixGaussian if kind == "matrix" else EigenGaussian)
         return Factorised({("weight", "bias"): leaf})
-    family = {"FFG": DiagonalGaussian, "CFG": cfg, "MNF": mnf, KERNEL: partial(mnf, conv="kernel")}[kind]
+    given = {"FFG": DiagonalGaussian, "CFG": cfg, "MNF": mnf, KERNEL: partial(mnf, conv="kernel")}
+    family = (given | {"GNJ": gnj, "GHS": ghs})[kind]
     return Factorised({"weight": family(weight, 0.1), "bias": family(bias, 0.1)})
 
 
 KERNEL = 'MNF, `conv="kernel"`'
-QS = ["FFG", "CFG", "MNF", "matrix", "eigenbasis"]
+QS = ["FFG", "CFG", "MNF", "GNJ", "GHS", "matrix", "eigenbasis"]
 
 
 def how(q: Factorised, p: Factorised | Density) -> str:
@@ -75,6 +80,7 @@ def test_the_table_of_pairs_is_what_kl_does() -> None:
     weight, bias = (p.detach() for p in conv.parameters())
     priors = {"isotropic": IsotropicGaussian(), "mixture": ScaleMixture()}
     priors |= {"log-uniform": LogUniform(), "ARD": ARD()}
+    priors |= {"normal-Jeffreys": GroupNormalJeffreys(), "horseshoe": GroupHorseshoe()}
     priors |= {kind: layer(kind, weight + 0.1, bias) for kind in QS}
     lines = [["q \\ p", *priors]]
     for kind in QS:

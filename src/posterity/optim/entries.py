@@ -47,7 +47,7 @@ def constructor(init: Callable[P, None]) -> Callable[P, None]:
             raise TypeError(f"{rule} has no {name}: {_instead(name, settings) or 'see its docstring'}")
         for name, each in settings.items():
             if each.default is each.empty and name not in kwargs:
-                raise TypeError(f"{rule} needs {name}, {_NEEDED[name]}")
+                raise TypeError(f"{rule} needs {name}, {_NEEDED.get(name, 'which has no default')}")
         init(*args, **kwargs)
 
     return checked

@@ -190,7 +190,7 @@ def nets_of(quick: bool) -> dict[str, tuple[dict[str, Any], float]]:
     if quick:
         small = {"net": "mlp-32-24", "kl_delay": 0.1, "kl_rise": 0.3, "decay_from": 0.5}
         return {"32-24": ({**small, **variational, "std_init": 0.05, "lr": 0.01}, 4.0)}
-    rising = {"kl_delay": 0.025, "kl_rise": 0.075}  # both: where the KL counts at once, no weight survives
+    rising = {"kl_delay": 0.025, "kl_rise": 0.075}  # both: a KL that counts at once leaves no weight
     mlp = {"net": "mlp-300-100", **rising, "decay_from": 0.5}
     conv = {"net": "lenet5-caffe", **rising, "decay_from": 0.0}
     return {"300-100": ({**mlp, **variational}, 68.0), "lenet5": ({**conv, **variational}, 280.0)}

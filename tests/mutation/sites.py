@@ -963,6 +963,13 @@ _LAPLACE = [
         ("optim/test_watch.py::test_a_parameter_unfrozen_after_the_optimizer_was_built_is_warned_of",),
     ),
     Site(
+        "a gradient method's ELBO is watched, whose KL rises by schedule",
+        "posterity/train/gradient.py",
+        "self.watch(value)",
+        "self.watch(float(loss))",
+        ("train/test_gradient.py::test_a_kl_that_rises_by_schedule_is_no_divergence",),
+    ),
+    Site(
         "losses of contexts are not averaged over samples",
         "posterity/optim/loop.py",
         "opt.watch.hear(heard.found, 1 / opt.own_samples())",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from conformance.stand_in import install
 from posterity import (
     ByName,
     DiagonalGaussian,
+    DivergenceWarning,
     IsotropicGaussian,
     Leaf,
     ScaleMixture,
@@ -358,6 +360,41 @@ def test_a_loss_or_gradient_that_is_not_finite_moves_nothing() -> None:
     bad[0] = False
     step(X, Y)
     assert m.draws == 2
+
+
+def test_a_kl_that_is_not_finite_moves_nothing() -> None:
+    m = model()
+    step = posterity.compile_step(m, loss_fn, OPTIMISERS["Adam"](m.parameters()), num_data=N, factor=1e308)
+    before = everything(m, step.learner.optimizer)
+    with pytest.raises(FloatingPointError, match="the KL is inf; the posterior was not touched"):
+        step(X, Y)
+    near(before, everything(m, step.learner.optimizer))
+
+
+SEPARABLE = X.double() / 8, (X[:, 0] > 4).long()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_run_at_chance_is_told_so_once(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    install(monkeypatch)
+    torch.manual_seed(0)
+    m = variational(nn.Linear(4, 2).double(), seed=3)
+    made = captured(m, torch.optim.Adam(m.parameters(), lr=1e-7, fused=True))
+    step = made if graphs else made.step
+    with pytest.warns(
+        DivergenceWarning, match="Adam has not lowered its loss in 300 steps.*another lr"
+    ) as all_of:
+        deque(step(*SEPARABLE) for _ in range(305))
+    assert len(all_of) == 1
+
+
+def test_a_kl_that_rises_by_schedule_is_no_divergence() -> None:
+    torch.manual_seed(0)
+    m = variational(nn.Linear(4, 2).double(), seed=3, std_init=1e-6)
+    sgd = torch.optim.SGD(m.parameters(), lr=0.5)
+    step = posterity.compile_step(m, loss_fn, sgd, num_data=N, factor=warmup(60, end=2.0))
+    losses = torch.stack([step(*SEPARABLE) for _ in range(310)])
+    assert losses[-50:].mean() > 3 * losses[0]  # a warning would be an error
 
 
 def test_what_cannot_be_is_refused_in_one_sentence() -> None:

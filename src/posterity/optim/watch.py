@@ -123,6 +123,7 @@ class LossWatch:
         noise: Gives ‖std‖ / ‖mean‖ of the weights that losses were taken at.
         fresh: Whether training begins here: what goes on may have nothing to learn.
         slow: Says what is wrong with a learning rate that is far below the usual one, if it is.
+        otherwise: What to do about a loss that has not come down, where nothing else is the matter.
     """
 
     def __init__(
@@ -132,8 +133,10 @@ class LossWatch:
         noise: Callable[[], float],
         fresh: bool,
         slow: Callable[[], str] = lambda: "",
+        otherwise: str = "try another lr or a larger max_step, and norm layers if the net is deep",
     ) -> None:
         self.name, self.narrower, self._noise, self.fresh, self._slow = name, narrower, noise, fresh, slow
+        self._otherwise = otherwise
         self.losses, self._gradients = Average(), Average()
         self._begin: float | None = None
         self._halfway = self._stuck = math.inf
@@ -225,7 +228,7 @@ class LossWatch:
             if not advice and seen.risen():
                 advice = "lower lr"
             elif not advice:
-                advice = "try another lr or a larger max_step, and norm layers if the net is deep"
+                advice = self._otherwise
             if noisy:
                 advice = f"its stds outweigh its weights, {self.narrower}"
             self._warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}")

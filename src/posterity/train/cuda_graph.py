@@ -166,7 +166,7 @@ class Graph:
         return self.live.stale()
 
     def __call__(self, tensors: Sequence[Tensor], count: float | None) -> Tensor:
-        """Replay it on a batch; the mean loss."""
+        """Replay it on a batch; what is minimised."""
         self.live.refuse()
         self._look()
         self.live.refresh()
@@ -209,6 +209,7 @@ class Graph:
         self.learner.move(self.behind, ok)
         report(loss, ok, self.poison, self.host_loss)
         self.keeper.restore_unless(ok)
+        loss = self.learner.objective(loss)
         self.learner.reset()
         return loss
 

@@ -30,7 +30,7 @@ from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
 from posterity.optim.pooling import share_buffers
 from posterity.optim.statistics import Accumulator
-from posterity.optim.watch import UNTOUCHED
+from posterity.optim.watch import UNTOUCHED, LossWatch, noise_of
 from posterity.posterior import ByName, Density, Posterior, kl
 from posterity.posterior.matching import prior_of
 from posterity.torch_private import foreach_norm
@@ -100,7 +100,15 @@ class ByGradient(Learner):
         self._quiet = False
         self._world: World | None = None
         self._met, self._ahead = False, 0
+        self._divergence = torch.zeros(())
         self.check()
+        self.watch = LossWatch(
+            type(optimizer).__name__,
+            "pass a smaller std_scale to variational(), or lower the KL's factor",
+            lambda: noise_of(model.posterior.blocks.values()),
+            fresh=model.draws == 0,
+            otherwise="try another lr, and norm layers if the net is deep",
+        )
 
     # What is drawn and moved.
 
@@ -242,12 +250,17 @@ class ByGradient(Learner):
         return losses
 
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Give all parameters their gradients; the negative ELBO."""
+        """Give all parameters their gradients; the mean NLL."""
         loss = self._give_gradients(losses)
         poisons = [sums.poison for sums in self.sums]
+        poisons.append(0.0 * self._divergence)
         if unsummed := [grad for block in self.blocks.drawn() for grad in block.unsummed()]:
             poisons.append(0.0 * torch.stack(foreach_norm(unsummed)).sum())
         return loss[None], poisons
+
+    def objective(self, loss: Tensor) -> Tensor:
+        """The negative ELBO, of the wider of both types: a mean in half precision would hide a change."""
+        return loss + self._divergence
 
     @torch.no_grad()
     def _give_gradients(self, losses: Tensor) -> Tensor:
@@ -271,9 +284,8 @@ class ByGradient(Learner):
                 give(flat.params[i], views[i])
         if self._max_norm is not None:
             clip_grad_norm_(self._trained(), self._max_norm)
-        for block in self.blocks.drawn():
-            # Of the wider of both types: a mean loss in half precision would hide what a large KL changes.
-            loss = loss + torch.as_tensor(step.share * block.divergence).to(loss.device)
+        parts = [torch.as_tensor(step.share * block.divergence) for block in self.blocks.drawn()]
+        self._divergence = torch.stack([part.to(loss.device) for part in parts]).sum()
         return loss
 
     def _shared(self, world: World, loss: Tensor, step: StepValues) -> tuple[Tensor, StepValues]:
@@ -296,12 +308,16 @@ class ByGradient(Learner):
 
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
         """Move, if loss and gradients are finite."""
-        loss = self._give_gradients(losses)
+        nll = self._give_gradients(losses)
+        loss = self.objective(nll)
         grads = [p.grad for p in self._trained() if p.grad is not None]
         # Sums, which are not finite either; a norm takes a CPU ten times as long.
         judged = [loss, *(grad.sum(dtype=loss.dtype).to(loss.device) for grad in grads)]
-        if not math.isfinite(float(torch.stack(judged).abs().sum())):
-            self.seen(float(loss))
+        value, worst = torch.stack([nll.to(loss.dtype), torch.stack(judged).abs().sum()]).tolist()
+        self.watch(value)
+        if not math.isfinite(worst):
+            if not math.isfinite(divergence := float(self._divergence)):
+                raise FloatingPointError(f"the KL is {divergence:g}; {UNTOUCHED}")
             what = bad_gradient(self.model.named_parameters()) or "a gradient"
             raise FloatingPointError(f"{what} is not finite; {UNTOUCHED}")
         self.terms.judge(self._behind.batch_size, examples, counted=count is not None)
@@ -426,6 +442,5 @@ class ByGradient(Learner):
         return GradientReplays(self, device)
 
     def seen(self, loss: float) -> None:
-        """Refuse what is not finite."""
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss:g}; {UNTOUCHED}")
+        """Look at the NLL of a step, which tells more than the ELBO, whose KL may rise by schedule."""
+        self.watch(loss)

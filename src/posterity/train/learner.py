@@ -164,6 +164,10 @@ class Learner(ABC):
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
         """After the last sample: the losses to average, and numbers that are NaN if a sum is."""
 
+    def objective(self, loss: Tensor) -> Tensor:
+        """What a captured step returns for its mean loss, which ``seen`` is told of."""
+        return loss
+
     @abstractmethod
     def move(self, behind: Behind, ok: Tensor | None) -> None:
         """Move all parameters, if a flag on the device lets it."""

@@ -155,12 +155,14 @@ def test_attention_is_linearised_in_threads_and_no_switch_is_left() -> None:
     assert seen == {tuple(before)}
 
 
-def test_threads_draw_each_number_of_a_variational_model_once() -> None:
-    model = posterity.variational(nn.Linear(6, 2), std_init=0.5, seed=0).eval()
+@pytest.mark.parametrize("estimator", ["weight", "local"])
+def test_threads_draw_each_number_of_a_variational_model_once(estimator: Any) -> None:
+    model = posterity.variational(nn.Linear(6, 2), std_init=0.5, seed=0, estimator=estimator).eval()
 
     def calls(number: int) -> list[Tensor]:
         with torch.no_grad():
-            return [model(X) for _ in range(CALLS)] + [model.outputs(X, samples=1)[0]]
+            drawn = [model.outputs(X, samples=1)[0] for _ in range(CALLS)]
+            return [*drawn, *(model(X) for _ in range(CALLS))]
 
     outputs = torch.stack([each for own in in_threads(calls) for each in own])
     assert len(outputs.unique(dim=0)) == len(outputs)

@@ -151,16 +151,15 @@ class BlockDraws:
 
 @final
 class Sampled(nn.Module):
-    """A module with what it gets for its parameters, as a model of one parameter: the number of the sample.
+    """A module with what it gets for its parameters, as a model of one parameter: where the noise is.
 
-    So whatever runs a model under many weights runs it under many samples.
+    So whatever runs a model under many weights runs it under many samples. The parameter has the number of
+    the sample, the step, and the samples of other processes, so that threads may share this.
 
     Args:
         module: The user's own module.
+        make: From these three, and the level of vmap, to the module's parameters.
     """
-
-    step = 0
-    ahead = 0
 
     def __init__(
         self, module: nn.Module, make: Callable[[range, int | None, int, int], dict[str, Tensor]]
@@ -168,10 +167,11 @@ class Sampled(nn.Module):
         super().__init__()
         self.module, self.make = module, make
         self.title = type(module).__name__
-        self.sample = nn.Parameter(torch.zeros((), dtype=torch.long), requires_grad=False)
+        self.at = nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under the sample, or under all that vmap stacks."""
-        numbers, level = inside(self.sample).reshape(-1).tolist(), level_of(self.sample)
-        samples = range(numbers[0], numbers[-1] + 1)
-        return functional_call(self.module, self.make(samples, level, self.step, self.ahead), args, kwargs)
+        rows, level = inside(self.at).reshape(-1, 3).tolist(), level_of(self.at)
+        (first, step, ahead), last = rows[0], rows[-1][0]
+        made = self.make(range(first, last + 1), level, step, ahead)
+        return functional_call(self.module, made, args, kwargs)

@@ -139,6 +139,9 @@ class Variational(nn.Module):
         self.module = module
         self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
         _hold_padding(self.posterior, module)
+        if prior is not None:
+            with torch.no_grad():  # refuses a prior that does not fit before anything is learned
+                kl(self.posterior, prior, seed=0)
         self.seed = new_seed() if seed is None else seed
         self.draws = 0
         self._seeded, self._met, self._peeks = seed is not None, False, 0
@@ -171,8 +174,9 @@ class Variational(nn.Module):
         self._meet()
         if self.one_draw or samples < 1:  # which is refused there
             return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
-        self._sampled.step, self._sampled.ahead = self._count(), self._ahead(samples)
-        return run(self._sampled, {"sample": torch.arange(samples)}, *args, how=how, chunk=chunk, **kwargs)
+        step, ahead = self._count(), self._ahead(samples)
+        at = torch.tensor([[number, step, ahead] for number in range(samples)])
+        return run(self._sampled, {"at": at}, *args, how=how, chunk=chunk, **kwargs)
 
     @property
     def prior(self) -> Prior:

@@ -251,11 +251,10 @@ def test_priors_refuse_what_has_no_such_scales(family: str) -> None:
     make, prior = FAMILIES[family]
     net, other = nn.Sequential(nn.Linear(4, 3)), {"gnj": ghs, "ghs": gnj}[family]
     for wrong in (DiagonalGaussian, other, mnf):
-        model = variational(net, family=wrong, prior=prior, estimator="local")
         with pytest.raises(
             TypeError, match=rf"of shape \(.*\): pass family=posterity.{family} to variational"
         ):
-            model.kl()
+            variational(net, family=wrong, prior=prior, estimator="local")
     with pytest.raises(
         TypeError, match=r"Scales have no auxiliary density for a prior of single weights: pass"
     ):
@@ -266,8 +265,9 @@ def test_priors_refuse_what_has_no_such_scales(family: str) -> None:
         kl(make(torch.ones(3, 2), 0.1), mnf(torch.ones(3, 2), 0.1))
     biases = DiagonalGaussian(torch.tensor([0.3, -0.2]), 0.1)
     assert kl(biases, prior) == kl(biases, IsotropicGaussian(1.0))
-    with pytest.raises(ValueError, match="scale must be finite and greater than 0, not 0"):
+    with pytest.raises(ValueError, match="scale must be finite and at least 1e-15, not 0"):
         GroupHorseshoe(0.0)
+    assert kl(ghs(torch.zeros(3, 2), 0.1), GroupHorseshoe(1e-15)).isfinite()
 
 
 # What a model does with them.

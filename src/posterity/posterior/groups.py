@@ -47,6 +47,8 @@ from posterity.posterior.sparse import LogUniform
 # Log-variances of about -9, the paper's.
 _Z_STD = 0.011
 _TAU = 1e-5
+# Of τ0: the KL has 1 / τ0², which must be a number in single precision.
+_SMALLEST = 1e-15
 
 
 def gnj(
@@ -168,8 +170,8 @@ class GroupHorseshoe(GroupPrior):
 
     @takes(scale=NUMBER)
     def __init__(self, scale: float = _TAU) -> None:
-        if not 0.0 < scale < math.inf:
-            raise ValueError(f"scale must be finite and greater than 0, not {scale}")
+        if not _SMALLEST <= scale < math.inf:
+            raise ValueError(f"scale must be finite and at least {_SMALLEST:g}, not {scale}")
         self.scale = float(scale)
 
     def of_scales(self, scales: Scales, used: Tensor) -> Tensor:

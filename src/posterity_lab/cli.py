@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from posterity import Prediction
 
+# Commands that torchrun may start several times; all others write or print the same thing each time.
+_TOGETHER = ("train", "reproduce")
 _EXPECTED = (ValueError, OSError, FloatingPointError, ImportError)
 
 
@@ -134,11 +136,15 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Learn a posterior over a network's weights, and use it."""
+    command = ctx.invoked_subcommand
+    if command not in _TOGETHER and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        raise ValueError(f"posterity {command} runs in one process: start it without torchrun")
 
 
 @app.command()

@@ -26,6 +26,7 @@ from conformance.rules import (
     same,
 )
 from posterity import VariationalOptimizer
+from posterity.optim.entries import constructor
 
 
 def plain(seed: int = 0) -> nn.Module:
@@ -191,6 +192,17 @@ def test_a_missing_setting_and_a_misspelt_one_are_named(rule: Rule) -> None:
     if rule.name != "BGD":
         with pytest.raises(TypeError, match=f"^{rule.name} needs num_data, the number of training examples"):
             made(net())
+
+
+def test_a_setting_without_a_default_of_a_rule_of_ones_own_is_asked_for() -> None:
+    class Own:
+        @constructor
+        def __init__(self, module: nn.Module, *, rate: float) -> None:
+            self.rate = rate
+
+    with pytest.raises(TypeError, match=r"^Own needs rate, which has no default$"):
+        Own(net())
+    assert Own(net(), rate=1.0).rate == 1.0
 
 
 @rules

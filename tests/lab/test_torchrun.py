@@ -11,9 +11,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from lab.processes import forked, launched
-from posterity_lab import runs
+from posterity_lab import cli, runs
 from posterity_lab.config import Config
 
 NET = {"net": "mlp-16", "data": "digits", "epochs": 3, "batch_size": 64, "eval_samples": 3}
@@ -148,3 +149,17 @@ def test_processes_share_the_units_of_an_experiment(tmp_path: Path) -> None:
     numbers = sorted(line.partition("/")[0] for lines in begun for line in lines)
     assert len(set(numbers)) == len(numbers)
     assert len(list(out.rglob("*.json"))) == len(numbers)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "compress", "demo", "bench", "report", "data"])
+def test_commands_of_one_process_refuse_several(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = {"evaluate": ["runs/x"], "predict": ["runs/x", "x.pt"], "compress": ["runs/x", "--out", "y"]}
+    result = CliRunner().invoke(
+        cli.app, [command, *words.get(command, []), *(["list"] * (command == "data"))]
+    )
+    assert result.exit_code == 2
+    assert (
+        result.stderr.split() == f"posterity {command} runs in one process: start it without torchrun".split()
+    )

@@ -135,18 +135,7 @@ def prune(
         >>> prune(q, log_alpha=3.0).mean()["w"]  # an SNR of 0.2 goes, one of 2 stays
         tensor([ 1., -3.,  0.,  2.])
     """
-    if sum(each is not None for each in (fraction, threshold, log_alpha)) != 1:
-        raise ValueError(
-            "prune() takes one of these: a fraction of the weights, a threshold of their score, a log_alpha"
-        )
-    if fraction is not None and not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"fraction must lie between 0 and 1, not {fraction}")
-    if threshold is not None and math.isnan(threshold):
-        raise ValueError("threshold must be a number, not nan")
-    if log_alpha is not None and math.isnan(log_alpha):
-        raise ValueError("log_alpha must be a number, not nan")
-    if log_alpha is not None and score is not snr:
-        raise ValueError("log_alpha is a cut of the SNR: leave score= out, or give a threshold of that score")
+    _refuse_cut(fraction, threshold, log_alpha, score)
     if scope not in ("global", "layer"):
         raise ValueError(f"scope must be 'global' or 'layer', not {scope!r}")
     if groups not in (None, "outputs", "inputs"):
@@ -172,6 +161,24 @@ def prune(
             keep |= _strongest({name: ranks[name] for name in members}, fraction)
     masks = posterior.join({name: keep[name].to(size.device) for name, size in sizes.items()})
     return posterior.rebuilt({name: leaf.pruned(masks[name]) for name, leaf in posterior.blocks.items()})
+
+
+def _refuse_cut(
+    fraction: float | None, threshold: float | None, log_alpha: float | None, score: Score
+) -> None:
+    """Raise unless there is one cut, and it is a number."""
+    if sum(each is not None for each in (fraction, threshold, log_alpha)) != 1:
+        raise ValueError(
+            "prune() takes one of these: a fraction of the weights, a threshold of their score, a log_alpha"
+        )
+    if fraction is not None and not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"fraction must lie between 0 and 1, not {fraction}")
+    if threshold is not None and math.isnan(threshold):
+        raise ValueError("threshold must be a number, not nan")
+    if log_alpha is not None and math.isnan(log_alpha):
+        raise ValueError("log_alpha must be a number, not nan")
+    if log_alpha is not None and score is not snr:
+        raise ValueError("log_alpha is a cut of the SNR: leave score= out, or give a threshold of that score")
 
 
 def _scores(posterior: Factorised, score: Score) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """What ``F.linear`` gives for inputs ``[..., I]``, from a CSR weight ``[O, I]``.
 
     Example:
-        >>> product(torch.ones(2, 4, 3), torch.eye(3).to_sparse_csr()).shape
+        >>> product(torch.ones(2, 4, 3), _csr(torch.eye(3))).shape
         torch.Size([2, 4, 3])
     """
     columns = input.flatten(0, -2).t()

@@ -257,11 +257,11 @@ def _strongest(ranks: Mapping[str, _Ranks], fraction: float) -> dict[str, Tensor
     score = torch.cat([each.score.to(device) for each in ranks.values()])
     size = torch.cat([each.size.to(device) for each in ranks.values()])
     weights = torch.cat(
-        [torch.full_like(each.score, each.weights, dtype=torch.int64) for each in ranks.values()]
+        [torch.full(each.score.shape, each.weights, device=device) for each in ranks.values()]
     )
     order = size.argsort(stable=True)
     order = order[score[order].argsort(stable=True)]
-    removed = weights.to(device)[order].cumsum(0) <= round(fraction * int(weights.sum()))
+    removed = weights[order].cumsum(0) <= round(fraction * int(weights.sum()))
     keep = torch.ones(len(score), dtype=torch.bool, device=device)
     keep[order[removed]] = False
     parts = torch.split(keep, [len(each.score) for each in ranks.values()])

@@ -154,9 +154,14 @@ class Diagonal(ABC):
         # A kernel that draws or has the KL makes stds as it goes.
         masks: dict[str, Any] = {"held": held, "std": softplus(own[1]) if self.run is as_it_is else None}
         leaf = DiagonalGaussian.made_of(*own, keep=keep, **masks)
-        if keep is not None or self._inside is None:
-            return Whole(leaf, leaf, own)
-        return Whole(leaf, DiagonalGaussian.made_of(*own, keep=self._inside, **masks), own)
+        counted = self._counted()
+        return Whole(
+            leaf, leaf if counted is keep else DiagonalGaussian.made_of(*own, keep=counted, **masks), own
+        )
+
+    def _counted(self) -> Tensor | None:
+        """Mask of the weights that the KL counts: those not pruned, without the padding between blocks."""
+        return self.flat.state.get("keep", self._inside)
 
     def _moments(self, rows: range) -> tuple[Tensor, Tensor]:
         """Means and stds of all weights, as they are at the first sample of a step."""
@@ -281,28 +286,29 @@ class DrawnDiagonal(Diagonal):
 
     def _estimate(self, drawn: Draw, share: Any) -> dict[int, Tensor]:
         """The gradients of the KL at drawn weights in these, by block; those in μ and ρ are kept."""
-        rows, layout = len(drawn.noise.samples), self.flat.layout
-        estimate = self.run(_at_weights)
-        with torch.enable_grad():
-            _, leaf, own = self.leaf()
-            weights = drawn.flat.detach().requires_grad_()
-            if rows == 1:
-                total = estimate(leaf, self.prior, weights[None])
-            else:
-                places = [
-                    slice(rows * span.start, rows * span.start + rows * size) for span, size in self._spans
-                ]
-                values = [
-                    estimate(_part(leaf, span), self.prior, weights[place].view(rows, size))
-                    for (span, size), place in zip(self._spans, places, strict=True)
-                ]
-                total = torch.stack(values).sum()
-        by_weight, *by_own = torch.autograd.grad(total, [weights, *own])
-        found = [drawn.noise.weight * share * grad for grad in by_own]
+        rows, layout, flat = len(drawn.noise.samples), self.flat.layout, self._flat()
+        estimate, masks = self.run(_at_weights), (self._counted(), self.flat.state.get("held"))
+        # One sample's blocks lie end to end as the leaves do; the samples of each block lie together.
+        spans = self._spans if rows > 1 else [(slice(0, layout.size), layout.size)]
+        places = [slice(rows * span.start, rows * span.start + rows * size) for span, size in spans]
+        grads = []
+        for (span, size), place in zip(spans, places, strict=True):
+            # The compiler asks what it is given for gradients, which only leaves of a graph have.
+            own = [each[span].detach().requires_grad_() for each in flat]
+            weights = drawn.flat[place].view(rows, size).detach().requires_grad_()
+            keep, held = (None if mask is None else mask[span] for mask in masks)
+            with torch.enable_grad():
+                std = softplus(own[1]) if self.run is as_it_is else None
+                leaf = DiagonalGaussian.made_of(*own, keep=keep, held=held, std=std)
+                total = estimate(leaf, self.prior, weights)
+            grads.append(torch.autograd.grad(total, [weights, *own]))
+            self.divergence = self.divergence + drawn.noise.weight * total.detach()
+        by_weight, *by_own = zip(*grads, strict=True)
+        found = [_end_to_end(each, [span for span, _ in spans], flat[0]) for each in by_own]
+        found = [drawn.noise.weight * share * grad for grad in found]
         before = self._partial or [torch.zeros_like(grad) for grad in found]
         self._partial = [a + b for a, b in zip(before, found, strict=True)]
-        self.divergence = self.divergence + drawn.noise.weight * total.detach()
-        return dict(enumerate(layout.stacked(by_weight * share, rows)))
+        return dict(enumerate(layout.stacked(_end_to_end(by_weight, places, drawn.flat) * share, rows)))
 
     @cached_property
     def _spans(self) -> list[tuple[slice, int]]:
@@ -335,9 +341,14 @@ def as_it_is(function: Any) -> Any:
     return function
 
 
-def _part(leaf: DiagonalGaussian, span: slice) -> DiagonalGaussian:
-    keep, held = (None if mask is None else mask[span] for mask in (leaf.keep, leaf.held))
-    return DiagonalGaussian.made_of(leaf.loc[span], leaf.raw[span], keep=keep, held=held)
+def _end_to_end(parts: Sequence[Tensor], places: Sequence[slice], like: Tensor) -> Tensor:
+    """Parts of a flat tensor at their places in one of this size, with zeros between them."""
+    if parts[0].numel() == like.numel():
+        return parts[0].reshape(like.shape)
+    whole = torch.zeros_like(like)
+    for part, place in zip(parts, places, strict=True):
+        whole[place] = part.flatten()
+    return whole
 
 
 @torch.no_grad()

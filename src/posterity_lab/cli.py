@@ -388,7 +388,9 @@ def bench(
 
 @app.command(cls=_Lists)
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="An experiment; all names if not given.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Experiments, which share their jobs; all names if not given.")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small nets on digits, about a minute; the numbers mean nothing.")
     ] = False,
@@ -405,17 +407,17 @@ def reproduce(
     epochs: Annotated[int | None, typer.Option(help="In place of the paper's.")] = None,
     jobs: Annotated[int, typer.Option(help="Units at a time, each in a process of its own.")] = 1,
 ) -> None:
-    """Reproduce a table or figure of a paper; what is done is skipped, what was killed goes on."""
+    """Reproduce tables and figures of papers; what is done is skipped, what was killed goes on."""
     from posterity_lab.reproduce import EXPERIMENTS
     from posterity_lab.reproduce import reproduce as run
 
-    if name is None:
+    if not names:
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:22} {each.title}")
         return
     with _stoppable("the same command goes on where this one was"):
         run(
-            name,
+            *names,
             out=out,
             quick=quick,
             device=device,

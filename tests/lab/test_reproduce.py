@@ -480,8 +480,13 @@ def test_bayes_by_backprop_draws_anew_at_every_step() -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        ({"name": "bgd-tabel1"}, "there is no experiment 'bgd-tabel1', did you mean 'bgd-table1'?"),
+        ({"names": ["bgd-tabel1"]}, "there is no experiment 'bgd-tabel1', did you mean 'bgd-table1'?"),
         ({"methods": ["bdg"]}, "bgd-table1 has no method 'bdg', did you mean 'bgd'?"),
+        (
+            {"names": ["bgd-table1", "bgd-figure1"], "methods": ["bdg"]},
+            "bgd-table1 and bgd-figure1 have no method 'bdg', did you mean 'bgd'?",
+        ),
+        ({"names": []}, "name an experiment, such as 'bgd-table1'"),
         ({"settings": ["4000"]}, "bgd-table1 has no setting '4000'"),
         ({"seeds": [0, -1]}, "seeds must be whole numbers of at least 0, not -1"),
         ({"epochs": 0}, "epochs must be a whole number of at least 1, not 0"),
@@ -491,7 +496,7 @@ def test_bayes_by_backprop_draws_anew_at_every_step() -> None:
 )
 def test_what_cannot_be_run_is_refused(tmp_path: Path, ask: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 (its start is compared)
-        reproduce(**{"name": "bgd-table1", "out": tmp_path, "device": "cpu", **ask})
+        reproduce(*ask.pop("names", ["bgd-table1"]), **{"out": tmp_path, "device": "cpu", **ask})
     assert str(error.value).startswith(message)
     assert not list(tmp_path.iterdir())
 
@@ -499,6 +504,19 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path, ask: dict[str, Any], mess
 def test_settings_without_one_of_the_methods_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of these methods in these settings"):
         reproduce("bgd-figure1", out=tmp_path, methods=["ewc"], settings=["200 fading"])
+
+
+def test_experiments_share_what_they_have_in_common(tmp_path: Path) -> None:
+    ask: dict[str, Any] = {"out": tmp_path, "quick": True, "epochs": 1, "methods": ["sgd"], "seeds": [1, 0]}
+    together = reproduce("bgd-table1", "bgd-table2", "vogn-toy", "bgd-figure1", **ask)
+    names = [(each["study"], each["setting"], each["seed"]) for each in together]
+    assert len(set(names)) == len(names)
+    assert [seed for *_, seed in names] == sorted(seed for *_, seed in names)  # seeds are the outer loop
+    assert {study for study, *_ in names} == {"bgd-mnist", "bgd-permuted"}
+    alone = reproduce("bgd-table2", **ask)
+    assert [each["digest"] for each in alone] == [
+        each["digest"] for each in together if each in alone
+    ]  # found, not run again
 
 
 def test_time_left_is_told_from_what_was_measured() -> None:

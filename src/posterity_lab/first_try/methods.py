@@ -91,15 +91,7 @@ def bayes_by_backprop(setup: Setup) -> Learner:
     """Bayes by Backprop as the README has it."""
     bayesian = posterity.variational(setup.model)
     adam = torch.optim.Adam(bayesian.parameters())
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        adam.zero_grad()
-        nll = setup.loss_fn(bayesian, x, y)
-        loss = posterity.elbo(nll, bayesian.kl(), num_data=setup.num_data, factor=0.01)
-        loss.backward()  # type: ignore[no-untyped-call]
-        adam.step()
-        return nll.detach()
-
+    step = posterity.compile_step(bayesian, setup.loss_fn, adam, num_data=setup.num_data, factor=0.01)
     return Learner(step, lambda data: bayesian.posterior.frozen())
 
 

@@ -1,4 +1,4 @@
-"""Running the units of an experiment: what is done is skipped, what was killed goes on, time left is told."""
+"""Running the units of experiments: what is done is skipped, what was killed goes on, time left is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posterity_lab.disk import locked
 from posterity_lab.hints import hint
 from posterity_lab.processes import launched, own_gpu
 from posterity_lab.record import Provenance, look, looks
-from posterity_lab.reproduce.experiments import experiment
+from posterity_lab.reproduce.experiments import EXPERIMENTS, experiment, study
 from posterity_lab.reproduce.learners import arithmetic
 from posterity_lab.reproduce.records import Record, choice, found, read_all, trials, write
 from posterity_lab.reproduce.study import Cell, Experiment, Outcome, Study, Unit
@@ -31,8 +31,7 @@ _EVERY = 10.0  # seconds between lines about a unit
 
 
 def reproduce(
-    name: str,
-    *,
+    *names: str,
     out: Path | None = None,
     quick: bool = False,
     device: str | None = None,
@@ -43,10 +42,10 @@ def reproduce(
     tune: bool = False,
     jobs: int = 1,
 ) -> list[Record]:
-    """Run what an experiment needs and has no record of; returns all records that it has then.
+    """Run what experiments need and have no record of; returns all records that they have then.
 
     Args:
-        name: One of `EXPERIMENTS`.
+        names: Some of `EXPERIMENTS`. Several share their jobs, and what they have in common is run once.
         out: Folder of the results; ``results`` if not given, ``runs/reproduce-quick`` for quick ones.
         quick: Small nets on scikit-learn's digits, in about a minute; the numbers then mean nothing.
         device: ``"cuda"`` or ``"cpu"``; a GPU if there is one.
@@ -68,31 +67,38 @@ def reproduce(
         >>> records[0]["metrics"]["convex_falls"]
         True
     """
-    asked = experiment(name)
+    if not names:
+        raise ValueError(f"name an experiment, such as {next(iter(EXPERIMENTS))!r}")
+    asked = [experiment(name) for name in names]
     folder = out or (QUICK if quick else RESULTS)
     place = _device(device)
+    studies = {each.study.name: each.study for each in asked}
     cells = _cells(asked, quick, methods, settings)
     if epochs is not None and epochs < 1:
         raise ValueError(f"epochs must be a whole number of at least 1, not {epochs}")
     if jobs < 1:
         raise ValueError(f"jobs must be a whole number of at least 1, not {jobs}")
-    units = plan(asked.study, cells, folder, _seeds(asked.study, quick, seeds), epochs, tune)
-    done = {unit.name: found(unit, folder) for unit in units}  # all are looked at before any is run
+    units = [
+        unit
+        for study in studies.values()
+        for unit in plan(study, cells[study.name], folder, _seeds(study, quick, seeds), epochs, tune)
+    ]
+    units.sort(key=lambda unit: unit.seed)
+    done = {unit.full_name: found(unit, folder) for unit in units}  # all are looked at before any is run
     told = _Told(Console(stderr=True), [record for record in done.values() if record is not None], jobs)
     first = launched()[0] == 0
     for number, unit in enumerate(units):
-        if done[unit.name] is not None and first:
+        if done[unit.full_name] is not None and first:
             told.begin(unit, number + 1, len(units), "done before")
-    for unit, record in _records(asked, units, done, folder, place, told, jobs):
-        done[unit.name] = record
+    for unit, record in _records(units, done, folder, place, told, jobs):
+        done[unit.full_name] = record
         mine, processes = launched()
         left = [each for number, each in enumerate(units, 1) if number % processes == mine]
-        told.end(record, [each for each in left if done[each.name] is None])
+        told.end(record, [each for each in left if done[each.full_name] is None])
     return [record for record in done.values() if record is not None]
 
 
 def _records(
-    asked: Experiment,
     units: Sequence[Unit],
     done: Mapping[str, Record | None],
     out: Path,
@@ -109,28 +115,28 @@ def _records(
     waiting = [
         (number, unit)
         for number, unit in enumerate(units, 1)
-        if done[unit.name] is None and number % processes == mine
+        if done[unit.full_name] is None and number % processes == mine
     ]
     if jobs == 1:
         for number, unit in waiting:
             told.begin(unit, number, len(units), unit.chosen)
-            yield unit, _run(asked.study, unit, out, device, told, jobs)
+            yield unit, _run(study(unit.study), unit, out, device, told, jobs)
         return
     with pool(jobs) as workers:
         running = {
-            workers.submit(_work, asked.name, unit, out, device, number, len(units), jobs): unit
+            workers.submit(_work, unit, out, device, number, len(units), jobs): unit
             for number, unit in waiting
         }
         for each in as_completed(running):
             yield running[each], each.result()
 
 
-def _work(name: str, unit: Unit, out: Path, device: str, number: int, total: int, jobs: int) -> Record:
+def _work(unit: Unit, out: Path, device: str, number: int, total: int, jobs: int) -> Record:
     """A unit, in a process of its own."""
     os.environ["TERM"] = "dumb"  # the bars of several processes would run over each other
     told = _Told(Console(stderr=True))
     told.begin(unit, number, total, unit.chosen)
-    return _run(experiment(name).study, unit, out, device, told, jobs)
+    return _run(study(unit.study), unit, out, device, told, jobs)
 
 
 def plan(
@@ -199,22 +205,27 @@ def _held(study: Study, unit: Unit, out: Path, cache: Path, device: str, told: _
     return record
 
 
-def _cells(asked: Experiment, quick: bool, methods: Sequence[str], settings: Sequence[str]) -> list[Cell]:
-    cells = asked.cells(quick)
+def _cells(
+    asked: Sequence[Experiment], quick: bool, methods: Sequence[str], settings: Sequence[str]
+) -> dict[str, list[Cell]]:
+    """What is wanted of each study, every cell once."""
+    found = {
+        (each.study.name, cell.setting, cell.method): cell for each in asked for cell in each.cells(quick)
+    }
+    told = " and ".join(each.name for each in asked) + (" has" if len(asked) == 1 else " have")
     for what, names, known in (
-        ("method", methods, {cell.method: None for cell in cells}),
-        ("setting", settings, {cell.setting: None for cell in cells}),
+        ("method", methods, {method: None for _, _, method in found}),
+        ("setting", settings, {setting: None for _, setting, _ in found}),
     ):
         for name in names:
             if name not in known:
-                raise ValueError(f"{asked.name} has no {what} {name!r}{hint(name, known)}")
-    chosen = [
-        cell
-        for cell in cells
-        if (not methods or cell.method in methods) and (not settings or cell.setting in settings)
-    ]
-    if not chosen:
-        raise ValueError(f"{asked.name} has none of these methods in these settings: leave one of them out")
+                raise ValueError(f"{told} no {what} {name!r}{hint(name, known)}")
+    chosen: dict[str, list[Cell]] = {each.study.name: [] for each in asked}
+    for (of, setting, method), cell in found.items():
+        if (not methods or method in methods) and (not settings or setting in settings):
+            chosen[of].append(cell)
+    if not any(chosen.values()):
+        raise ValueError(f"{told} none of these methods in these settings: leave one of them out")
     return chosen
 
 
@@ -248,7 +259,7 @@ class _Told:
 
     def begin(self, unit: Unit, number: int, total: int, state: str) -> None:
         self._first, self._last = None, time.perf_counter()
-        self._print(f"[{number}/{total}] {unit.study}/{unit.name} ({state})")
+        self._print(f"[{number}/{total}] {unit.full_name} ({state})")
 
     def progress(self, done: int, total: int, what: str) -> None:
         now = time.perf_counter()

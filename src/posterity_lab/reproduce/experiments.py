@@ -11,7 +11,7 @@ from posterity_lab.reproduce.curve import CURVE
 from posterity_lab.reproduce.doubt import DOUBT
 from posterity_lab.reproduce.images import CIFAR10, MNIST
 from posterity_lab.reproduce.proofs import THEORY
-from posterity_lab.reproduce.study import Cell, Experiment
+from posterity_lab.reproduce.study import Cell, Experiment, Study
 from posterity_lab.reproduce.tasks import PERMUTED, SEQUENCE, SMALL_PERMUTED
 from posterity_lab.reproduce.toy import TOY
 
@@ -324,3 +324,13 @@ def experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         raise ValueError(f"there is no experiment {name!r}{hint(name, EXPERIMENTS)}")
     return EXPERIMENTS[name]
+
+
+def study(name: str) -> Study:
+    """The study of that name.
+
+    Example:
+        >>> study("bgd-mnist").seeds
+        (0, 1, 2)
+    """
+    return next(each.study for each in EXPERIMENTS.values() if each.study.name == name)

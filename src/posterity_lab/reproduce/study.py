@@ -90,6 +90,11 @@ class Unit:
             return f"{start}-seed{self.seed}"
         return f"trial-{start}-" + "-".join(f"{key}{value:g}" for key, value in self.trial.items())
 
+    @property
+    def full_name(self) -> str:
+        """Its study's name and its own."""
+        return f"{self.study}/{self.name}"
+
     def cache(self, out: Path) -> Path:
         """Where its checkpoints and posterior lie: another config never finds them."""
         key = json.dumps(dict(self.config), sort_keys=True).encode()

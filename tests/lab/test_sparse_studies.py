@@ -20,7 +20,7 @@ from posterity_lab.data import Split
 from posterity_lab.methods import Method
 from posterity_lab.reproduce import artefact, records, sparse, sparse_groups, sparse_vgg, training
 from posterity_lab.reproduce.groups import Group
-from posterity_lab.reproduce.learners import learner
+from posterity_lab.reproduce.learners import learner, scale_lr
 from posterity_lab.reproduce.sparse_views import _architecture, _layers, _ratio, _times
 from posterity_lab.reproduce.study import Study, Unit
 
@@ -55,20 +55,14 @@ def test_the_kl_counts_nothing_at_first_and_then_more_and_more() -> None:
     assert callable(factor)
     assert [factor(600 * epoch) for epoch in (0, 5, 20, 200)] == [0.0, 0.0, 1.0, 1.0]
     assert factor(7500) == pytest.approx(0.5)
-    method, train = begun("sparse-vd", kl_delay=0.5, kl_rise=0.1)
-    seen = list[float]()
-    elbo = posterity.elbo
-
-    def told(nll: Any, divergence: Any, *, factor: Any, step: int, **how: Any) -> Any:
-        seen.append(factor(step))
-        return elbo(nll, divergence, factor=factor, step=step, **how)
-
+    asked = dict[str, Any]()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("posterity_lab.baselines.sparse.elbo", told)
-        for _ in range(3):
-            method.step(train.x[:9], train.y[:9])
-    assert seen == [0.0, 0.0, 0.0]
+        patched.setattr(
+            "posterity_lab.baselines.sparse.compile_step", lambda *given, **how: asked.update(how)
+        )
+        begun("sparse-vd", kl_delay=0.5, kl_rise=0.1)
     whole = 15 * unit("sparse-vd").config["epochs"]
+    assert [asked["factor"](step) for step in (0, whole // 2, whole)] == [0.0, 0.0, 1.0]
     assert kl_factor(2.0, whole, 0.5, 0.1)(whole) == 2.0  # type: ignore[operator]
 
 
@@ -92,6 +86,26 @@ def test_magnitudes_go_until_the_share_is_reached_and_stay_at_zero() -> None:
     assert left[29:] == [30] * 11
     assert all(bool((p != 0).all()) for p in net.parameters() if p.dim() == 1)
     assert sum(int(kept.sum()) for name, kept in method.pruned()[1].kept().items() if "weight" in name) == 30
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_captured_step_reads_the_learning_rate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = unit(name)
+    train = training.prepared(asked, "cuda").train
+    method = training.begun(name, asked.config, train, 10, "cuda", 0)
+
+    def moved(factor: float) -> float:
+        scale_lr(method, factor)
+        before = [p.detach().clone() for p in method.model.parameters()]
+        method.step(train.x[:9], train.y[:9])
+        pairs = zip(before, method.model.parameters(), strict=True)
+        return max(float((a - b).abs().max()) for a, b in pairs)
+
+    assert all(moved(factor) > 0.0 for factor in (1.0, 1.0, 1.0, 0.5))
+    monkeypatch.setattr(torch.cuda, "graph", None)  # nothing is captured from here on
+    assert moved(0.0) == 0.0
+    assert 0.0 < moved(1e-3) < moved(1.0)
 
 
 def test_the_largest_weights_are_those_that_stay() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 
 from posterity import Factorised
 from posterity.compress import point_mass
-from posterity_lab.baselines.graph import Watch
-from posterity_lab.baselines.sparse import Sparsifying, adam_of, descend, without_zeros
+from posterity_lab.baselines.graph import Descent
+from posterity_lab.baselines.sparse import Sparsifying, adam_of, without_zeros
 
 _BETA, _GAMMA, _ZETA = 2.0 / 3.0, -0.1, 1.1
 
@@ -127,13 +127,18 @@ class _Gates(Sparsifying):
         self.model, self.optimizer, self._plain, self._price = net, optimizer, plain, price
         self._layers = list(net)
         self._gated = [module for module in net if isinstance(module, Gated)]
-        self._watch = Watch(next(net.parameters()).device)
+        self._descend = Descent(net, optimizer, self._loss)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._descend(x, y)
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         used = torch.stack([each.expected() for each in self._gated]).sum()
-        loss = cross_entropy(self.model(x), y) + self._price * used
-        descend(self.optimizer, self._watch, loss)
-        return loss.detach()
+        return cross_entropy(self.model(x), y) + self._price * used
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._descend.forget()
 
     def posterior(self) -> None:
         return None

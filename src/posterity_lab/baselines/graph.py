@@ -38,6 +38,20 @@ class Watch:
             )
 
 
+def rates_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Keep learning rates on the device of the parameters, where captured steps read them.
+
+    Example:
+        >>> sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+        >>> rates_on_device(sgd)
+        >>> sgd.param_groups[0]["lr"]
+        0.5
+    """
+    for group in optimizer.param_groups:
+        if (device := group["params"][0].device).type == "cuda":
+            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+
+
 @final
 class Captured:
     """A step that on a GPU becomes a CUDA graph when a shape of batch is seen for the second time.
@@ -86,6 +100,58 @@ class Captured:
         """Drop the graphs: what they change has moved."""
         self._graphs.clear()
         self._seen.clear()
+
+
+@final
+class Descent:
+    """Steps of a fused optimiser on a loss; on a GPU each is a CUDA graph, and waits for nothing.
+
+    A loss that is not finite leaves all as it was, and is raised at once, or on a GPU by one of the next
+    steps.
+
+    Args:
+        model: What is trained.
+        optimizer: Of its parameters.
+        loss: Of a batch.
+        after: What else a step does to the parameters, on the device and in place.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        after: Callable[[], object] = int,
+    ) -> None:
+        self._model, self._optimizer, self._loss, self._after = model, optimizer, loss, after
+        self._watch = Watch(next(model.parameters()).device)
+        self._run = Captured(model, self._learn, self._tensors)
+        rates_on_device(optimizer)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Learn from a batch; its loss."""
+        self._watch.refuse()
+        return self._run(x, y)
+
+    def forget(self) -> None:
+        """Drop the graphs: state was loaded, and lies elsewhere."""
+        self._run.forget()
+
+    def _learn(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self._loss(x, y)
+        bad = self._watch.see(loss)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        # Fused optimisers leave weights and state as they are where this is 1.
+        self._optimizer.found_inf = bad  # type: ignore[attr-defined]
+        self._optimizer.step()
+        self._after()
+        return loss.detach()
+
+    def _tensors(self) -> list[Tensor]:
+        state = [value for own in self._optimizer.state.values() for value in own.values()]
+        changed = [*self._model.parameters(), *self._model.buffers(), *state, self._watch.count]
+        return [tensor for tensor in changed if isinstance(tensor, Tensor)]
 
 
 @final

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from posterity_lab.baselines.graph import Captured, Watch
+from posterity_lab.baselines.graph import Captured, Watch, rates_on_device
 from posterity_lab.baselines.penalty import Importance, Penalty, by_fisher, by_path, equal
 from posterity_lab.data import Split
 from posterity_lab.methods import Method
@@ -139,6 +139,7 @@ class _Point(Method):
         nll: Nll | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        rates_on_device(optimizer)
         self._params = _trained(model)
         self._loss = masked_loss(mask) if nll is None else lambda net, x, y: nll(net(x), y)
         self._penalty = None if rule is None else Penalty(self._params, strength, rule)

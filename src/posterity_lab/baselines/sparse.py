@@ -19,7 +19,7 @@ from posterity import (
     Density,
     DiagonalGaussian,
     Factorised,
-    elbo,
+    compile_step,
     names_of,
     prune,
     variational,
@@ -28,7 +28,7 @@ from posterity import (
 from posterity.compress import magnitude, point_mass
 from posterity.objective import Factor
 from posterity.variational import Family
-from posterity_lab.baselines.graph import Watch
+from posterity_lab.baselines.graph import Descent
 from posterity_lab.methods import Method
 
 # A weight with log α of 3 or more has |μ| / σ of 0.22 or less.
@@ -97,15 +97,10 @@ class _Variational(Sparsifying):
     def __init__(self, net: Any, optimizer: torch.optim.Optimizer, num_data: int, factor: Factor) -> None:
         self.model = self._net = net
         self.optimizer = optimizer
-        self._num_data, self._factor, self._steps = num_data, factor, 0
-        self._watch = Watch(next(net.parameters()).device)
+        self._train_step = compile_step(net, _loss, optimizer, num_data=num_data, factor=factor)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        nll = cross_entropy(self._net(x), y)
-        loss = elbo(nll, self._net.kl(), num_data=self._num_data, factor=self._factor, step=self._steps)
-        descend(self.optimizer, self._watch, loss)
-        self._steps += 1
-        return loss.detach()
+        return self._train_step(x, y)
 
     def posterior(self) -> Factorised:
         frozen: Factorised = self._net.posterior.frozen()
@@ -117,12 +112,9 @@ class _Variational(Sparsifying):
     def pruned(self) -> tuple[nn.Module, Factorised]:
         return self._net.module, prune(self.posterior(), log_alpha=LOG_ALPHA)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "steps": self._steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._steps = state["steps"]
+def _loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(net(x), y)
 
 
 def magnitudes(
@@ -169,18 +161,18 @@ class _Magnitudes(Sparsifying):
         self._params = {name: p for name, p in model.named_parameters() if p.dim() > 1}
         self._masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in self._params.items()}
         self._keep, self._begin, self._end, self._every = keep, begin, end, every
-        self._steps, self._watch = 0, Watch(next(model.parameters()).device)
+        self._steps = 0
+        self._descend = Descent(model, optimizer, lambda x, y: cross_entropy(model(x), y), self._apply)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = cross_entropy(self.model(x), y)
-        descend(self.optimizer, self._watch, loss)
+        loss = self._descend(x, y)
         self._steps += 1
         if self._begin <= self._steps <= self._end and (
             self._steps == self._end or (self._steps - self._begin) % self._every == 0
         ):
             self._choose()
-        self._apply()
-        return loss.detach()
+            self._apply()
+        return loss
 
     @torch.no_grad()
     def _choose(self) -> None:
@@ -195,7 +187,7 @@ class _Magnitudes(Sparsifying):
             masks[sizes.topk(count, largest=False).indices] = False
             parts = torch.split(masks, [p.numel() for p in self._params.values()])
             for (name, p), part in zip(self._params.items(), parts, strict=True):
-                self._masks[name] = part.view_as(p)
+                self._masks[name].copy_(part.view_as(p))  # in place, where captured steps read it
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -216,7 +208,10 @@ class _Magnitudes(Sparsifying):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._steps, self._masks = state["steps"], dict(state["masks"])
+        self._steps = state["steps"]
+        for name, mask in state["masks"].items():
+            self._masks[name].copy_(mask)
+        self._descend.forget()
 
 
 def without_zeros(model: nn.Module) -> Factorised:
@@ -242,18 +237,7 @@ def kl_factor(factor: float, steps: int, delay: float, rise: float) -> Factor:
     return warmup(round(rise * steps), delay=round(delay * steps), end=factor) if rise else factor
 
 
-def descend(optimizer: torch.optim.Optimizer, watch: Watch, loss: Tensor) -> None:
-    """A step of an optimiser; one that would not be finite is refused, and leaves all as it was."""
-    watch.refuse()
-    bad = watch.see(loss)
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    # Fused optimisers leave weights and state as they are where this is 1.
-    optimizer.found_inf = bad  # type: ignore[attr-defined]
-    optimizer.step()
-
-
 def adam_of(model: nn.Module, lr: float) -> torch.optim.Adam:
     """Adam on all that a model trains."""
     params = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.Adam(params, lr=lr, fused=True)
+    return torch.optim.Adam(params, lr=lr, fused=True, capturable=params[0].is_cuda)

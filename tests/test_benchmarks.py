@@ -57,7 +57,7 @@ SMOKE = {
         ["--settings", "lenet5", "--batch", "4"],
         {"Adam", "MC dropout", "VOGN", "IVON", "BBB"},
     ),
-    "vogn_memory": (["--nets", "lenet5", "--batch", "4"], set()),
+    "step_memory": (["--nets", "lenet5", "--batch", "4"], set()),
     "predict": (["--nets", "mlp", "--images", "3", "--samples", "2"], {"loop over networks", "predict"}),
     "smaller": (
         ["--nets", "mlp-300", "lenet5-caffe", "--kept", "0.5", "--batches", "2", "--layouts", "nchw"],

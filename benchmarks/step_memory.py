@@ -1,6 +1,6 @@
-"""How much memory does training by VOGN (K = 1) need, beside Adam?
+"""How much memory does training by VOGN or by Bayes by Backprop (K = 1) need, beside Adam?
 
-    posterity bench vogn_memory --device cuda
+    posterity bench step_memory --device cuda
 
 CIFAR's shapes, [128, 3, 32, 32]. A number is the peak of allocated memory over the first four steps, with the
 net, its state and the captured graph, where there is one, above what was allocated before the net was made. A
@@ -10,8 +10,11 @@ CPU has no such counter: there the steps run, and nothing is measured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from gradient_step import VARIANTS, ours
 from memory import MIB, cell
 from peers import (
     ADAM,
@@ -38,6 +41,18 @@ from posterity_lab.bench import Ratio, Record, parser, positive
 
 SHAPE = [3, 32, 32]
 STEPS = 4
+
+
+def backprop(model: nn.Module, loss_fn: Loss, x: Tensor, y: Tensor, compiled: bool) -> Callable[[], object]:
+    """Bayes by Backprop, with a posterior of every parameter and a Gaussian prior."""
+    return ours(model, loss_fn, x, y, VARIANTS["gaussian"], 1, compiled)
+
+
+# By method: how it steps, and what is aimed at beside Adam.
+METHODS: dict[str, tuple[dict[str, Any], float]] = {
+    "VOGN": ({EAGER: vogn_eager, OURS: vogn_ours}, 1.8),
+    "BBB": ({EAGER: partial(backprop, compiled=False), OURS: partial(backprop, compiled=True)}, 2.0),
+}
 
 
 def peak(
@@ -68,28 +83,27 @@ def main() -> None:
     options.add_argument("--batch", type=positive, default=128)
     given = options.parse_args()
     given.settings = for_device(options, given.device, given.settings, ["tf32 nchw"])
-    record = Record("vogn_memory", given, "MiB at the peak", OURS, statistic="highest")
-    makers = {EAGER: vogn_eager, ADAM: adam_eager, OURS: vogn_ours}
-    if given.device == "cuda":
-        makers[ADAM_GRAPH] = adam_graph
+    record = Record("step_memory", given, "MiB at the peak", OURS, statistic="highest")
+    adams = {ADAM: adam_eager, **({ADAM_GRAPH: adam_graph} if given.device == "cuda" else {})}
     for name in given.nets:
         for where in given.settings:
             precision, layout = where.split()
             data = batch([given.batch, *SHAPE], given.device, layout)
             loss_fn = Loss(precision, given.device)
             make = maker(name, SHAPE, given.device, layout)
-            columns = {}
-            with arithmetic(precision):
-                for column, ready in makers.items():
-                    found = peak(ready, make, loss_fn, *data)
-                    if found is not None:
-                        columns[column] = cell([found], where)
-            if not columns:
-                record.note("memory is not measured on a CPU: choose --device cuda")
             aimed = (name, given.batch, where) == ("resnet18", 128, "tf32 nchw")
-            most = 1.8 if aimed else None
-            ratios = [Ratio(EAGER, ADAM, at_most=most), Ratio(OURS, ADAM_GRAPH, at_most=most)]
-            record.add(f"VOGN K = 1, {name}", where, columns, ratios, parameters=count(make()))
+            for method, (makers, most) in METHODS.items():
+                columns = {}
+                with arithmetic(precision):
+                    for column, ready in {**makers, **adams}.items():
+                        found = peak(ready, make, loss_fn, *data)
+                        if found is not None:
+                            columns[column] = cell([found], where)
+                if not columns:
+                    record.note("memory is not measured on a CPU: choose --device cuda")
+                bound = most if aimed else None
+                ratios = [Ratio(EAGER, ADAM, at_most=bound), Ratio(OURS, ADAM_GRAPH, at_most=bound)]
+                record.add(f"{method} K = 1, {name}", where, columns, ratios, parameters=count(make()))
     record.close()
 
 

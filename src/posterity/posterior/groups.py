@@ -178,7 +178,9 @@ class GroupHorseshoe(GroupPrior):
         """The KLs to Γ and to IG, of the groups and, last, of the layer."""
         assert isinstance(scales, LogNormalScales)
         log_tau = torch.zeros_like(scales.gamma)
-        log_tau[-1] = math.log(self.scale)
+        log_tau[-1:].fill_(
+            math.log(self.scale)
+        )  # by index it would be a copy from the host, which no graph takes
         terms = _to_inverse_gamma(log_tau * 2.0 - scales.gamma, softplus(scales.raw_gamma))
         terms = terms + _to_inverse_gamma(scales.inverse, softplus(scales.raw_inverse))
         counted = torch.cat([used.flatten(), used.any().reshape(1)])

@@ -287,9 +287,9 @@ def main() -> None:
         options.error(str(error))
     wanted = [
         (task, method, seed)
+        for seed in given.seeds  # one seed of everything comes first
         for task in given.tasks
         for method in given.methods
-        for seed in given.seeds
         if ONLY.get(method, task) == task
     ]
     if given.again:

@@ -74,8 +74,9 @@ class Problem:
             for epoch in range(number * self.epochs, (number + 1) * self.epochs):
                 mixed = hashlib.blake2b(f"{seed} {epoch} augment".encode(), digest_size=4).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
-                for x, y in data.batches(stage, self.batch_size, seed=seed, epoch=epoch):
-                    yield (x if self.augmented is None else self.augmented(x, generator)), y
+                # All at once: batch by batch a GPU would wait for the host at every step.
+                seen = stage if self.augmented is None else Split(self.augmented(stage.x, generator), stage.y)
+                yield from data.batches(seen, self.batch_size, seed=seed, epoch=epoch)
 
 
 # From a seed and a device to the problem; only the splits of regression sets depend on the seed.

@@ -134,8 +134,8 @@ class Agent:
     def _learn(self, filled: int) -> None:
         updates, size = self._config["updates"], self._config["batch_size"]
         chosen = self._whole(filled, updates * size).view(updates, size)
-        for index in chosen:
-            self.method.step(self._seen.index_select(0, index), self._rewards.index_select(0, index))
+        for x, reward in zip(self._seen[chosen], self._rewards[chosen], strict=True):
+            self.method.step(x, reward)
 
     def _uniform(self, count: int) -> Tensor:
         return torch.rand(count, generator=self._chance, device=self._seen.device)

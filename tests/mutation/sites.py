@@ -859,8 +859,8 @@ _ESTIMATORS = [
     Site(
         "flipout has a sign for every position",
         "posterity/layers/estimators.py",
-        "    shape = [1] * (like.dim() + call.folded)\n",
-        "    shape = [1] * call.folded + [*like.shape]\n",
+        "    return _by_channel(torch.ones_like(noise).copysign(noise).to(like.dtype), call)",
+        "    return torch.ones_like(like).copysign(drawn.normal(what, like.shape))",
         (
             "statistical/test_estimators.py::test_outputs_of_one_example_are_correlated_as_under_drawn_weights_with_flipout",
         ),
@@ -868,15 +868,15 @@ _ESTIMATORS = [
     Site(
         "flipout has no signs",
         "posterity/layers/estimators.py",
-        "signs = torch.ones_like(noise).copysign(noise).to(like.dtype)",
-        "signs = torch.ones_like(noise).to(like.dtype)",
+        "torch.ones_like(noise).copysign(noise)",
+        "torch.ones_like(noise)",
         ("statistical/test_estimators.py::test_examples_are_not_correlated",),
     ),
     Site(
         "flipout has one sign for all examples",
         "posterity/layers/estimators.py",
-        "= call.examples, like.shape[call.channel_axis]",
-        "= 1, like.shape[call.channel_axis]",
+        "drawn.normal(what, (call.examples, ",
+        "drawn.normal(what, (1, ",
         ("exact/test_estimators.py::test_flipout_gives_each_example_its_own_weights",),
     ),
     Site(

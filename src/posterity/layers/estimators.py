@@ -275,10 +275,10 @@ def _scales(call: Multiplying, weight: Drawn) -> Tensor | None:
         return None
     scales = weight.draws.scales(call.examples)
     if weight.draws.scaled_axis == 0:
-        return _by_channel(scales, call)
+        return _spread(scales, call)
     # Filters in groups have the same scales.
     groups = call.input.shape[call.channel_axis] // scales.shape[1]
-    call.input = call.input * _by_channel(scales.repeat(1, groups), call)
+    call.input = call.input * _spread(scales.repeat(1, groups), call)
     return None
 
 
@@ -349,10 +349,10 @@ def _with_signs(
 def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
     """1 or -1 for each example and channel, of inputs or outputs: they broadcast to these."""
     noise = drawn.normal(what, (call.examples, like.shape[call.channel_axis]))
-    return _by_channel(torch.ones_like(noise).copysign(noise).to(like.dtype), call)
+    return _spread(torch.ones_like(noise).copysign(noise).to(like.dtype), call)
 
 
-def _by_channel(values: Tensor, call: Multiplying) -> Tensor:
+def _spread(values: Tensor, call: Multiplying) -> Tensor:
     """Numbers ``[B, C]`` of examples and channels, so that they broadcast to inputs or outputs."""
     shape = [1] * (call.input.dim() + call.folded)
     shape[call.axis], shape[call.channel_axis] = values.shape

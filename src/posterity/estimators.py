@@ -5,7 +5,7 @@ What estimators do in a layer is in :mod:`posterity.layers.estimators`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, final, get_args
@@ -99,7 +99,7 @@ class BlockDraws:
         at: Mapping[str, Any],
     ) -> None:
         self.leaf, self.block, self.estimator, self.batch_dim = leaf, block, estimator, batch_dim
-        self.transforms = transforms()
+        self.transforms, self.scaled_axis = transforms(), leaf.scaled_axis
         self._samples, self._level = samples, level
         self._by_example = range(samples.start + ahead, samples.stop + ahead)
         self._at: dict[str, Any] = {"domain": Domain.TRAIN, **at}
@@ -114,9 +114,19 @@ class BlockDraws:
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
         """Standard normals of examples that belong to a name: no other process has the same."""
-        like: dict[str, Any] = {"device": self.leaf.device, "dtype": self.leaf.dtype}
         with self._outside():
-            return self._placed(noise.normal(self._by_example, shape, block=name, **like, **self._at))
+            return self._placed(self._normal(name, shape))
+
+    def scales(self, examples: int) -> Tensor:
+        """Scales of ``scaled_axis`` for each example, ``[examples, size]``."""
+        with self._outside():
+            drawn = self._normal(f"{self.block}|z", (examples, *self.leaf.noise_shapes["z"]))
+            scales = self.leaf.example_scales(drawn.flatten(0, 1))
+            return self._placed(scales.view(*drawn.shape[:2], scales.shape[1]))
+
+    def _normal(self, name: str, shape: Sequence[int]) -> Tensor:
+        like: dict[str, Any] = {"device": self.leaf.device, "dtype": self.leaf.dtype}
+        return noise.normal(self._by_example, shape, block=name, **like, **self._at)
 
     def _outside(self) -> AbstractContextManager[None]:
         """Inside, no samples are stacked, and no transform of the model's own runs."""
@@ -129,14 +139,15 @@ class BlockDraws:
 
     @cached_property
     def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        but = set() if self.scaled_axis is None else {"z"}
         with self._outside():
             if self.estimator == "local":
-                parts = self.leaf.independent(self._noise(but=""))
+                parts = self.leaf.independent(self._noise(but={"", *but}))
             else:
-                parts = self.leaf.deviation(self._noise())
+                parts = self.leaf.deviation(self._noise(but))
             return list(zip(*map(self._tensors, parts), strict=True))
 
-    def _noise(self, but: str | None = None) -> dict[str, Tensor]:
+    def _noise(self, but: Collection[str] = ()) -> dict[str, Tensor]:
         return self.leaf.noise(self._samples, block=self.block, but=but, **self._at)
 
     def _tensors(self, values: Tensor) -> list[Tensor]:

@@ -83,8 +83,8 @@ class Variational(nn.Module):
         estimator: How a layer's outputs are drawn: by one draw of its weights for all examples
             (``"weight"``), or for each example by its own, ``"local"`` or ``"flipout"``; or estimators by
             name patterns of blocks. docs/estimators.md says what each of them serves.
-        batch_dim: The axis that counts examples in the inputs of linear layers, for ``"flipout"``, where
-            these have several axes to choose from.
+        batch_dim: The axis that counts examples in the inputs of linear layers, for ``"flipout"`` and for
+            scales of groups, where these have several axes to choose from.
         prior: What :meth:`kl` and ``compile_step`` take the KL to: N(0, 1) if None. It is no part of this
             module: ``to``, ``state_dict`` and ``parameters`` leave it out.
 

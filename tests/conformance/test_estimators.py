@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ import posterity
 from conformance.families import FAMILIES, PRIORS
 from posterity import (
     BGD,
+    DiagonalGaussian,
     Leaf,
     ScaledGaussian,
     ScaleMixture,
     Variational,
+    gnj,
     kl,
     prune,
     variational,
@@ -27,6 +31,7 @@ from posterity import (
 from posterity_lab import bench
 
 ESTIMATORS = ["weight", "local", "flipout"]
+OUTPUTS = partial(gnj, dense="output")
 own = pytest.mark.parametrize("estimator", ["local", "flipout"])
 
 
@@ -219,9 +224,9 @@ def test_a_rules_posterior_goes_on_with_an_estimator() -> None:
 @own
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_outputs_have_the_dtype_of_autocast(estimator: str, dtype: torch.dtype) -> None:
-    for deterministic in ((), "*.weight", "*.bias"):
+    for family, deterministic in product((DiagonalGaussian, gnj, OUTPUTS), ((), "*.weight", "*.bias")):
         module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-        model = variational(module, estimator=estimator, deterministic=deterministic)
+        model = variational(module, estimator=estimator, deterministic=deterministic, family=family)
         with torch.autocast("cpu", dtype):
             out = model(torch.randn(5, 4))
         assert out.dtype is dtype

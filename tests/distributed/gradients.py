@@ -32,12 +32,11 @@ class Normed(nn.Module):
         return self.net(x) * self.scale if len(x) > SIZES[1] else self.net(x)
 
 
-def made(estimator: Any = "weight", family: Any = None, net: Callable[[], nn.Module] = model) -> Variational:
+def made(estimator: Any = "weight", family: str = "ffg", net: Callable[[], nn.Module] = model) -> Variational:
     torch.manual_seed(0)
-    more = {} if family is None else {"family": family}
     plain = ("scale", "norm.*") if net is Normed else ()
     return posterity.variational(
-        net(), std_init=0.1, seed=7, estimator=estimator, deterministic=plain, **more
+        net(), std_init=0.1, seed=7, estimator=estimator, deterministic=plain, **FAMILIES[family]
     )
 
 
@@ -58,7 +57,11 @@ def pieces(x: Tensor, y: Tensor, rank: int, world: int, sizes: list[int] | None)
 
 
 PRIORS = {"gaussian": None, "mixture": posterity.ScaleMixture()}
-FAMILIES: dict[str, Any] = {"ffg": None, "mnf": posterity.mnf}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "ffg": {},
+    "mnf": {"family": posterity.mnf},
+    "gnj": {"family": posterity.gnj, "prior": posterity.GroupNormalJeffreys()},
+}
 
 
 def compiled(
@@ -72,7 +75,7 @@ def compiled(
     terms: bool = False,
 ) -> Any:
     """Compiled steps on shares of unlike sizes."""
-    m = made(estimator, FAMILIES[family])
+    m = made(estimator, family)
     more = {"prior": PRIORS[prior], "mc_samples": 2, "max_norm": 0.2}
     step = step_of(m, DistributedDataParallel(m) if wrapped else None, **more)
     loss = torch.zeros(())
@@ -83,7 +86,7 @@ def compiled(
 
 
 def compiled_alone(estimator: Any, family: str, prior: str, *, terms: bool = False, parts: int = 1) -> Any:
-    m = made(estimator, FAMILIES[family])
+    m = made(estimator, family)
     step = step_of(m, prior=PRIORS[prior], mc_samples=2, max_norm=0.2, parts=parts)
     loss = torch.zeros(())
     for x, y in batches():
@@ -91,9 +94,9 @@ def compiled_alone(estimator: Any, family: str, prior: str, *, terms: bool = Fal
     return found_in(m, loss)
 
 
-def each_its_own(how: str, rank: int, world: int) -> Any:
+def each_its_own(how: str, family: str, rank: int, world: int) -> Any:
     """Examples of each process have noise of their own with local, in compiled steps and in loops."""
-    m = made("local")
+    m = made("local", family)
     net = DistributedDataParallel(m) if how == "loop" else m
     opt = torch.optim.Adam(m.parameters(), lr=0.05)
     step = posterity.compile_step(net, loss_of, opt, num_data=96)
@@ -195,8 +198,10 @@ CASES: dict[str, Callable[..., Any]] = {
     "wrapped weight ffg gaussian": partial(compiled, "weight", "ffg", "gaussian", wrapped=True),
     "terms weight ffg mixture": partial(compiled, "weight", "ffg", "mixture", terms=True),
     "terms weight mnf gaussian": partial(compiled, "weight", "mnf", "gaussian", terms=True),
-    "own compiled": partial(each_its_own, "compiled"),
-    "own loop": partial(each_its_own, "loop"),
+    "own compiled ffg": partial(each_its_own, "compiled", "ffg"),
+    "own compiled gnj": partial(each_its_own, "compiled", "gnj"),
+    "own loop ffg": partial(each_its_own, "loop", "ffg"),
+    "own loop gnj": partial(each_its_own, "loop", "gnj"),
     "flipout loop": flipout_loop,
     "normed gradient": normed,
     "bad gradient": bad,

@@ -29,19 +29,20 @@ def test_compiled_steps_on_ragged_shares_are_those_of_one_process(two: Found, ca
     compare(two, case, compiled_alone(*setting, terms=kind == "terms"))
 
 
+@pytest.mark.parametrize("family", ["ffg", "gnj"])
 @pytest.mark.parametrize("how", ["compiled", "loop"])
-def test_examples_of_each_process_have_noise_of_their_own(two: Found, how: str) -> None:
-    m = made("local")
+def test_examples_of_each_process_have_noise_of_their_own(two: Found, how: str, family: str) -> None:
+    m = made("local", family)
     opt = torch.optim.Adam(m.parameters(), lr=0.05)
     step = posterity.compile_step(m, loss_of, opt, num_data=96, parts=2)  # a sample of each part
     for x, y in batches():
         step(x, y)
     want = {name: p.detach() for name, p in m.named_parameters()}
-    first = two[0][f"own {how}"]
+    first = two[0][f"own {how} {family}"]
     assert not isinstance(first, str), first
     for each in two:
         for name, value in want.items():
-            torch.testing.assert_close(each[f"own {how}"][name], value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(each[f"own {how} {family}"][name], value, rtol=1e-12, atol=1e-12)
 
 
 def test_signs_of_flipout_are_each_process_own_and_its_deviation_is_shared(two: Found) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from conformance.families import SPREAD, Kernels, Scaled
-from posterity import DiagonalGaussian, Variational, variational
+from posterity import DiagonalGaussian, ScaledGaussian, Variational, gnj, variational
 from posterity.noise import normal
 
 SEED, STD = 5, 0.3
@@ -207,6 +209,79 @@ def test_scales_are_drawn_once_for_a_batch() -> None:
     delta = STD * drawn((6, 4), "weight")
     shift = (x * signs("weight|in", (3, 4))) @ delta.T * signs("weight|out", (3, 6))
     torch.testing.assert_close(model(x), x @ (z[:, None] * model.module.weight).T + shift)
+
+
+# Nets with weights in groups, what has scales in them, and the axis of examples.
+GROUPED: dict[str, tuple[nn.Module, Tensor, str, int]] = {
+    "linear": (nn.Linear(4, 6), torch.randn(3, 4), "input", 0),
+    "linear, outputs": (nn.Linear(4, 6, bias=False), torch.randn(3, 4), "output", 0),
+    "time first": (nn.Linear(4, 2), TEXT.transpose(0, 1), "output", 1),
+    "one output": (nn.Linear(4, 1), torch.randn(3, 4), "output", 0),
+    "conv1d": (nn.Conv1d(4, 3, 3, padding="same"), TEXT.mT, "output", 0),
+    "conv2d": (nn.Conv2d(2, 3, 2), images(2, 4, 4), "input", 0),
+    "in groups": (nn.Conv2d(4, 6, 2, groups=2), images(4, 3, 3), "input", 0),
+    "in groups, outputs": (nn.Conv2d(4, 6, 2, groups=2), images(4, 3, 3), "output", 0),
+    "attention": (Attending(True), TEXT, "input", 0),
+    "attention, time first": (Attending(False), TEXT.transpose(0, 1), "output", 1),
+}
+
+
+def scaled(model: Variational, weights: dict[str, Tensor], example: int) -> dict[str, Tensor]:
+    """The weights times the scales that an example has."""
+    found = dict(weights)
+    for name, leaf in model.posterior.blocks.items():
+        if isinstance(leaf, ScaledGaussian):
+            found[name] = found[name] * (1 + SPREAD * drawn((3, *leaf.scales.shape), f"{name}|z")[example])
+    return found
+
+
+@pytest.mark.parametrize("net", GROUPED)
+def test_each_example_has_scales_of_its_own(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, which, axis = GROUPED[net]
+    x, family = x.double(), partial(gnj, conv=which, dense=which, z_std=SPREAD)
+    model = made(module, "flipout", family=family, batch_dim=axis)
+    out = model(x)
+    for example in range(3):
+        own, one = weights_of(model, example, 3), x.narrow(axis, example, 1)
+        expected = functional_call(model.module, scaled(model, own, example), one)
+        torch.testing.assert_close(out.narrow(axis, example, 1), expected)
+
+    def of_scales(samples: range, shape: tuple[int, ...], *, block: str, **more: Any) -> Tensor:
+        return normal(samples, shape, block=block, **more) * block.endswith("|z")
+
+    monkeypatch.setattr("posterity.noise.normal", of_scales)
+    model = made(module, "local", family=family, batch_dim=axis)
+    out, means = model(x), dict(model.module.named_parameters())
+    monkeypatch.undo()
+    for example in range(3):
+        expected = functional_call(model.module, scaled(model, means, example), x.narrow(axis, example, 1))
+        torch.testing.assert_close(out.narrow(axis, example, 1), expected)
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+@pytest.mark.parametrize(
+    ("layer", "x"), [(nn.Linear(4, 6), torch.randn(3, 4)), (nn.Conv2d(2, 4, 2), images(2, 3, 3))]
+)
+def test_scales_multiply_the_noise_of_weights_but_not_of_biases(
+    which: str, layer: nn.Module, x: Tensor
+) -> None:
+    model = made(layer, "local", family=partial(gnj, conv=which, dense=which, z_std=SPREAD))
+    weight, bias, ones = model.module.weight, model.module.bias, [1] * (x.dim() - 2)
+    multiply = F.conv2d if ones else F.linear
+    size = x.shape[1] if which == "input" else len(weight)
+    z = 1 + SPREAD * drawn((3, size), "weight|z").view(3, size, *ones)
+    before, after = (z, 1.0) if which == "input" else (1.0, z)
+    out, x = model(x.double()), before * x.double()
+    mean = after * multiply(x, weight) + bias.view(-1, *ones)
+    variance = after**2 * multiply(x.square(), torch.ones_like(weight)) + 1
+    noise = drawn(tuple(mean.shape), "weight|out")
+    torch.testing.assert_close(out, mean + STD * variance.sqrt() * noise)
+
+
+def test_one_example_without_an_axis_has_one_draw() -> None:
+    x, layer = torch.randn(4).double(), nn.Linear(4, 6, bias=False)
+    one, weight = (made(layer, each, family=gnj) for each in ("local", "weight"))
+    torch.testing.assert_close(one(x), weight(x))
 
 
 def test_kernels_keep_their_correlations() -> None:

@@ -817,16 +817,37 @@ _ESTIMATORS = [
     Site(
         "local adds a bias's std to the variance of outputs",
         "posterity/layers/estimators.py",
-        "std.square(), None if own is None else own.square())",
-        "std.square(), own)",
+        "(None if each is None else each.square() for each in wide)",
+        "[wide[0].square(), *wide[1:]]",
         ("exact/test_estimators.py::test_local_has_the_moments_of_linear_outputs",),
     ),
     Site(
         "local forgets the variance of a bias",
         "posterity/layers/estimators.py",
-        "std.square(), None if own is None else own.square())",
-        "std.square(), None)",
+        "in (std, own, scales)]",
+        "in (std, None, scales)]",
         ("exact/test_estimators.py::test_local_has_the_moments_of_convolutions_at_each_position",),
+    ),
+    Site(
+        "scales do not multiply the noise of outputs",
+        "posterity/layers/estimators.py",
+        "in (std, own, scales)]",
+        "in (std, own, None)]",
+        ("exact/test_estimators.py::test_scales_multiply_the_noise_of_weights_but_not_of_biases",),
+    ),
+    Site(
+        "scales multiply biases",
+        "posterity/layers/estimators.py",
+        "scaled + call.by_channel(bias)",
+        "scaled + call.by_channel(bias) * scales",
+        ("exact/test_estimators.py::test_each_example_has_scales_of_its_own",),
+    ),
+    Site(
+        "all examples share scales",
+        "posterity/estimators.py",
+        '(examples, *self.leaf.noise_shapes["z"])',
+        '(1, *self.leaf.noise_shapes["z"])',
+        ("statistical/test_estimators.py::test_examples_share_no_scales",),
     ),
     Site(
         "local's gradient is twice as large",
@@ -838,8 +859,8 @@ _ESTIMATORS = [
     Site(
         "flipout has a sign for every position",
         "posterity/layers/estimators.py",
-        "    shape = [1] * (like.dim() + call.folded)\n",
-        "    shape = [1] * call.folded + [*like.shape]\n",
+        "    return _spread(torch.ones_like(noise).copysign(noise).to(like.dtype), call)",
+        "    return torch.ones_like(like).copysign(drawn.normal(what, like.shape))",
         (
             "statistical/test_estimators.py::test_outputs_of_one_example_are_correlated_as_under_drawn_weights_with_flipout",
         ),
@@ -847,15 +868,15 @@ _ESTIMATORS = [
     Site(
         "flipout has no signs",
         "posterity/layers/estimators.py",
-        "signs = torch.ones_like(noise).copysign(noise).to(like.dtype)",
-        "signs = torch.ones_like(noise).to(like.dtype)",
+        "torch.ones_like(noise).copysign(noise)",
+        "torch.ones_like(noise)",
         ("statistical/test_estimators.py::test_examples_are_not_correlated",),
     ),
     Site(
         "flipout has one sign for all examples",
         "posterity/layers/estimators.py",
-        "= call.examples, like.shape[call.channel_axis]",
-        "= 1, like.shape[call.channel_axis]",
+        "drawn.normal(what, (call.examples, ",
+        "drawn.normal(what, (1, ",
         ("exact/test_estimators.py::test_flipout_gives_each_example_its_own_weights",),
     ),
     Site(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posterity import variational
+from posterity import DiagonalGaussian, ghs, gnj, variational
 
 N = 10_000
 LAYERS = {
@@ -16,13 +20,24 @@ LAYERS = {
     "conv2d": (nn.Conv2d(2, 2, 2, padding=1), torch.randn(2, 2, 2, 2)),
 }
 layers = pytest.mark.parametrize("layer", LAYERS)
+# Scales of inputs and of outputs.
+GROUPS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "linear, inputs": ("linear", partial(gnj, dense="input", z_std=0.5)),
+    "linear, outputs": ("linear", partial(gnj, dense="output", z_std=0.5)),
+    "linear, horseshoe": ("linear", partial(ghs, z_std=0.3)),
+    "positions, inputs": ("positions", partial(gnj, z_std=0.5)),
+    "conv2d, inputs": ("conv2d", partial(gnj, conv="input", z_std=0.5)),
+    "conv2d, outputs": ("conv2d", partial(gnj, conv="output", z_std=0.5)),
+}
+groups = pytest.mark.parametrize("group", GROUPS)
 
 
-def outputs(layer: str, estimator: str, seed: int) -> Tensor:
+def outputs(layer: str, estimator: str, seed: int, family: Any = DiagonalGaussian) -> Tensor:
     """``[N, B, …]``, every output flat."""
     torch.manual_seed(0)
     net, x = LAYERS[layer]
-    model = variational(type(net)(**_arguments(net)).double(), std_init=0.4, seed=seed, estimator=estimator)
+    net = type(net)(**_arguments(net)).double()
+    model = variational(net, std_init=0.4, seed=seed, estimator=estimator, family=family)
     x = torch.cat([x, x[:1]]).double()  # the first example twice
     with torch.no_grad():
         return model.outputs(x, samples=N).flatten(2)
@@ -72,6 +87,38 @@ def test_outputs_of_one_example_are_correlated_as_under_drawn_weights_with_flipo
         assert (shared.abs() > 5 * pairs["weight"].std(0) / N**0.5).any()
 
 
+@groups
+@pytest.mark.parametrize("estimator", ["local", "flipout"])
+def test_each_example_has_scales_distributed_as_those_of_drawn_weights(group: str, estimator: str) -> None:
+    layer, family = GROUPS[group]
+    ours, weight = outputs(layer, estimator, 1, family), outputs(layer, "weight", 2, family)
+    assert_zero_mean(ours - weight)
+    mean = weight.mean(0)
+    ours, weight = ours - mean, weight - mean
+    assert_zero_mean(ours.square() - weight.square())
+    if layer == "linear":  # outputs of an example share its scales, and nothing else with local
+        assert_zero_mean(_products(ours[:, 0]) - _products(weight[:, 0]))
+
+
+@groups
+@pytest.mark.parametrize("estimator", ["local", "flipout"])
+def test_examples_share_no_scales(group: str, estimator: str) -> None:
+    layer, family = GROUPS[group]
+    centred = outputs(layer, estimator, 1, family)
+    centred = centred - centred.mean(0)
+    assert_zero_mean(centred[:, 0] * centred[:, 2])  # the same inputs
+    if estimator == "local":  # with flipout they share all but the signs of deviations
+        spread = centred.square() - centred.square().mean(0)
+        assert_zero_mean(spread[:, 0] * spread[:, 2])
+
+
+def test_examples_share_scales_of_kernels() -> None:
+    centred = outputs("conv2d", "local", 1, partial(gnj, conv="kernel", z_std=0.5))
+    centred = centred - centred.mean(0)
+    products = centred[:, 0] * centred[:, 2]
+    assert (products.mean(0).abs() > 5 * products.std(0) / N**0.5).any()
+
+
 def _products(values: Tensor) -> Tensor:
     """Of all pairs of different numbers."""
     first, second = torch.triu_indices(values.shape[1], values.shape[1], 1)
@@ -86,9 +133,9 @@ def small_net(kind: str) -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def gradients(kind: str, estimator: str, seed: int) -> Tensor:
+def gradients(kind: str, estimator: str, seed: int, family: Any = DiagonalGaussian) -> Tensor:
     """``[groups, parameters]``: gradients of the mean loss over many samples each."""
-    model = variational(small_net(kind), std_init=0.5, seed=seed, estimator=estimator)
+    model = variational(small_net(kind), std_init=0.5, seed=seed, estimator=estimator, family=family)
     x = torch.randn(3, 3) if kind == "mlp" else torch.randn(3, 1, 3, 3)
     found = []
     for _ in range(100):
@@ -104,3 +151,12 @@ def test_expected_gradients_are_those_of_drawn_weights(kind: str, estimator: str
     assert_zero_mean(ours - weight)
     mean = weight.mean(0)
     assert (mean.abs() > 5 * weight.std(0) / len(weight) ** 0.5).sum() > len(mean) / 2  # it is not all noise
+
+
+@pytest.mark.parametrize("family", [partial(gnj, z_std=0.5), partial(ghs, dense="output", z_std=0.3)])
+def test_expected_gradients_of_scales_are_those_of_drawn_weights(family: Any) -> None:
+    ours, weight = gradients("mlp", "local", 1, family), gradients("mlp", "weight", 2, family)
+    assert_zero_mean(ours - weight)
+    mean = weight.mean(0)
+    assert (mean.abs() > 5 * weight.std(0) / len(weight) ** 0.5).sum() > len(mean) / 2
+    assert ours.var(0).sum() < weight.var(0).sum()

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import posterity
 from conformance.families import FAMILIES
+from conformance.families import PRIORS as OWN
 from conformance.stand_in import install
 from conformance.test_estimators import CASES, ESTIMATORS, LAYERS, table
 from posterity import ByName, IsotropicGaussian, ScaleMixture, Variational, elbo, variational, warmup
@@ -42,7 +43,7 @@ class Net(nn.Module):
 
 def model(family: str = "DiagonalGaussian", estimator: Any = "local", **more: Any) -> Variational:
     torch.manual_seed(0)
-    options = {"std_init": 0.1, "seed": 3, **more}
+    options = {"std_init": 0.1, "seed": 3, "prior": OWN.get(family), **more}
     return variational(Net().double(), family=FAMILIES[family], estimator=estimator, **options)
 
 
@@ -98,12 +99,20 @@ PAIRS: list[tuple[str, Any]] = [
     ("KernelGaussian", MIXED),
     ("ScaledGaussian", "local"),
     ("ScaledGaussian", "flipout"),
+    ("NormalScales", "local"),
+    ("NormalScales", "flipout"),
+    ("LogNormalScales", "local"),
 ]
 PRIORS: dict[str, Callable[[], Any]] = {
     "gaussian": lambda: IsotropicGaussian(0.5),
     "mixture": lambda: ByName({"*.bias": IsotropicGaussian(2.0), "*": ScaleMixture(0.3, 1.0, 0.1)}),
 }
 pairs = pytest.mark.parametrize(("family", "estimator"), PAIRS)
+
+
+def prior_of(family: str, prior: str) -> Any:
+    """None, for the model's own, where a family can have no other."""
+    return None if family in OWN else PRIORS[prior]()
 
 
 def both(
@@ -125,7 +134,7 @@ def both(
 @pairs
 def test_compiled_equals_the_plain_loop_to_rounding(family: str, estimator: Any, prior: str) -> None:
     for samples in (1, 3):
-        both(lambda: model(family, estimator), prior=PRIORS[prior](), samples=samples, max_norm=0.5)
+        both(lambda: model(family, estimator), prior=prior_of(family, prior), samples=samples, max_norm=0.5)
 
 
 @pairs
@@ -135,7 +144,7 @@ def test_stack_and_loop_and_chunks_are_the_same(family: str, estimator: Any) -> 
     for chunk in (None, 1, 2):
         m = model(family, estimator)
         opt = adam(m)
-        prior = PRIORS["mixture"]()
+        prior = prior_of(family, "mixture")
         step = posterity.compile_step(
             m, loss_fn, opt, prior=prior, num_data=N, mc_samples=3, chunk=chunk, parts=2
         )
@@ -280,7 +289,8 @@ def test_a_captured_step_holds_back_gradients_that_are_not_finite(
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 2, 4, bias=False), nn.Flatten()).double()
     estimators = {"*": estimator["conv.*"]} if isinstance(estimator, dict) else estimator
-    m = variational(net, family=FAMILIES[family], estimator=estimators, std_init=0.1, seed=3)
+    options = {"std_init": 0.1, "seed": 3, "prior": OWN.get(family)}
+    m = variational(net, family=FAMILIES[family], estimator=estimators, **options)
 
     def rooted(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         out = net(x)
@@ -314,7 +324,7 @@ def test_replays_equal_the_plain_loop_through_schedules_and_ragged_batches(
         m = model(family, estimator)
         opt = adam(m)
         schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
-        p = PRIORS[prior]()
+        p = prior_of(family, prior)
         made_step = posterity.compile_step(
             m, loss_fn, opt, prior=p, num_data=N, factor=factor, mc_samples=2, max_norm=1.0
         )

@@ -6,6 +6,9 @@ Weights are w = μ + Δ and biases b = μ_b + Δ_b, the inputs of a layer x:
     flipout   out = x μ + μ_b + ((x ⊙ s) Δ + Δ_b) ⊙ r, with random signs s [B, C] of an example's input
               channels and r [B, O] of its output channels, the same at all positions
 
+Weights z · (μ + Δ) with a random scale z of each input or output channel have scales [B, C] or [B, O] of
+each example, by either estimator: x ⊙ z takes the place of x, or z · (x μ) that of x μ, and so on.
+
 ``x μ`` is whatever the layer does, a convolution too. With flipout an example's weights are μ + r sᵀ ⊙ Δ:
 each example has an exact draw of its own, if Δ has the same distribution with the signs of whole kernels
 changed. With local only the moments of single outputs are exact: those that share a weight (at other
@@ -51,12 +54,14 @@ class Draws(Protocol):
         estimator: ``"local"`` or ``"flipout"``.
         batch_dim: The axis that counts examples, where a layer leaves a choice.
         transforms: Levels of the transforms of torch.func that the draws are for.
+        scaled_axis: The axis of weights that each example has scales of, 0 for outputs and 1 for inputs.
     """
 
     block: str
     estimator: Estimator
     batch_dim: int
     transforms: list[int]
+    scaled_axis: int | None
 
     def values(self) -> Sequence[Tensor]:
         """One draw of each of the block's tensors."""
@@ -66,6 +71,9 @@ class Draws(Protocol):
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
         """Standard normals that belong to a name."""
+
+    def scales(self, examples: int) -> Tensor:
+        """Scales ``[examples, size]`` of ``scaled_axis``, which ``parts`` are without."""
 
 
 @final
@@ -83,6 +91,11 @@ class Drawn:
         self.estimator, self.batch_dim = draws.estimator, draws.batch_dim
         self._call: tuple[int, str] | None = None  # examples and signs of the layer that it served
         self._used = False  # as one draw
+
+    @property
+    def by_example(self) -> bool:
+        """Whether it must know which axis counts examples."""
+        return self.estimator == "flipout" or self.draws.scaled_axis is not None
 
     def serves(self, examples: int, signs: str) -> bool:
         """Whether its estimator serves a call of a layer; if not, the call is to have the one draw.
@@ -227,11 +240,12 @@ def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, in
     if weight is bias is None:
         return NotImplemented
     means = call.weight if weight is None else weight.mean(), call.bias if bias is None else bias.mean()
-    out = _applied(func, call, call.input, *means)
+    scales = None if weight is None else _scales(call, weight)
+    out = _applied(func, call, call.input, *means, scales)
     for estimator, add in (("local", _with_noise), ("flipout", _with_signs)):
         own = [each if each is not None and each.estimator == estimator else None for each in (weight, bias)]
         if any(own):
-            out = add(func, call, out, *own)
+            out = add(func, call, out, own[0], own[1], scales)
     return out
 
 
@@ -247,7 +261,7 @@ def _served(call: Multiplying, attending: tuple[int, int | None] | None) -> tupl
     served = {
         role: each
         for role, each in given.items()
-        if (found or each.estimator == "local") and each.serves(call.examples, first.name)
+        if (found or not each.by_example) and each.serves(call.examples, first.name)
     }
     for role in given.keys() - served.keys() if served else ():
         setattr(call, role, given[role].value())
@@ -255,19 +269,45 @@ def _served(call: Multiplying, attending: tuple[int, int | None] | None) -> tupl
     return served.get("weight"), served.get("bias")
 
 
+def _scales(call: Multiplying, weight: Drawn) -> Tensor | None:
+    """Scales of the outputs of each example, but for the bias; those of inputs multiply the inputs."""
+    if weight.draws.scaled_axis is None:
+        return None
+    scales = weight.draws.scales(call.examples)
+    if weight.draws.scaled_axis == 0:
+        return _spread(scales, call)
+    # Filters in groups have the same scales.
+    groups = call.input.shape[call.channel_axis] // scales.shape[1]
+    call.input = call.input * _spread(scales.repeat(1, groups), call)
+    return None
+
+
 def _applied(
-    func: Callable[..., Any], call: LayerCall, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    func: Callable[..., Any],
+    call: Multiplying,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """What the layer makes of other inputs and weights."""
+    """What the layer makes of other inputs and weights, with scales of all but the bias."""
     other = copy(call)
-    other.input, other.weight, other.bias = x, weight, bias
+    other.input, other.weight, other.bias = x, weight, bias if scales is None else None
     out = other.stacked({}) if transforms() else NotImplemented
     made: Tensor = other.call(func) if out is NotImplemented else out
-    return made
+    if scales is None:
+        return made
+    scaled = made * scales
+    return (scaled if bias is None else scaled + call.by_channel(bias)).to(made.dtype)
 
 
 def _with_noise(
-    func: Callable[..., Any], call: Multiplying, out: Tensor, weight: Drawn | None, bias: Drawn | None
+    func: Callable[..., Any],
+    call: Multiplying,
+    out: Tensor,
+    weight: Drawn | None,
+    bias: Drawn | None,
+    scales: Tensor | None,
 ) -> Tensor:
     """Outputs at the mean with noise of the outputs' own variance."""
     own = None if bias is None else bias.spread()
@@ -277,16 +317,22 @@ def _with_noise(
         return out + noise.to(out.dtype)
     x, std = call.input, weight.spread()
     narrow = torch.float16 in (x.dtype, autocast_dtype(x))
-    if narrow:  # squares of stds would be zero
-        x, std, own = x.float(), std.float(), None if own is None else own.float()
+    # Squares of stds would be zero in half precision.
+    wide = [each.float() if narrow and each is not None else each for each in (std, own, scales)]
+    squares = (None if each is None else each.square() for each in wide)
     with torch.autocast(x.device.type, enabled=False) if narrow else nullcontext():
-        variance = _applied(func, call, x.square(), std.square(), None if own is None else own.square())
+        variance = _applied(func, call, (x.float() if narrow else x).square(), *squares)
     root: Tensor = Root.apply(variance)  # type: ignore[no-untyped-call]
     return torch.addcmul(out, root.to(out.dtype), weight.normal("out", out.shape).to(out.dtype))
 
 
 def _with_signs(
-    func: Callable[..., Any], call: Multiplying, out: Tensor, weight: Drawn | None, bias: Drawn | None
+    func: Callable[..., Any],
+    call: Multiplying,
+    out: Tensor,
+    weight: Drawn | None,
+    bias: Drawn | None,
+    scales: Tensor | None,
 ) -> Tensor:
     """Outputs at the mean with each example's own signs of one deviation of all weights."""
     own = None if bias is None else bias.spread()
@@ -296,18 +342,24 @@ def _with_signs(
         return out + deviation * _signs(bias, "out", call, out)
     x = call.input * _signs(weight, "in", call, call.input)
     # A bias has its output channel's sign, and none of the inputs'.
-    return torch.addcmul(out, _applied(func, call, x, weight.spread(), own), _signs(weight, "out", call, out))
+    deviation = _applied(func, call, x, weight.spread(), own, scales)
+    return torch.addcmul(out, deviation, _signs(weight, "out", call, out))
 
 
 def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
     """1 or -1 for each example and channel, of inputs or outputs: they broadcast to these."""
-    shape = [1] * (like.dim() + call.folded)
-    shape[call.axis], shape[call.channel_axis] = call.examples, like.shape[call.channel_axis]
-    noise = drawn.normal(what, shape)
-    signs = torch.ones_like(noise).copysign(noise).to(like.dtype)
+    noise = drawn.normal(what, (call.examples, like.shape[call.channel_axis]))
+    return _spread(torch.ones_like(noise).copysign(noise).to(like.dtype), call)
+
+
+def _spread(values: Tensor, call: Multiplying) -> Tensor:
+    """Numbers ``[B, C]`` of examples and channels, so that they broadcast to inputs or outputs."""
+    shape = [1] * (call.input.dim() + call.folded)
+    shape[call.axis], shape[call.channel_axis] = values.shape
+    values = values.view(shape)
     if not call.folded:
-        return signs
-    return signs.expand(like.shape[0] // call.examples, -1, -1).reshape(like.shape)
+        return values
+    return values.expand(call.input.shape[0] // call.examples, -1, -1).flatten(0, 1)
 
 
 @final

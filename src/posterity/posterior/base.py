@@ -7,7 +7,7 @@ A :class:`Posterior` is the one thing that every method ends in and every use st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import torch
@@ -120,7 +120,7 @@ class Leaf(nn.Module, ABC):
     A family implements ``_draw``, ``std``, ``pruned``, ``config`` and ``restore``; ``log_prob`` if it has a
     density; ``noise_shapes`` if it needs more than one normal per weight. One that is trained by gradient
     holds parameters, ``loc`` among them. It names its ``estimators``: ``"local"`` needs ``_independent``,
-    ``"flipout"`` that or ``_deviation``.
+    ``"flipout"`` that or ``_deviation``; one with a ``scaled_axis`` also ``example_scales``.
 
     Args:
         shape: Shape of the block.
@@ -199,16 +199,29 @@ class Leaf(nn.Module, ABC):
         seed: int,
         step: int,
         domain: noise.Domain = noise.Domain.SAMPLE,
-        but: str | None = None,
+        but: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Standard normals ``[n, ...]`` for the given sample numbers, by name, but for those of one name."""
+        """Standard normals ``[n, ...]`` for the given sample numbers, by name, without some."""
         at: dict[str, Any] = {"domain": domain, "seed": seed, "step": step}
         at |= {"device": self.device, "dtype": self.dtype}
         return {
             name: noise.normal(samples, shape, block=f"{block}|{name}" if name else block, **at)
             for name, shape in self.noise_shapes.items()
-            if name != but
+            if name not in but
         }
+
+    @property
+    def scaled_axis(self) -> int | None:
+        """The axis of weights, 0 for outputs and 1 for inputs, that has scales which layers can multiply by.
+
+        Each example then has scales of its own, from the normals ``"z"``: ``independent`` and ``deviation``
+        are given none, and leave them out.
+        """
+        return None
+
+    def example_scales(self, noise: Tensor) -> Tensor:
+        """Scales ``[n, size]`` of ``scaled_axis`` from normals ``[n, *noise_shapes["z"]]``."""
+        raise NotImplementedError
 
     def draw(self, noise: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Weights ``[n, *shape]`` from the normals of :meth:`noise`; pruned ones are zero, held ones as ever.

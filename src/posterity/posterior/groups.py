@@ -18,12 +18,12 @@ prior of each w̃ is N(0, 1). A group that the data do not need ends as noise.
 | q(z), GNJ and GHS | ``NormalScales``, ``LogNormalScales`` |
 | p(z), p(w̃) | :class:`GroupNormalJeffreys`, :class:`GroupHorseshoe` |
 | one z per input of a dense layer, per output map of a convolution | ``dense="input"``, ``conv="output"`` |
+| z and outputs drawn for each example | ``estimator="local"``; not with ``conv="kernel"`` |
 | cuts by eye, layer by layer, of log α of z (GNJ) or of its mode (GHS) | one log α for all, of w |
 
 Deviations: ``prune(log_alpha=…)`` counts the noise of z and of w̃, 1 + α_w = (1 + α_z)(1 + α_w̃), and so has
-one rule for GNJ, GHS and all other posteriors. z is drawn once for a batch, not for each example. In GHS z
-starts near 1: s at τ0 = 10⁻⁵, and the scales b of groups make up for it. Biases and other vectors have no
-scale, and N(0, 1) for a prior.
+one rule for GNJ, GHS and all other posteriors. In GHS z starts near 1: s at τ0 = 10⁻⁵, and the scales b of
+groups make up for it. Biases and other vectors have no scale, and N(0, 1) for a prior.
 """
 
 from __future__ import annotations

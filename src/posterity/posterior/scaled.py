@@ -176,6 +176,18 @@ class ScaledGaussian(Leaf):
         """Weights that share a scale are one group, if the scale multiplies whole weights."""
         return self.scales.shape if self.scales.multiply_stds else self.shape
 
+    @property
+    def scaled_axis(self) -> int | None:
+        """The axis along which scales differ, if they multiply whole weights, all of them."""
+        shape, axes = self.scales.shape, [i for i, size in enumerate(self.scales.shape) if size > 1]
+        movable = self.scales.multiply_stds and self.held is None and len(shape) == len(self.shape) > 1
+        return max(axes, default=0) if movable and axes in ([], [0], [1]) else None
+
+    def example_scales(self, noise: Tensor) -> Tensor:
+        """Scales ``[n, size]`` of that axis."""
+        z, _ = self.scales.draw(noise)
+        return z.flatten(1)
+
     def used_scales(self) -> Tensor:
         """Mask of the scales that multiply a weight that varies, ``[*scales.shape]``."""
         shared = [i for i, size in enumerate(self.scales.shape) if size == 1]
@@ -254,6 +266,8 @@ class ScaledGaussian(Leaf):
         return leaf
 
     def _independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if "z" not in noise:  # layers multiply by them
+            return self.loc, self.filled_std()
         z, _ = self.scales.draw(noise["z"])
         return self.moments_given(z)
 

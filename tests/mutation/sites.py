@@ -343,6 +343,27 @@ _STEP = [
         ("conformance/test_loss_terms.py::test_count_gives_the_posterior_of_the_mean_per_example",),
     ),
     Site(
+        "a norm behind the first layer does not make up for the scale of inputs",
+        f"{_OPTIM}/scales.py",
+        "if len(self._layers) == 2 or not",
+        "if len(self._layers) == 1 or not",
+        ("optim/test_scales.py::test_a_norm_beside_the_first_layer_makes_up_for_the_scale",),
+    ),
+    Site(
+        "inputs of layers that are not trained are judged",
+        f"{_OPTIM}/scales.py",
+        "inside(call.weight).requires_grad)",
+        "True)",
+        ("optim/test_scales.py::test_layers_that_are_not_trained_are_passed_over",),
+    ),
+    Site(
+        "a later step looks at inputs and targets again",
+        f"{_OPTIM}/counting.py",
+        "return None if self._done else Notes(",
+        "return Notes(",
+        ("optim/test_scales.py::test_a_captured_step_neither_looks_nor_waits",),
+    ),
+    Site(
         "a call counts again at every backward pass",
         f"{_OPTIM}/counting.py",
         "                fresh.clear()\n",

@@ -361,7 +361,7 @@ _STEP = [
         f"{_OPTIM}/counting.py",
         "return None if self._done else Notes(",
         "return Notes(",
-        ("optim/test_scales.py::test_a_captured_step_neither_looks_nor_waits",),
+        ("optim/test_scales.py::test_raw_pixels_are_warned_of_once",),
     ),
     Site(
         "a call counts again at every backward pass",

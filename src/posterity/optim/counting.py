@@ -251,9 +251,8 @@ class LossTerms:
             inputs: Those of the module's inputs, if they could be counted.
             counted: Whether the user gave ``count=``.
         """
-        if not self._done:
-            self._scales.judge()
         self._done = True
+        self._scales.judge()
         if counted:
             return
         said = batch_size / inputs if inputs and batch_size else 1.0  # of a user who knows better than inputs

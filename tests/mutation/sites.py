@@ -364,6 +364,20 @@ _STEP = [
         ("optim/test_scales.py::test_raw_pixels_are_warned_of_once",),
     ),
     Site(
+        "samples and micro-batches of a loop with elbo() count as steps",
+        "posterity/variational.py",
+        "if self._heard == (now := self._now()):",
+        "if not (now := self._now()):",
+        ("train/test_gradient.py::test_a_loop_with_elbo_at_chance_is_told_so_once",),
+    ),
+    Site(
+        "a resumed loop with elbo() is taken for a fresh one",
+        "posterity/variational.py",
+        "self._watch, self._fresh = None, self.draws == 0",
+        "self._watch, self._fresh = None, True",
+        ("train/test_gradient.py::test_a_loop_with_elbo_that_learns_or_goes_on_is_not_warned_of",),
+    ),
+    Site(
         "a call counts again at every backward pass",
         f"{_OPTIM}/counting.py",
         "                fresh.clear()\n",

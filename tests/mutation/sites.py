@@ -352,7 +352,7 @@ _STEP = [
     Site(
         "inputs of layers that are not trained are judged",
         f"{_OPTIM}/scales.py",
-        "inside(call.weight).requires_grad)",
+        "innermost(call.weight).requires_grad)",
         "True)",
         ("optim/test_scales.py::test_layers_that_are_not_trained_are_passed_over",),
     ),

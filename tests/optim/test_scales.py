@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import posterity
 from conformance import stand_in
-from conformance.rules import Rule, captured_rules, layer_rules, rules
+from conformance.rules import Rule, captured_rules, layer_rules, rules, tensor_rules
 from posterity import ScaleWarning, VariationalOptimizer
 from posterity.train.compiled import CapturedStep
 
@@ -151,6 +151,30 @@ def test_layers_that_are_not_trained_are_passed_over(rule: Rule) -> None:
         return 0 * teacher(x).sum() + F.cross_entropy(model(x / 255), y)
 
     assert not said(lambda: by_closure(model, rule.make(model), loss_fn, 255 * X, LABELS))
+
+
+class ByRows(nn.Module):
+    """Gives its layers one example after another."""
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        super().__init__()
+        self.net, self.transform = net(outputs=1), transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.transform(self.net))(x)
+
+
+@tensor_rules
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, lambda f: lambda row: torch.func.grad(lambda x: f(x).sum())(row)[:1]]
+)
+def test_transforms_of_a_users_own_are_seen_through(rule: Rule, transform: Any, parts: int) -> None:
+    model = ByRows(transform)
+    step = posterity.compile_step(model, squared_loss, rule.make(model), parts=parts)
+    inputs, targets = said(lambda: step(255 * X, 200 * TARGETS))
+    assert f"root mean square of {float((255 * X).square().mean().sqrt()):.3g}," in inputs
+    assert "standardise targets" in targets
 
 
 @captured_rules

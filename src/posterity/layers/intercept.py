@@ -316,7 +316,7 @@ class Intercept(TorchFunctionMode):
         if self._notes is not None and inside(out).requires_grad:
             terms = TERMS[func](*args, **kwargs)
             if terms is not None:
-                self._notes.loss(func.__name__, terms, inside(out).detach())
+                self._notes.loss(func.__name__, terms, out)
         return out
 
     def _layer(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

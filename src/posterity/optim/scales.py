@@ -11,7 +11,7 @@ from posterity.layers.calls import LayerCall
 from posterity.layers.conv import Conv
 from posterity.layers.linear import Linear
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
-from posterity.layers.stacks import inside
+from posterity.layers.stacks import innermost
 
 # At a root mean square of 3 (targets) to 8 (pixels) rules do as well as at 1; at 10 and 30 they no longer do.
 _LARGE = 8.0
@@ -44,17 +44,16 @@ class Scales:
 
     def add_layer(self, call: LayerCall) -> None:
         """Look at a layer, if it is one of the first two whose weights are trained."""
-        if len(self._layers) == 2 or not (call.weight is not None and inside(call.weight).requires_grad):
+        if len(self._layers) == 2 or not (call.weight is not None and innermost(call.weight).requires_grad):
             return
-        x = inside(call.input)
-        if not self._layers and isinstance(call, Linear | Conv) and type(x) is Tensor:
-            self._inputs = x.detach().float().square().mean()
+        if not self._layers and isinstance(call, Linear | Conv) and type(call.input) is Tensor:
+            self._inputs = innermost(call.input).detach().float().square().mean()
         self._layers.append(type(call))
 
     def add_loss(self, name: str, value: Tensor) -> None:
         """Look at a loss, if it is the first that is a mean of squared errors."""
         if name == "mse_loss" and self._errors is None:
-            self._errors = value.detach().float().mean()
+            self._errors = innermost(value).detach().float().mean()
 
     def judge(self) -> None:
         """Warn of what is large; a device is waited for here."""

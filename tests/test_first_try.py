@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from posterity_lab.files import DataError, md5_of
 from posterity_lab.first_try import METHODS, TASKS, trial
 from posterity_lab.first_try.methods import Learner, Setup
 from posterity_lab.first_try.sequences import Transformer
-from posterity_lab.first_try.tasks import Problem, cropped_and_flipped
+from posterity_lab.first_try.tasks import Problem, Task, cropped_and_flipped
 from posterity_lab.first_try.trials import evaluated
 
 POSTERIORS = [method for method in METHODS if method not in ("adamw", "sgd", "bgd-continual")]
@@ -36,13 +37,36 @@ def found(task: str, method: str) -> dict[str, Any]:
 @pytest.mark.parametrize("method", POSTERIORS)
 def test_first_try_is_as_good_as_adamw(method: str, task: str) -> None:
     ours, adamw = found(task, method), found(task, "adamw")
-    assert (ours["failure"], adamw["failure"]) == (None, None)
+    assert (ours["failure"], adamw["failure"], ours["warnings"]) == (None, None, [])
     accuracy, nll = ours["metrics"]["accuracy"], ours["metrics"]["nll"]
     right, examples = adamw["metrics"]["accuracy"], adamw["test_examples"]
     error = math.sqrt(2 * right * (1 - right) / examples)
     assert accuracy >= right - 0.005 - ERRORS * error
     error = math.hypot(ours["metrics"]["nll_error"], adamw["metrics"]["nll_error"])
     assert nll <= adamw["metrics"]["nll"] + ERRORS * error
+
+
+def raw_pixels(seed: int, device: str) -> Problem:
+    problem = TASKS["digits-mlp"](seed, device)
+    stages = tuple(Split(255 * stage.x, stage.y) for stage in problem.stages)
+    return replace(problem, stages=stages, test=Split(255 * problem.test.x, problem.test.y))
+
+
+def raw_targets(seed: int, device: str) -> Problem:
+    x = torch.randn(300, 3, generator=torch.Generator().manual_seed(seed))
+    y = 500 + 200 * x.sum(1, keepdim=True) / 3**0.5
+    train, test = Split(x[:200], y[:200]), Split(x[200:], y[200:])
+    return Problem(lambda: nn.Linear(3, 1), (train,), test, epochs=1, batch_size=16, likelihood="regression")
+
+
+@pytest.mark.parametrize("task", [raw_pixels, raw_targets])
+@pytest.mark.parametrize("method", [method for method in POSTERIORS if method != "laplace"])
+def test_data_as_it_comes_is_warned_of(method: str, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "raw", task)
+    row = trial("raw", method, seed=0, epochs=1, rounds=0)
+    what = {raw_pixels: "inputs", raw_targets: "targets"}[task]
+    assert row["failure"] is None
+    assert [each for each in row["warnings"] if f"standardise {what}" in each] == row["warnings"] != []
 
 
 def test_all_methods_start_and_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:

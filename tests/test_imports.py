@@ -70,6 +70,7 @@ MAY_IMPORT = {
         "layers",
         "names",
         "noise",
+        "objective",
         "optim",
         "posterior",
         "mc",

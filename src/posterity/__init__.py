@@ -15,6 +15,7 @@ from posterity.optim import (
     CountWarning,
     DivergenceWarning,
     NoisyKFAC,
+    ScaleWarning,
     VariationalOptimizer,
 )
 from posterity.posterior import (
@@ -75,6 +76,7 @@ __all__ = [
     "Posterior",
     "Prediction",
     "ScaleMixture",
+    "ScaleWarning",
     "ScaledGaussian",
     "Variational",
     "VariationalOptimizer",

@@ -19,6 +19,8 @@ from torch import Tensor
 from posterity.arguments import NUMBER, TENSOR, WHOLE, Kind, described, is_number, takes
 
 Factor: TypeAlias = float | Callable[[int], float]
+# The attribute of a KL that has the function.
+_HEARD_BY = "_posterity_heard_by"
 _FACTOR = Kind("a number, or a function of the step", lambda factor: is_number(factor) or callable(factor))
 
 
@@ -45,7 +47,15 @@ def elbo(
         raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
     if nll.numel() != 1 and divergence.shape != nll.shape:
         raise ValueError(f"nll is one number, the batch's mean, not {list(nll.shape)}")
+    if nll.requires_grad and nll.numel() == 1 and hasattr(divergence, _HEARD_BY):
+        getattr(divergence, _HEARD_BY)(nll)
     return nll + (factor_at(factor, step) / num_data) * divergence
+
+
+def heard_by(divergence: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
+    """The same KL; a function is called with the NLL of a loop that it comes to."""
+    setattr(divergence, _HEARD_BY, hear)
+    return divergence
 
 
 def refuse_num_data(num_data: int) -> None:

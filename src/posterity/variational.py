@@ -34,7 +34,9 @@ from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
+from posterity.objective import heard_by
 from posterity.optim.presets import TABLE, settings, start_std
+from posterity.optim.watch import LossWatch, noise_of
 from posterity.posterior import (
     ByName,
     Density,
@@ -149,6 +151,9 @@ class Variational(nn.Module):
         self._joined: list[Joined] = []
         self._grouped: tuple[list[Any], list[EndToEnd]] = [], []
         self._versions: list[int] = []
+        self._heard: list[int] = []
+        self._watch: LossWatch | None = None
+        self._fresh = True
         self._runner: tuple[Sampled] | None = None
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
             owner = module.get_submodule(path)
@@ -189,7 +194,11 @@ class Variational(nn.Module):
         The weights are those that were drawn last, if the posterior is as it was then; else others. With an
         estimator that draws none for all examples they are always others, the same for one forward pass.
         """
-        prior = self.prior if prior is None else prior
+        value = self._divergence(self.prior if prior is None else prior)
+        alone = not value.requires_grad or torch.compiler.is_compiling()
+        return value if alone else heard_by(value, self._hear)
+
+    def _divergence(self, prior: Prior) -> Tensor:
         leaf = next(iter(self.posterior.blocks.values()))
         if any(p is not None and is_sharded(p) for p in leaf._parameters.values()):
             raise RuntimeError(
@@ -204,6 +213,18 @@ class Variational(nn.Module):
         at = {"seed": self.seed, "step": self.draws}
         return kl(self.posterior, prior, weights=self._weights, **at, joined=self._joined)
 
+    def _hear(self, nll: Tensor) -> None:
+        """Look at the NLL that a loop adds the KL to: of several in one step, at the first."""
+        capturing = nll.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or torch.compiler.is_compiling():
+            return
+        if self._heard == (now := self._now()):
+            return
+        if self._watch is None:
+            self._watch = loss_watch(self.posterior, "the variational() model", self._fresh)
+        self._heard = now
+        self._watch.follow(nll)
+
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
         return {"seed": self.seed, "draws": self.draws}
@@ -212,10 +233,12 @@ class Variational(nn.Module):
         """Go on from a saved count of draws."""
         self.seed, self.draws = state["seed"], state["draws"]
         self._met = False
+        self._watch, self._fresh = None, self.draws == 0
 
     def __getstate__(self) -> dict[str, Any]:
         # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
-        return {**self.__dict__, "_weights": None, "_joined": [], "_grouped": ([], []), "_runner": None}
+        own: dict[str, Any] = {"_weights": None, "_joined": [], "_grouped": ([], []), "_runner": None}
+        return {**self.__dict__, **own, "_watch": None, "_fresh": self.draws == 0}
 
     def _meet(self) -> None:
         """Before the first draw: let all processes draw by one seed, and refuse those that would not."""
@@ -366,6 +389,23 @@ def variational(
         leaves[name] = _leaf_by(first_match(families, name), p, std)
     return Variational(
         module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim, prior=prior
+    )
+
+
+def loss_watch(posterior: Factorised, name: str, fresh: bool) -> LossWatch:
+    """What looks at the NLLs of a gradient method, and warns by the names of its settings.
+
+    Args:
+        posterior: That is trained.
+        name: Of what is to blame, for messages.
+        fresh: Whether training begins here.
+    """
+    return LossWatch(
+        name,
+        "pass a smaller std_scale to variational(), or lower the KL's factor",
+        lambda: noise_of(posterior.blocks.values()),
+        fresh=fresh,
+        otherwise="try another lr, and norm layers if the net is deep",
     )
 
 

@@ -388,6 +388,48 @@ def test_a_run_at_chance_is_told_so_once(monkeypatch: pytest.MonkeyPatch, graphs
     assert len(all_of) == 1
 
 
+def by_loop(
+    m: Variational, lr: float, steps: int, samples: int = 1, by: Callable[..., Any] = loss_fn
+) -> None:
+    adam = torch.optim.Adam(m.parameters(), lr=lr)
+    for _ in range(steps):
+        adam.zero_grad()
+        for _ in range(samples):
+            (elbo(by(m, *SEPARABLE), m.kl(), num_data=N, factor=0.01) / samples).backward()
+        with torch.no_grad():
+            elbo(by(m, *SEPARABLE), m.kl(), num_data=N)  # a user looks on
+        adam.step()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("estimator", ["weight", "local"])
+def test_a_loop_with_elbo_at_chance_is_told_so_once(samples: int, estimator: Any) -> None:
+    torch.manual_seed(0)
+    m = variational(nn.Linear(4, 2).double(), seed=3, estimator=estimator)
+    by_loop(m, 1e-7, 295, samples)  # a warning would be an error
+    with pytest.warns(DivergenceWarning, match="model has not lowered its loss in 300 steps.*lr") as all_of:
+        by_loop(m, 1e-7, 330, samples)
+    assert len(all_of) == 1
+    assert all_of[0].filename == __file__
+
+
+def test_a_loop_with_elbo_that_learns_or_goes_on_is_not_warned_of() -> None:
+    torch.manual_seed(0)
+    m = variational(nn.Linear(4, 2).double(), seed=3)
+    by_loop(m, 0.05, 520)
+    for again in (copy.deepcopy(m), variational(nn.Linear(4, 2).double())):
+        again.load_state_dict(m.state_dict())
+        by_loop(again, 1e-9, 320, by=lambda m, x, y: 2 + loss_fn(m, x, y))
+
+
+def test_a_loop_with_elbo_that_diverges_is_told_so() -> None:
+    torch.manual_seed(0)
+    m = variational(nn.Linear(4, 2).double(), seed=3)
+    far = lambda m, x, y: loss_fn(m, x, y) * (1.0 if m.draws < 100 else 100.0)  # noqa: E731
+    with pytest.warns(DivergenceWarning, match="seems to diverge.*pass a smaller std_scale"):
+        by_loop(m, 1e-7, 320, by=far)
+
+
 def test_a_kl_that_rises_by_schedule_is_no_divergence() -> None:
     torch.manual_seed(0)
     m = variational(nn.Linear(4, 2).double(), seed=3, std_init=1e-6)

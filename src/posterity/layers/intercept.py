@@ -33,7 +33,7 @@ from posterity.layers.embedding import (
 )
 from posterity.layers.estimators import StandIn, drawn_arguments, estimate
 from posterity.layers.linear import Linear
-from posterity.layers.losses import TERMS
+from posterity.layers.losses import TERMS, Notes
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
 from posterity.layers.passes import Watched, deliver, leaves, tap
 from posterity.layers.stacks import CrossEntropy, MaxPool2d, inside, samples_axis, stack, stacking
@@ -75,7 +75,7 @@ class Intercept(TorchFunctionMode):
 
     Args:
         sinks: By stacked weight; what they take, autograd does not return.
-        losses: Called with the name and the number of terms of every loss that is a mean and wants gradients.
+        notes: Where layers and losses are noted.
         fused: Whether attention may run by fused operations, which have no forward derivatives. Attention
             modules take no fused path of theirs where a mode is entered.
     """
@@ -83,13 +83,13 @@ class Intercept(TorchFunctionMode):
     def __init__(
         self,
         sinks: Mapping[Tensor, Sink] | None = None,
-        losses: Callable[[str, float], None] | None = None,
+        notes: Notes | None = None,
         *,
         fused: bool = True,
     ) -> None:
         super().__init__()
         self._fused = fused
-        self._sinks, self._losses = sinks or {}, losses
+        self._sinks, self._notes = sinks or {}, notes
         self._listeners: list[Listener] = []
         self._watched: dict[int, Watched] = {}
         self._memory: dict[int, list[Watched]] = {}  # the same, by where they lie
@@ -113,6 +113,8 @@ class Intercept(TorchFunctionMode):
         handle = _HANDLERS.get(func)
         if handle is None:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if self._notes is not None and func in LAYERS:
+            self._notes.layer(LAYERS[func](*args, **(kwargs or {})))
         if types and StandIn in types:
             return self._estimated(func, args, kwargs or {})
         return handle(self, func, args, kwargs or {})
@@ -311,10 +313,10 @@ class Intercept(TorchFunctionMode):
 
     def _loss(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = self._operation(func, args, kwargs) if func in OPERATIONS else func(*args, **kwargs)
-        if self._losses is not None and inside(out).requires_grad:
+        if self._notes is not None and inside(out).requires_grad:
             terms = TERMS[func](*args, **kwargs)
             if terms is not None:
-                self._losses(func.__name__, terms)
+                self._notes.loss(func.__name__, terms, out)
         return out
 
     def _layer(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from posterity.layers.calls import LayerCall
 from posterity.layers.stacks import inside, samples_axis, stacking
+
+
+class Notes(NamedTuple):
+    """What a forward pass is noted in.
+
+    Attributes:
+        layer: Called with every known layer.
+        loss: Called with the name of every loss that is a mean and wants gradients, its terms and its value.
+    """
+
+    layer: Callable[[LayerCall], None]
+    loss: Callable[[str, float, Tensor], None]
 
 
 def of_labels(

@@ -32,6 +32,13 @@ def inside(x: Any) -> Any:
     return functorch.get_unwrapped(x) if batched(x) else x
 
 
+def innermost(x: Tensor) -> Tensor:
+    """The tensor below all transforms of torch.func, of which a user's model may have some of its own."""
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
 def samples_axis(x: Tensor | None) -> int | None:
     """Where it has its samples, if it has any."""
     return functorch.maybe_get_bdim(x) if batched(x) else None

@@ -5,6 +5,7 @@ from posterity.optim.counting import CountWarning
 from posterity.optim.ivon import IVON
 from posterity.optim.kfac import KFAC, NoisyKFAC
 from posterity.optim.optimizer import VariationalOptimizer
+from posterity.optim.scales import ScaleWarning
 from posterity.optim.statistics import Statistics
 from posterity.optim.vogn import OGN, VOGN
 from posterity.optim.watch import DivergenceWarning
@@ -18,6 +19,7 @@ __all__ = [
     "CountWarning",
     "DivergenceWarning",
     "NoisyKFAC",
+    "ScaleWarning",
     "Statistics",
     "VariationalOptimizer",
 ]

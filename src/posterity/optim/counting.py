@@ -17,13 +17,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from posterity.arguments import described, is_dense, is_number
 from posterity.layers import Intercept
+from posterity.layers.losses import Notes
+from posterity.optim.scales import Scales
 from posterity.sharding import ShardedModel
 from posterity.torch_private import add_hook, graph_task_id, is_compiled, tree_leaves
 
@@ -34,8 +36,6 @@ _UNKNOWN = (
     "{} needs the number of examples behind each step, and counts them only where its module is called once "
     "before each backward(): pass step(..., batch_size=len(x)), or give the optimiser batch_size= once"
 )
-# The name of a loss and its number of terms.
-Note: TypeAlias = Callable[[str, float], None]
 
 
 class CountWarning(UserWarning):
@@ -205,7 +205,9 @@ class ModuleCalls:
 
 @final
 class LossTerms:
-    """Looks at the losses of an optimiser's first step, and warns of means over other things than examples.
+    """Looks at an optimiser's first step, and warns of losses that are means over other things than examples.
+
+    It warns of inputs and targets that are far from standardised, too.
 
     Args:
         rule: The optimiser's name, for messages.
@@ -213,27 +215,30 @@ class LossTerms:
 
     def __init__(self, rule: str) -> None:
         self._rule, self._done = rule, False
+        self._scales = Scales()
         self.clear()
 
     def clear(self) -> None:
         """Start the next step."""
         self._seen: list[tuple[str, float, float | None]] = []
+        self._scales.clear()
 
-    def note(self, examples: Callable[[], float | None]) -> Note | None:
-        """What to call with losses, given what says their examples; None after the first step."""
-        return None if self._done else partial(self._add, examples)
+    def notes(self, examples: Callable[[], float | None]) -> Notes | None:
+        """Where to note layers and losses, given what says their examples; None after the first step."""
+        return None if self._done else Notes(self._scales.add_layer, partial(self._add, examples))
 
     def watch(
         self, module: nn.Module | None, examples: Callable[[], float | None]
     ) -> AbstractContextManager[object]:
         """Inside, losses of a module's outputs are looked at."""
-        note = self.note(examples)
-        if note is None or (module is not None and is_compiled(module)):
+        notes = self.notes(examples)
+        if notes is None or (module is not None and is_compiled(module)):
             return nullcontext()
-        return Intercept(losses=note)
+        return Intercept(notes=notes)
 
-    def _add(self, examples: Callable[[], float | None], name: str, terms: float) -> None:
+    def _add(self, examples: Callable[[], float | None], name: str, terms: float, value: Tensor) -> None:
         self._seen.append((name, terms, examples()))
+        self._scales.add_loss(name, value)
 
     def judge(self, batch_size: float, inputs: float | None, counted: bool) -> None:
         """Warn, once, of means over other things than examples.
@@ -247,6 +252,7 @@ class LossTerms:
             counted: Whether the user gave ``count=``.
         """
         self._done = True
+        self._scales.judge()
         if counted:
             return
         said = batch_size / inputs if inputs and batch_size else 1.0  # of a user who knows better than inputs

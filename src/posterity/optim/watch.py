@@ -145,12 +145,22 @@ class LossWatch:
         self._roots: list[tuple[float, Tensor]] = []  # of the step that is being taken
         self._heard: list[tuple[int, Sequence[tuple[float, Tensor]]]] = []
 
+    def wanted(self) -> bool:
+        """Whether the loss of the step under way is to be looked at, where that takes time."""
+        if self._step >= _FIRST and self._step % _EVERY:
+            return False
+        return self.fresh and not (self._diverged or (self.losses.count >= _LONG and self.learned))
+
     def listen(self, module: nn.Module | None) -> AbstractContextManager[Roots | None]:
         """A context that gives the roots of backward passes, where this step's are wanted."""
-        if self._step >= _FIRST and self._step % _EVERY:
-            return nullcontext()
-        done = not self.fresh or self._diverged or (self.losses.count >= _LONG and self.learned)
-        return nullcontext() if done or module is None or is_compiled(module) else Roots()
+        deaf = module is None or not self.wanted() or is_compiled(module)
+        return nullcontext() if deaf else Roots()
+
+    def follow(self, loss: Tensor) -> None:
+        """Take the loss of a step that begins, if it is wanted; the one before is over."""
+        self.close()
+        if self.wanted():
+            self.hear([loss.detach().clone()], 1.0)
 
     def hear(self, roots: Sequence[Tensor], weight: float) -> None:
         """Add the roots of one context to the step's loss, which is their weighted sum."""

@@ -30,7 +30,7 @@ from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
 from posterity.optim.pooling import share_buffers
 from posterity.optim.statistics import Accumulator
-from posterity.optim.watch import UNTOUCHED, LossWatch, noise_of
+from posterity.optim.watch import UNTOUCHED
 from posterity.posterior import ByName, Density, Posterior, kl
 from posterity.posterior.matching import prior_of
 from posterity.torch_private import foreach_norm
@@ -40,7 +40,7 @@ from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.partition import blocks_of
 from posterity.train.replays import GradientReplays
 from posterity.train.shares import met, refuse_unlike
-from posterity.variational import Variational
+from posterity.variational import Variational, loss_watch
 
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "lr", "initial_lr")
@@ -102,13 +102,7 @@ class ByGradient(Learner):
         self._met, self._ahead = False, 0
         self._divergence = torch.zeros(())
         self.check()
-        self.watch = LossWatch(
-            type(optimizer).__name__,
-            "pass a smaller std_scale to variational(), or lower the KL's factor",
-            lambda: noise_of(model.posterior.blocks.values()),
-            fresh=model.draws == 0,
-            otherwise="try another lr, and norm layers if the net is deep",
-        )
+        self.watch = loss_watch(model.posterior, type(optimizer).__name__, fresh=model.draws == 0)
 
     # What is drawn and moved.
 

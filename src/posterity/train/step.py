@@ -101,7 +101,7 @@ class TrainStep:
         samples = parts * asked or 1
         learner.sums.parts = parts
         size = self.examples(batch)
-        note = learner.terms.note(lambda: size and size // parts)
+        notes = learner.terms.notes(lambda: size and size // parts)
         for rows in chunks(samples, self.chunk):
             drawn = learner.draw(rows, 1 / samples)
             one = len(rows) == 1
@@ -115,8 +115,8 @@ class TrainStep:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
             wanted = list(leaves.values())
             with ExitStack() as modes:
-                if not one or note is not None or learner.estimates:
-                    modes.enter_context(Intercept(drawn.sinks, note))
+                if not one or notes is not None or learner.estimates:
+                    modes.enter_context(Intercept(drawn.sinks, notes))
                 modes.enter_context(learner.collecting(drawn, stacked=not one))
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}

@@ -1,0 +1,77 @@
+"""Whether inputs and targets are about as large as default settings take them to be: looked at once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import final
+
+from torch import Tensor
+
+from posterity.layers.calls import LayerCall
+from posterity.layers.conv import Conv
+from posterity.layers.linear import Linear
+from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
+from posterity.layers.stacks import innermost
+
+# At a root mean square of 3 (targets) to 8 (pixels) rules do as well as at 1; at 10 and 30 they no longer do.
+_LARGE = 8.0
+_NORMS = (BatchNorm, GroupNorm, LayerNorm)
+
+
+class ScaleWarning(UserWarning):
+    """Inputs or targets are far from standardised, for which default settings are not made.
+
+    Example:
+        >>> warnings.filterwarnings("error", category=ScaleWarning)  # stop at the first step
+    """
+
+
+@final
+class Scales:
+    """Looks at what the first layer gets and at a regression's first errors, and warns of large ones.
+
+    A norm among the first two layers makes up for any scale of inputs, and embeddings have none.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self._layers: list[type[LayerCall]] = []
+        self._inputs: Tensor | None = None
+        self._errors: Tensor | None = None
+
+    def add_layer(self, call: LayerCall) -> None:
+        """Look at a layer, if it is one of the first two whose weights are trained."""
+        if len(self._layers) == 2 or not (call.weight is not None and innermost(call.weight).requires_grad):
+            return
+        if not self._layers and isinstance(call, Linear | Conv) and type(call.input) is Tensor:
+            self._inputs = innermost(call.input).detach().float().square().mean()
+        self._layers.append(type(call))
+
+    def add_loss(self, name: str, value: Tensor) -> None:
+        """Look at a loss, if it is the first that is a mean of squared errors."""
+        if name == "mse_loss" and self._errors is None:
+            self._errors = innermost(value).detach().float().mean()
+
+    def judge(self) -> None:
+        """Warn of what is large; a device is waited for here."""
+        inputs, errors = (
+            0.0 if each is None else float(each) ** 0.5 for each in (self._inputs, self._errors)
+        )
+        if inputs > _LARGE and not any(issubclass(each, _NORMS) for each in self._layers):
+            self._warn(
+                f"the inputs of the first layer have a root mean square of {inputs:.3g}, and default "
+                "settings are made for about 1: standardise inputs by the mean and the std of the training "
+                "data, or divide pixels by 255"
+            )
+        if errors > _LARGE:
+            self._warn(
+                f"mse_loss begins with a root mean square error of {errors:.3g}, and default settings "
+                "are made for about 1: standardise targets by the mean and the std of the training data"
+            )
+
+    @staticmethod
+    def _warn(message: str) -> None:
+        warnings.warn(message, ScaleWarning, stacklevel=8)  # who called step()

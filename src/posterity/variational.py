@@ -197,7 +197,8 @@ class Variational(nn.Module):
                 'after a forward pass, or call register_fsdp_forward_method(model, "kl") once'
             )
         if not self.one_draw:
-            return kl(self.posterior, prior, seed=self.seed, step=self.draws)
+            undrawn = [Joined(each, each.leaf()) for each in self._end_to_end()]
+            return kl(self.posterior, prior, seed=self.seed, step=self.draws, joined=undrawn)
         # Weights of what the posterior was before it changed would give no KL.
         if self._weights is None or self._versions != self._now():
             return kl(self.posterior, prior)
@@ -235,7 +236,7 @@ class Variational(nn.Module):
         return weights
 
     def _draw_one(self) -> dict[str, Tensor]:
-        """The same of one sample, without the leading dimension; diagonal leaves are drawn all at once."""
+        """The same of one sample, without the leading dimension; leaves of one kind are drawn all at once."""
         at: dict[str, Any] = {"seed": self.seed, "step": self._count(), "domain": Domain.TRAIN}
         joined = [each.draw(**at) for each in self._end_to_end()]
         done = {name for each in joined for name in each.blocks.leaves}
@@ -249,7 +250,8 @@ class Variational(nn.Module):
         self._drawn(weights, joined)
         one = {name: each[0] for name, each in weights.items()}
         for each in joined:  # whose blocks are single tensors
-            one |= each.apart()
+            assert each.weights is not None
+            one |= each.blocks.apart(each.weights.flatten())
         return one
 
     def _drawn(self, weights: dict[str, Tensor], joined: list[Joined]) -> None:
@@ -258,7 +260,7 @@ class Variational(nn.Module):
         self._versions = self._now()
 
     def _end_to_end(self) -> list[EndToEnd]:
-        """The diagonal leaves end to end, anew where leaves were replaced, moved or cast."""
+        """Leaves of one kind end to end, anew where leaves were replaced, moved or cast."""
         leaves = self.posterior.blocks
         kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
         if self._grouped[0] != kinds:

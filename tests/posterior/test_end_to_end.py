@@ -35,6 +35,25 @@ def pruned(*_: Any) -> Variational:
     return model
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(9, 6), nn.Unflatten(1, (1, 3)), nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 3, 2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 3)).double()
+
+
+def kernels(*_: Any) -> Variational:
+    model = variational(convolutions(), family=posterity.cfg, std_init=0.2, seed=4)
+    with torch.no_grad():
+        for name in ("2.weight", "4.weight"):
+            model.posterior.block(name).below.normal_()
+    assert ["2.weight", "4.weight"] in [list(each.leaves) for each in model._end_to_end()]
+    return model
+
+
+def pruned_kernels(*_: Any) -> Variational:
+    return Variational(convolutions(), posterity.prune(kernels().posterior, 0.4), seed=4)
+
+
 def mixed(*_: Any) -> Variational:
     model = net()
     model[2].float()
@@ -82,7 +101,7 @@ def wanted(model: Variational) -> list[torch.Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("make", [whole, pruned, mixed, frozen])
+@pytest.mark.parametrize("make", [whole, pruned, mixed, frozen, kernels, pruned_kernels])
 @pytest.mark.parametrize("name", PRIORS)
 def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: Any, name: str) -> None:
     model = make()
@@ -105,6 +124,18 @@ def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: An
     for p, grad in zip(wanted(model), grads, strict=True):
         torch.testing.assert_close(p.grad, grad, **close)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_a_divergence_at_no_drawn_weights_is_that_of_the_leaves_alone(name: str) -> None:
+    model = variational(net(), std_init=0.2, seed=4, estimator="local")
+    prior = PRIORS[name] or copy.deepcopy(whole().posterior).frozen()
+    model(X)
+    found, expected = model.kl(prior), kl(model.posterior, prior, seed=4, step=1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    grads = (torch.autograd.grad(each, wanted(model)) for each in (found, expected))
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_leaves_that_are_replaced_cast_held_or_changed_are_seen() -> None:

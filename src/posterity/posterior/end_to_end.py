@@ -45,7 +45,7 @@ class EndToEnd:
     """Leaves of one family, kind, device and type, end to end.
 
     Args:
-        leaves: By block, each of a single tensor.
+        leaves: By block, each of a single tensor; or any one leaf, which stays as it is.
 
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
@@ -65,6 +65,8 @@ class EndToEnd:
 
     def leaf(self) -> Leaf:
         """All of the weights, as they are now, as one leaf."""
+        if len(self.leaves) == 1:
+            return self._first
         masks = {name: self._mask(name) for name in ("keep", "held")}
         return self._family.end_to_end(list(self.leaves.values()), self._layout, masks)
 

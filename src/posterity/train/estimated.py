@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posterity.layers import Estimator
 from posterity.posterior import Density, DiagonalGaussian, Leaf
+from posterity.posterior.end_to_end import EndToEnd
 from posterity.torch_private import foreach_add_, foreach_copy_, foreach_norm
 from posterity.train.blocks import Diagonal, StepValues
 from posterity.train.families import Other
@@ -112,8 +113,7 @@ class EstimatedOther(Other):
     """A leaf whose layers draw their outputs for each example, through the leaf's own graph.
 
     Args:
-        name: Name of the block.
-        leaf: Its leaf.
+        blocks: The leaf.
         params: The module's parameters that it takes the place of.
         prior: Its prior.
         estimator: ``"local"`` or ``"flipout"``.
@@ -121,14 +121,13 @@ class EstimatedOther(Other):
 
     def __init__(
         self,
-        name: str,
-        leaf: Leaf,
-        params: Sequence[Tensor],
+        blocks: EndToEnd,
+        params: Sequence[Sequence[Tensor]],
         prior: Leaf | Density,
         estimator: Estimator,
     ) -> None:
-        super().__init__(name, leaf, params, prior)
-        self.estimator, self.given = estimator, {name: leaf}
+        super().__init__(blocks, params, prior)
+        self.estimator, self.given = estimator, blocks.leaves
 
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
         """Take gradients in the leaf's parameters."""
@@ -149,6 +148,6 @@ class EstimatedOther(Other):
             grad = grads.get(p)
             self._keep(p, None if grad is None else grad * weight_now)
         if rows.start == 0:
-            value = self._kl(None, 1.0, step)
+            value = self._kl(self.blocks.leaf(), None, 1.0, step)
             if value.requires_grad:
                 self._add([value], [value.new_ones(()) * step.share])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +51,21 @@ def kernels(*_: Any) -> Variational:
     return model
 
 
+def flows(*_: Any) -> Variational:
+    torch.manual_seed(1)
+    model = variational(convolutions(), family=partial(posterity.mnf, hidden=4), std_init=0.2, seed=4)
+    with torch.no_grad():  # at the start all but z0 is next to nothing
+        for p in model.posterior.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    first = model._end_to_end()[0]
+    assert list(first.leaves) == [f"{number}.weight" for number in (0, 2, 4, 6)]
+    return model
+
+
+def pruned_flows(*_: Any) -> Variational:
+    return Variational(convolutions(), posterity.prune(flows().posterior, 0.4), seed=4)
+
+
 def pruned_kernels(*_: Any) -> Variational:
     return Variational(convolutions(), posterity.prune(kernels().posterior, 0.4), seed=4)
 
@@ -93,7 +109,7 @@ def alone(model: Variational, prior: Any) -> tuple[dict[str, torch.Tensor], list
     drawn = q._sample(range(1), model.seed, 0, Domain.TRAIN)
     one = {name: w[0] for name, w in drawn.items()}
     loss = torch.func.functional_call(model.module, one, (X,)).square().mean()
-    loss = loss + 0.1 * kl(q, prior, weights=drawn)
+    loss = loss + 0.1 * kl(q, prior, weights=drawn, seed=model.seed, step=1)
     return {**one, "loss": loss}, torch.autograd.grad(loss, wanted(model), allow_unused=True)
 
 
@@ -101,7 +117,7 @@ def wanted(model: Variational) -> list[torch.Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("make", [whole, pruned, mixed, frozen, kernels, pruned_kernels])
+@pytest.mark.parametrize("make", [whole, pruned, mixed, frozen, kernels, pruned_kernels, flows, pruned_flows])
 @pytest.mark.parametrize("name", PRIORS)
 def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: Any, name: str) -> None:
     model = make()

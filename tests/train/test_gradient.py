@@ -31,6 +31,7 @@ from posterity import (
 )
 from posterity.optim.state import FlatGroup
 from posterity.posterior.kernel import KernelGaussian
+from posterity.posterior.scaled import ScaledGaussian
 from posterity.train import blocks
 from posterity.train.compiled import CapturedStep
 from posterity.train.gradient import ByGradient
@@ -300,15 +301,17 @@ class Pictures(nn.Module):
 
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("prior", ["gaussian", "mixture"])
+@pytest.mark.parametrize("family", [KernelGaussian, ScaledGaussian])
 def test_leaves_of_one_kind_learn_together_what_they_learn_alone(
-    prior: str, samples: int, monkeypatch: pytest.MonkeyPatch
+    family: type[Leaf], prior: str, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make = posterity.cfg if family is KernelGaussian else posterity.mnf
     x, results = torch.randn(12, 12, generator=torch.Generator().manual_seed(1)), []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(KernelGaussian, "kind", None)
+            monkeypatch.setattr(family, "kind", None)
         torch.manual_seed(0)
-        m = variational(Pictures().double(), family=posterity.cfg, std_init=0.1, seed=3)
+        m = variational(Pictures().double(), family=make, std_init=0.1, seed=3)
         opt = OPTIMISERS["Adam"](m.parameters())
         more = {"prior": PRIORS[prior](), "mc_samples": samples, "chunk": 2}
         step = posterity.compile_step(m, loss_fn, opt, num_data=N, **more)

@@ -197,11 +197,19 @@ class _Apart(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.lead = inputs[1].shape[:-1]
+        ctx.sizes, ctx.lead = inputs[0].sizes, inputs[1].shape[:-1]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, torch.cat([grad.reshape(*ctx.lead, -1) for grad in grads], -1)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor]:
+        unused = [size for grad, size in zip(grads, ctx.sizes, strict=True) if grad is None]
+        like = next(grad for grad in grads if grad is not None)
+        zeros = like.new_zeros(*ctx.lead, max(unused, default=0))  # autograd would make some for each part
+        parts = [
+            zeros[..., :size] if grad is None else grad.reshape(*ctx.lead, -1)
+            for grad, size in zip(grads, ctx.sizes, strict=True)
+        ]
+        return None, torch.cat(parts, -1)
 
 
 def largest(numbers: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, described, instance, takes
 from posterity.distributed import World, several
-from posterity.estimators import Sampled, by_block, parameters_of
+from posterity.estimators import Sampled, by_block, parameters_of, together
 from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
@@ -148,6 +148,7 @@ class Variational(nn.Module):
         self._weights: dict[str, Tensor] | None = None
         self._joined: list[Joined] = []
         self._grouped: tuple[list[Any], list[EndToEnd]] = [], []
+        self._estimated: tuple[list[Any], list[EndToEnd]] = [], []
         self._versions: list[int] = []
         self._runner: tuple[Sampled] | None = None
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
@@ -216,7 +217,14 @@ class Variational(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
-        return {**self.__dict__, "_weights": None, "_joined": [], "_grouped": ([], []), "_runner": None}
+        return {
+            **self.__dict__,
+            "_weights": None,
+            "_joined": [],
+            "_grouped": ([], []),
+            "_estimated": ([], []),
+            "_runner": None,
+        }
 
     def _meet(self) -> None:
         """Before the first draw: let all processes draw by one seed, and refuse those that would not."""
@@ -267,6 +275,14 @@ class Variational(nn.Module):
             self._grouped = kinds, end_to_end(leaves)
         return self._grouped[1]
 
+    def _together(self) -> list[EndToEnd]:
+        """Blocks that are drawn at once for layers with estimators."""
+        leaves = self.posterior.blocks
+        kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
+        if self._estimated[0] != kinds:
+            self._estimated = kinds, together(leaves, self.estimators, lambda name: leaves[name].kind)
+        return self._estimated[1]
+
     def _count(self) -> int:
         """The number of this draw."""
         with _drawing:  # two threads must not get the same number
@@ -283,7 +299,7 @@ class Variational(nn.Module):
     def _given(self, samples: range, level: int | None, step: int, ahead: int) -> dict[str, Tensor]:
         """What the module gets for its parameters, by the blocks' estimators."""
         return parameters_of(
-            self.posterior.blocks,
+            self._together(),
             self.posterior.tensors,
             self.estimators,
             samples,

@@ -40,26 +40,25 @@ from posterity.torch_private import (
     tree_unflatten,
 )
 
+_ONE = torch.ones((), device="cpu")  # a kernel on a GPU has it as a number
 Estimator: TypeAlias = Literal["weight", "local", "flipout"]
 
 
 class Draws(Protocol):
-    """The draws of a block in one forward pass, each made when it is first asked for.
+    """The draws of some blocks in one forward pass, each made when it is first asked for.
 
     Attributes:
-        block: Its name.
         estimator: ``"local"`` or ``"flipout"``.
         batch_dim: The axis that counts examples, where a layer leaves a choice.
         transforms: Levels of the transforms of torch.func that the draws are for.
     """
 
-    block: str
     estimator: Estimator
     batch_dim: int
     transforms: list[int]
 
     def values(self) -> Sequence[Tensor]:
-        """One draw of each of the block's tensors."""
+        """One draw of each of the blocks' tensors."""
 
     def parts(self) -> Sequence[tuple[Tensor, Tensor]]:
         """Mean and std of each tensor's weights with local, mean and deviation with flipout."""
@@ -74,12 +73,13 @@ class Drawn:
 
     Args:
         name: Of the parameter.
-        draws: Of its block.
-        index: Its number in the block.
+        block: Name of its block.
+        draws: Of its block, and perhaps others.
+        index: Its number among all tensors of these.
     """
 
-    def __init__(self, name: str, draws: Draws, index: int) -> None:
-        self.name, self.draws, self.index = name, draws, index
+    def __init__(self, name: str, block: str, draws: Draws, index: int) -> None:
+        self.name, self.block, self.draws, self.index = name, block, draws, index
         self.estimator, self.batch_dim = draws.estimator, draws.batch_dim
         self._call: tuple[int, str] | None = None  # examples and signs of the layer that it served
         self._used = False  # as one draw
@@ -139,7 +139,7 @@ class Drawn:
         )
 
     def _instead(self) -> str:
-        return f"estimator={{{self.draws.block!r}: 'weight', '*': {self.estimator!r}}}"
+        return f"estimator={{{self.block!r}: 'weight', '*': {self.estimator!r}}}"
 
 
 @final
@@ -155,13 +155,13 @@ class StandIn(Tensor):
     origin: Tensor
 
     @classmethod
-    def of(cls, drawn: Drawn, shape: Sequence[int], like: Tensor) -> Self:
-        """A stand-in of a shape, of the dtype and on the device of another tensor.
+    def of(cls, drawn: Drawn, shape: Sequence[int], nothing: Tensor) -> Self:
+        """A stand-in of a shape; :func:`nothing` gives what it is made of.
 
         A gradient that reaches it comes from an operation that nobody has seen.
         """
         with outermost(0):
-            empty = torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
+            empty = nothing.detach().expand(shape)
             if torch.is_grad_enabled():
                 empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
             found = empty.as_subclass(cls)
@@ -184,6 +184,12 @@ class StandIn(Tensor):
             for each in drawn:
                 each.use()
         return out
+
+
+def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The number that stand-ins consist of: not one."""
+    with outermost(0):
+        return torch.full((), torch.nan, device=device, dtype=dtype)
 
 
 # Functions that may only ask what a tensor is, by name: attributes, and methods that need no numbers.
@@ -304,7 +310,7 @@ def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
     shape = [1] * (like.dim() + call.folded)
     shape[call.axis], shape[call.channel_axis] = call.examples, like.shape[call.channel_axis]
     noise = drawn.normal(what, shape)
-    signs = torch.ones_like(noise).copysign(noise).to(like.dtype)
+    signs = _ONE.copysign(noise).to(like.dtype)
     if not call.folded:
         return signs
     return signs.expand(like.shape[0] // call.examples, -1, -1).reshape(like.shape)

@@ -71,7 +71,15 @@ class EndToEnd:
         return self._family.end_to_end(list(self.leaves.values()), self._layout, masks)
 
     def noise(
-        self, leaf: Leaf, samples: range, *, seed: int, step: int, domain: Domain, prefix: str = ""
+        self,
+        leaf: Leaf,
+        samples: range,
+        *,
+        seed: int,
+        step: int,
+        domain: Domain,
+        prefix: str = "",
+        but: str | None = None,
     ) -> dict[str, Tensor]:
         """Standard normals for the leaf of all, each by the address that its own leaf would have alone.
 
@@ -82,10 +90,17 @@ class EndToEnd:
             step: Of the noise.
             domain: Of the noise.
             prefix: Of the blocks' names in addresses.
+            but: The name of those that are left out.
         """
+        if len(self.leaves) == 1:
+            (block,) = self.leaves
+            at: dict[str, Any] = {"seed": seed, "step": step, "domain": domain}
+            return leaf.noise(samples, block=f"{prefix}{block}", but=but, **at)
         found: dict[str, Tensor] = {}
         where: dict[str, Any] = {"device": leaf.device, "dtype": leaf.dtype}
         for name, shape in leaf.noise_shapes.items():
+            if name == but:
+                continue
             noise = Noise(
                 samples, self._layout_of(prefix, name), seed=seed, step=step, domain=domain, **where
             )
@@ -102,6 +117,8 @@ class EndToEnd:
 
     def apart(self, values: Tensor) -> dict[str, Tensor]:
         """One value for each weight, ``[..., size]``, by block; leading dimensions stay."""
+        if len(self.leaves) == 1:
+            return {name: values.view(*values.shape[:-1], *leaf.shape) for name, leaf in self.leaves.items()}
         return dict(zip(self.leaves, apart(self._layout, values), strict=True))
 
     def _layout_of(self, prefix: str, name: str) -> Layout:

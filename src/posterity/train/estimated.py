@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from posterity.estimators import together
 from posterity.layers import Estimator
 from posterity.posterior import Density, DiagonalGaussian, Leaf
 from posterity.posterior.end_to_end import EndToEnd
@@ -44,12 +45,17 @@ class EstimatedDiagonal(Diagonal):
         super().__init__(number, leaves, params, priors, at_draw=False)
         self.estimator = estimator
         self._own = [leaf.loc for leaf in self.leaves], [leaf.raw for leaf in self.leaves]
-        self.given = {
+        self._given = {
             name: DiagonalGaussian.made_of(
                 leaf.loc.detach(), leaf.raw.detach(), keep=None, held=None, stores_raw=False
             )
             for name, leaf in leaves.items()
         }
+        self.given = together(self._given, dict.fromkeys(leaves, estimator), lambda _: DiagonalGaussian)
+
+    def names(self) -> list[str]:
+        """Of the blocks."""
+        return list(self._given)
 
     def clear(self) -> None:
         """Start the next step."""
@@ -68,7 +74,7 @@ class EstimatedDiagonal(Diagonal):
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
         """Hand means and stds to the layers, and take gradients in them."""
         moments = zip(*map(self.flat.layout.views, self._moments(rows)), strict=True)
-        for (mean, std), own, given in zip(moments, self.leaves, self.given.values(), strict=True):
+        for (mean, std), own, given in zip(moments, self.leaves, self._given.values(), strict=True):
             given.loc, given.raw = drawn.leaves[own.loc], drawn.leaves[own.raw] = mean, std
             mean.requires_grad_(own.loc.requires_grad)
             std.requires_grad_(own.raw.requires_grad)
@@ -127,7 +133,11 @@ class EstimatedOther(Other):
         estimator: Estimator,
     ) -> None:
         super().__init__(blocks, params, prior)
-        self.estimator, self.given = estimator, blocks.leaves
+        self.estimator, self.given = estimator, [blocks]
+
+    def names(self) -> list[str]:
+        """Of the block."""
+        return list(self.blocks.leaves)
 
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
         """Take gradients in the leaf's parameters."""

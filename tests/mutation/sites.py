@@ -879,7 +879,7 @@ _ESTIMATORS = [
     Site(
         "flipout has no signs",
         "posterity/layers/estimators.py",
-        "signs = torch.ones_like(noise).copysign(noise).to(like.dtype)",
+        "signs = _ONE.copysign(noise).to(like.dtype)",
         "signs = torch.ones_like(noise).to(like.dtype)",
         ("statistical/test_estimators.py::test_examples_are_not_correlated",),
     ),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posterity import noise
-from posterity.layers.estimators import Drawn, Estimator, StandIn, nothing, outermost, transforms
+from posterity.layers.estimators import Drawn, Estimator, StandIn, outermost, transforms
 from posterity.layers.stacks import inside, level_of, stack
 from posterity.names import first_match
 from posterity.noise import Domain
@@ -95,20 +95,24 @@ def parameters_of(
         at: Seed and step of the noise.
     """
     found: dict[str, Tensor] = {}
-    empty: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    served: list[tuple[Drawn, Leaf, torch.Size]] = []
     for group in blocks:
         estimator = estimators[next(iter(group.leaves))]
         draws = BlockDraws(group, estimator, samples, level, batch_dim, ahead, at)
-        owners = [(block, leaf, i) for block, leaf in group.leaves.items() for i in range(len(leaf.shapes))]
-        for index, (block, leaf, i) in enumerate(owners):
-            tensor = tensors[block][i]
-            if estimator == "weight":
-                found[tensor] = draws.values()[index]
-                continue
+        named = [(name, block) for block in group.leaves for name in tensors[block]]
+        if estimator == "weight":
+            found |= zip((name for name, _ in named), draws.values(), strict=True)
+            continue
+        shapes = [(leaf, shape) for leaf in group.leaves.values() for shape in leaf.shapes]
+        drawn = (Drawn(*name, draws, index) for index, name in enumerate(named))
+        served += [(each, *shape) for each, shape in zip(drawn, shapes, strict=True)]
+    nothing: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    with outermost(0):
+        for each, leaf, shape in served:
             key = leaf.device, leaf.dtype
-            if key not in empty:
-                empty[key] = nothing(*key)
-            found[tensor] = StandIn.of(Drawn(tensor, block, draws, index), leaf.shapes[i], empty[key])
+            if key not in nothing:
+                nothing[key] = torch.full((), torch.nan, device=leaf.device, dtype=leaf.dtype)
+            found[each.name] = StandIn.of(each, shape, nothing[key])
     return found
 
 

@@ -163,8 +163,8 @@ class Variational(nn.Module):
         module = self.module if self.training else replica(self.module)
         if self.one_draw:
             return functional_call(module, self._draw_one(), args, kwargs)
+        given = self._given(range(1), None, self._count(), self._ahead(1))
         with Intercept():
-            given = self._given(range(1), None, self._count(), self._ahead(1))
             return functional_call(module, given, args, kwargs)
 
     @takes(samples=WHOLE, chunk=WHOLE)

@@ -35,6 +35,7 @@ from posterity.torch_private import (
     DisableTorchFunctionSubclass,
     functorch,
     temporarily_pop_interpreter_stack,
+    threshold_backward,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -156,15 +157,15 @@ class StandIn(Tensor):
 
     @classmethod
     def of(cls, drawn: Drawn, shape: Sequence[int], nothing: Tensor) -> Self:
-        """A stand-in of a shape; :func:`nothing` gives what it is made of.
+        """A stand-in of a shape, made of a tensor that has one number, NaN.
 
-        A gradient that reaches it comes from an operation that nobody has seen.
+        Made where no transform of torch.func runs. A gradient that reaches it comes from an operation that
+        nobody has seen.
         """
-        with outermost(0):
-            empty = nothing.detach().expand(shape)
-            if torch.is_grad_enabled():
-                empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
-            found = empty.as_subclass(cls)
+        empty = nothing.detach().expand(shape)
+        if torch.is_grad_enabled():
+            empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
+        found = empty.as_subclass(cls)
         found.drawn, found.origin = drawn, empty
         return found
 
@@ -184,12 +185,6 @@ class StandIn(Tensor):
             for each in drawn:
                 each.use()
         return out
-
-
-def nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The number that stand-ins consist of: not one."""
-    with outermost(0):
-        return torch.full((), torch.nan, device=device, dtype=dtype)
 
 
 # Functions that may only ask what a tensor is, by name: attributes, and methods that need no numbers.
@@ -286,7 +281,8 @@ def _with_noise(
     if narrow:  # squares of stds would be zero
         x, std, own = x.float(), std.float(), None if own is None else own.float()
     with torch.autocast(x.device.type, enabled=False) if narrow else nullcontext():
-        variance = _applied(func, call, x.square(), std.square(), None if own is None else own.square())
+        squares = _square(x), _square(std), None if own is None else _square(own)
+        variance = _applied(func, call, *squares)
     root: Tensor = Root.apply(variance)  # type: ignore[no-untyped-call]
     return torch.addcmul(out, root.to(out.dtype), weight.normal("out", out.shape).to(out.dtype))
 
@@ -316,9 +312,40 @@ def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
     return signs.expand(like.shape[0] // call.examples, -1, -1).reshape(like.shape)
 
 
+def _square(x: Tensor) -> Tensor:
+    square: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
+    return square
+
+
+@final
+class Square(torch.autograd.Function):
+    """The square, with half its gradient: :class:`Root` has the other half.
+
+    What lies between is linear, and either would take a pass more over gradients as large as inputs are.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return grad * x
+
+
 @final
 class Root(torch.autograd.Function):
-    """The square root, with no gradient at 0, where padding and pruned weights are, or below, by rounding."""
+    """The square root, with twice its gradient for the sake of :class:`Square`.
+
+    There is none at 0, where padding and pruned weights are, or below, by rounding.
+    """
 
     generate_vmap_rule = True
 
@@ -333,4 +360,5 @@ class Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (root,) = ctx.saved_tensors
-        return torch.where(root > 0, 0.5 * grad / root, 0.0)
+        into: Tensor = threshold_backward(grad / root, root, 0.0)
+        return into

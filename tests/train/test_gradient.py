@@ -533,6 +533,32 @@ def test_replays_equal_the_plain_loop_through_schedules_and_ragged_batches(
     near(*results, rtol=1e-5)  # a graph's learning rates and factors are in single precision
 
 
+@pytest.mark.parametrize("family", [posterity.cfg, posterity.mnf])
+def test_replays_draw_leaves_of_one_kind_as_one(monkeypatch: pytest.MonkeyPatch, family: Any) -> None:
+    made, x = install(monkeypatch), torch.randn(12, 12, generator=torch.Generator().manual_seed(1))
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        m = variational(Pictures().double(), family=family, std_init=0.1, seed=3)
+        opt = torch.optim.Adam(m.parameters(), lr=0.01, fused=True)
+        step = captured(m, opt, mc_samples=2)
+        losses = []
+        for _ in range(6):
+            if graphs:
+                losses.append(step(x, Y))
+                continue
+            opt.zero_grad()
+            outputs = m.outputs(x, samples=2)
+            nll = torch.stack([F.cross_entropy(each, Y) for each in outputs]).mean()
+            loss = elbo(nll, m.kl(), num_data=N)
+            loss.backward()
+            opt.step()
+            losses.append(loss.detach())
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+        assert len(made) == graphs
+    near(*results, rtol=1e-5)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_replay_that_is_not_finite_moves_nothing_and_is_raised_by_the_next(
     monkeypatch: pytest.MonkeyPatch, fused: bool

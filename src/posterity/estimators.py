@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import chain
 from typing import Any, final, get_args
 
 import torch
@@ -20,6 +21,7 @@ from posterity.layers.stacks import inside, level_of, stack
 from posterity.names import first_match
 from posterity.noise import Domain
 from posterity.posterior import Factorised, Leaf
+from posterity.posterior.end_to_end import EndToEnd, alike
 
 
 def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimator]) -> dict[str, Estimator]:
@@ -48,8 +50,29 @@ def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimato
     return found
 
 
+def together(
+    posterior: Mapping[str, Leaf], estimators: Mapping[str, Estimator], kind: Callable[[str], object]
+) -> list[EndToEnd]:
+    """Blocks whose draws are made at once: vectors, which have many layers and few numbers; others alone.
+
+    Args:
+        posterior: Leaves by block.
+        estimators: By block.
+        kind: Of a block: leaves that agree in it may be one; None for one that stays alone.
+    """
+    groups = alike(
+        posterior,
+        lambda name: (
+            (estimators[name], kind(name))
+            if len(posterior[name].shape) < 2 and kind(name) is not None
+            else name
+        ),
+    )
+    return list(map(EndToEnd, groups))
+
+
 def parameters_of(
-    leaves: Mapping[str, Leaf],
+    blocks: Sequence[EndToEnd],
     tensors: Mapping[str, Sequence[str]],
     estimators: Mapping[str, Estimator],
     samples: range,
@@ -62,7 +85,7 @@ def parameters_of(
     """What a model gets for its parameters: one draw, or a stand-in where a block has another estimator.
 
     Args:
-        leaves: By block.
+        blocks: Those that are drawn together have one estimator.
         tensors: The names of every block's tensors.
         estimators: By block.
         samples: Number of the sample, or of all those that vmap stacks.
@@ -72,25 +95,34 @@ def parameters_of(
         at: Seed and step of the noise.
     """
     found: dict[str, Tensor] = {}
-    for name, leaf in leaves.items():
-        draws = BlockDraws(leaf, name, estimators[name], samples, level, batch_dim, ahead, at)
-        names = tensors[name]
-        if estimators[name] == "weight":
-            found |= zip(names, draws.values(), strict=True)
+    served: list[tuple[Drawn, Leaf, torch.Size]] = []
+    for group in blocks:
+        estimator = estimators[next(iter(group.leaves))]
+        draws = BlockDraws(group, estimator, samples, level, batch_dim, ahead, at)
+        named = [(name, block) for block in group.leaves for name in tensors[block]]
+        if estimator == "weight":
+            found |= zip((name for name, _ in named), draws.values(), strict=True)
             continue
-        for index, (tensor, shape) in enumerate(zip(names, leaf.shapes, strict=True)):
-            found[tensor] = StandIn.of(Drawn(tensor, draws, index), shape, leaf.loc)
+        shapes = [(leaf, shape) for leaf in group.leaves.values() for shape in leaf.shapes]
+        drawn = (Drawn(*name, draws, index) for index, name in enumerate(named))
+        served += [(each, *shape) for each, shape in zip(drawn, shapes, strict=True)]
+    nothing: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    with outermost(0):
+        for each, leaf, shape in served:
+            key = leaf.device, leaf.dtype
+            if key not in nothing:
+                nothing[key] = torch.full((), torch.nan, device=leaf.device, dtype=leaf.dtype)
+            found[each.name] = StandIn.of(each, shape, nothing[key])
     return found
 
 
 @final
 class BlockDraws:
-    """The draws of one block in one forward pass; see :class:`posterity.layers.estimators.Draws`."""
+    """The draws of some blocks in one forward pass; see :class:`posterity.layers.estimators.Draws`."""
 
     def __init__(
         self,
-        leaf: Leaf,
-        block: str,
+        blocks: EndToEnd,
         estimator: Estimator,
         samples: range,
         level: int | None,
@@ -98,14 +130,16 @@ class BlockDraws:
         ahead: int,
         at: Mapping[str, Any],
     ) -> None:
-        self.leaf, self.block, self.estimator, self.batch_dim = leaf, block, estimator, batch_dim
-        self.transforms, self.scaled_axis = transforms(), leaf.scaled_axis
+        self.blocks, self.estimator, self.batch_dim = blocks, estimator, batch_dim
+        self._block, self._first = next(iter(blocks.leaves.items()))
+        # Several blocks are vectors, which have no scales.
+        self.transforms, self.scaled_axis = transforms(), self._first.scaled_axis
         self._samples, self._level = samples, level
         self._by_example = range(samples.start + ahead, samples.stop + ahead)
         self._at: dict[str, Any] = {"domain": Domain.TRAIN, **at}
 
     def values(self) -> Sequence[Tensor]:
-        """One draw of each of the block's tensors."""
+        """One draw of each of the blocks' tensors."""
         return self._values
 
     def parts(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -120,12 +154,12 @@ class BlockDraws:
     def scales(self, examples: int) -> Tensor:
         """Scales of ``scaled_axis`` for each example, ``[examples, size]``."""
         with self._outside():
-            drawn = self._normal(f"{self.block}|z", (examples, *self.leaf.noise_shapes["z"]))
-            scales = self.leaf.example_scales(drawn.flatten(0, 1))
+            drawn = self._normal(f"{self._block}|z", (examples, *self._first.noise_shapes["z"]))
+            scales = self._first.example_scales(drawn.flatten(0, 1))
             return self._placed(scales.view(*drawn.shape[:2], scales.shape[1]))
 
     def _normal(self, name: str, shape: Sequence[int]) -> Tensor:
-        like: dict[str, Any] = {"device": self.leaf.device, "dtype": self.leaf.dtype}
+        like: dict[str, Any] = {"device": self._first.device, "dtype": self._first.dtype}
         return noise.normal(self._by_example, shape, block=name, **like, **self._at)
 
     def _outside(self) -> AbstractContextManager[None]:
@@ -133,31 +167,39 @@ class BlockDraws:
         return outermost(len(self.transforms) - (self._level is not None))
 
     @cached_property
+    def _leaf(self) -> Leaf:
+        return self.blocks.leaf()
+
+    @cached_property
     def _values(self) -> list[Tensor]:
         with self._outside():
-            return self._tensors(self.leaf.draw(self._noise()))
+            return self._tensors(self._leaf.draw(self._noise()))
 
     @cached_property
     def _parts(self) -> list[tuple[Tensor, Tensor]]:
         but = set() if self.scaled_axis is None else {"z"}
         with self._outside():
             if self.estimator == "local":
-                parts = self.leaf.independent(self._noise(but={"", *but}))
+                parts = self._leaf.independent(self._noise(but={"", *but}))
             else:
-                parts = self.leaf.deviation(self._noise(but))
+                parts = self._leaf.deviation(self._noise(but))
             return list(zip(*map(self._tensors, parts), strict=True))
 
     def _noise(self, but: Collection[str] = ()) -> dict[str, Tensor]:
-        return self.leaf.noise(self._samples, block=self.block, but=but, **self._at)
+        return self.blocks.noise(self._leaf, self._samples, but=but, **self._at)
 
     def _tensors(self, values: Tensor) -> list[Tensor]:
-        """The block's tensors of values ``[n, *shape]``, or ``shape`` if all samples share them."""
-        tensors = self.leaf.split(values)
-        return list(tensors if values.dim() == len(self.leaf.shape) else map(self._placed, tensors))
+        """The blocks' tensors of values ``[n, *shape]``, or ``shape`` if all samples share them."""
+        shared = values.dim() == len(self._leaf.shape)
+        by_block = self.blocks.apart(values.flatten() if shared else values.flatten(1))
+        leaves = self.blocks.leaves
+        tensors = chain.from_iterable(leaves[name].split(each) for name, each in by_block.items())
+        return list(tensors if shared else map(self._placed, tensors))
 
     def _placed(self, drawn: Tensor) -> Tensor:
         """What has all samples in front as the forward pass has it."""
-        return drawn[0] if self._level is None else stack(drawn, self._level)
+        # By index its gradient would be written into zeros.
+        return drawn.squeeze(0) if self._level is None else stack(drawn, self._level)
 
 
 @final

@@ -136,6 +136,82 @@ class Layout:
                 yield at, place, max(place, low), min(place + width, low + length)
 
 
+def concatenate(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors end to end, in one node of autograd's graph.
+
+    Args:
+        layout: Of them, without padding.
+        tensors: Of its shapes.
+
+    Example:
+        >>> concatenate(of_shapes(((2, 1), (1,))), [torch.ones(2, 1), torch.zeros(1)])
+        tensor([1., 1., 0.])
+    """
+    joined: Tensor = _Concatenate.apply(layout, *tensors)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def apart(layout: Layout, flat: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of :func:`concatenate`; leading dimensions stay.
+
+    Example:
+        >>> [part.shape for part in apart(of_shapes(((2, 1), (1,))), torch.zeros(5, 3))]
+        [torch.Size([5, 2, 1]), torch.Size([5, 1])]
+    """
+    parts: tuple[Tensor, ...] = _Apart.apply(layout, flat)  # type: ignore[no-untyped-call]
+    return parts
+
+
+@lru_cache(maxsize=256)
+def of_shapes(shapes: tuple[tuple[int, ...], ...]) -> Layout:
+    """The layout of blocks without names, and without padding."""
+    return Layout([""] * len(shapes), shapes, align=1)
+
+
+@final
+class _Concatenate(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(layout: Layout, *tensors: Tensor) -> Tensor:
+        return torch.cat([each.reshape(-1) for each in tensors])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.layout = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.layout.views(grad.contiguous())
+
+
+@final
+class _Apart(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(layout: Layout, flat: Tensor) -> tuple[Tensor, ...]:
+        lead = flat.shape[:-1]
+        parts = torch.split(flat, layout.sizes, -1)
+        return tuple(part.view(lead + shape) for part, shape in zip(parts, layout.shapes, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.sizes, ctx.lead = inputs[0].sizes, inputs[1].shape[:-1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor]:
+        unused = [size for grad, size in zip(grads, ctx.sizes, strict=True) if grad is None]
+        like = next(grad for grad in grads if grad is not None)
+        zeros = like.new_zeros(*ctx.lead, max(unused, default=0))  # autograd would make some for each part
+        parts = [
+            zeros[..., :size] if grad is None else grad.reshape(*ctx.lead, -1)
+            for grad, size in zip(grads, ctx.sizes, strict=True)
+        ]
+        return None, torch.cat(parts, -1)
+
+
 def largest(numbers: Tensor) -> Tensor:
     """The size of the largest of some numbers; NaN if one is.
 

@@ -61,6 +61,8 @@ foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
 # A view with a version of its own, which autograd does not take for a view.
 unsafe_view = torch.ops.aten._unsafe_view.default
+# A gradient where a tensor is above a number, and 0 elsewhere, whatever it is there, in one launch.
+threshold_backward = torch.ops.aten.threshold_backward.default
 # Whether the running backward pass keeps its graph, and so what its nodes have saved. Without it we hold what
 # layers report as long as the graph itself lives.
 keeps_graph: Callable[[], bool] = getattr(

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, described, instance, takes
 from posterity.distributed import World, several
-from posterity.estimators import Sampled, by_block, parameters_of
+from posterity.estimators import Sampled, by_block, parameters_of, together
 from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
@@ -150,6 +150,7 @@ class Variational(nn.Module):
         self._weights: dict[str, Tensor] | None = None
         self._joined: list[Joined] = []
         self._grouped: tuple[list[Any], list[EndToEnd]] = [], []
+        self._estimated: tuple[list[Any], list[EndToEnd]] = [], []
         self._versions: list[int] = []
         self._heard: list[int] = []
         self._watch: LossWatch | None = None
@@ -167,8 +168,8 @@ class Variational(nn.Module):
         module = self.module if self.training else replica(self.module)
         if self.one_draw:
             return functional_call(module, self._draw_one(), args, kwargs)
+        given = self._given(range(1), None, self._count(), self._ahead(1))
         with Intercept():
-            given = self._given(range(1), None, self._count(), self._ahead(1))
             return functional_call(module, given, args, kwargs)
 
     @takes(samples=WHOLE, chunk=WHOLE)
@@ -206,7 +207,8 @@ class Variational(nn.Module):
                 'after a forward pass, or call register_fsdp_forward_method(model, "kl") once'
             )
         if not self.one_draw:
-            return kl(self.posterior, prior, seed=self.seed, step=self.draws)
+            undrawn = [Joined(each, each.leaf()) for each in self._end_to_end()]
+            return kl(self.posterior, prior, seed=self.seed, step=self.draws, joined=undrawn)
         # Weights of what the posterior was before it changed would give no KL.
         if self._weights is None or self._versions != self._now():
             return kl(self.posterior, prior)
@@ -237,8 +239,9 @@ class Variational(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
-        own: dict[str, Any] = {"_weights": None, "_joined": [], "_grouped": ([], []), "_runner": None}
-        return {**self.__dict__, **own, "_watch": None, "_fresh": self.draws == 0}
+        own: dict[str, Any] = {"_weights": None, "_joined": [], "_runner": None, "_watch": None}
+        groups: dict[str, Any] = {"_grouped": ([], []), "_estimated": ([], [])}
+        return {**self.__dict__, **own, **groups, "_fresh": self.draws == 0}
 
     def _meet(self) -> None:
         """Before the first draw: let all processes draw by one seed, and refuse those that would not."""
@@ -258,7 +261,7 @@ class Variational(nn.Module):
         return weights
 
     def _draw_one(self) -> dict[str, Tensor]:
-        """The same of one sample, without the leading dimension; diagonal leaves are drawn all at once."""
+        """The same of one sample, without the leading dimension; leaves of one kind are drawn all at once."""
         at: dict[str, Any] = {"seed": self.seed, "step": self._count(), "domain": Domain.TRAIN}
         joined = [each.draw(**at) for each in self._end_to_end()]
         done = {name for each in joined for name in each.blocks.leaves}
@@ -272,7 +275,8 @@ class Variational(nn.Module):
         self._drawn(weights, joined)
         one = {name: each[0] for name, each in weights.items()}
         for each in joined:  # whose blocks are single tensors
-            one |= each.apart()
+            assert each.weights is not None
+            one |= each.blocks.apart(each.weights.flatten())
         return one
 
     def _drawn(self, weights: dict[str, Tensor], joined: list[Joined]) -> None:
@@ -281,12 +285,20 @@ class Variational(nn.Module):
         self._versions = self._now()
 
     def _end_to_end(self) -> list[EndToEnd]:
-        """The diagonal leaves end to end, anew where leaves were replaced, moved or cast."""
+        """Leaves of one kind end to end, anew where leaves were replaced, moved or cast."""
         leaves = self.posterior.blocks
         kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
         if self._grouped[0] != kinds:
             self._grouped = kinds, end_to_end(leaves)
         return self._grouped[1]
+
+    def _together(self) -> list[EndToEnd]:
+        """Blocks that are drawn at once for layers with estimators."""
+        leaves = self.posterior.blocks
+        kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
+        if self._estimated[0] != kinds:
+            self._estimated = kinds, together(leaves, self.estimators, lambda name: leaves[name].kind)
+        return self._estimated[1]
 
     def _count(self) -> int:
         """The number of this draw."""
@@ -304,7 +316,7 @@ class Variational(nn.Module):
     def _given(self, samples: range, level: int | None, step: int, ahead: int) -> dict[str, Tensor]:
         """What the module gets for its parameters, by the blocks' estimators."""
         return parameters_of(
-            self.posterior.blocks,
+            self._together(),
             self.posterior.tensors,
             self.estimators,
             samples,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,40 @@ def pruned(*_: Any) -> Variational:
     model = Variational(net(), posterity.prune(whole().posterior, 0.4), seed=4)
     assert any(leaf.keep is not None for leaf in model.posterior.blocks.values())
     return model
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(9, 6), nn.Unflatten(1, (1, 3)), nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 3, 2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 3)).double()
+
+
+def kernels(*_: Any) -> Variational:
+    model = variational(convolutions(), family=posterity.cfg, std_init=0.2, seed=4)
+    with torch.no_grad():
+        for name in ("2.weight", "4.weight"):
+            model.posterior.block(name).below.normal_()
+    assert ["2.weight", "4.weight"] in [list(each.leaves) for each in model._end_to_end()]
+    return model
+
+
+def flows(*_: Any) -> Variational:
+    torch.manual_seed(1)
+    model = variational(convolutions(), family=partial(posterity.mnf, hidden=4), std_init=0.2, seed=4)
+    with torch.no_grad():  # at the start all but z0 is next to nothing
+        for p in model.posterior.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    first = model._end_to_end()[0]
+    assert list(first.leaves) == [f"{number}.weight" for number in (0, 2, 4, 6)]
+    return model
+
+
+def pruned_flows(*_: Any) -> Variational:
+    return Variational(convolutions(), posterity.prune(flows().posterior, 0.4), seed=4)
+
+
+def pruned_kernels(*_: Any) -> Variational:
+    return Variational(convolutions(), posterity.prune(kernels().posterior, 0.4), seed=4)
 
 
 def mixed(*_: Any) -> Variational:
@@ -74,7 +109,7 @@ def alone(model: Variational, prior: Any) -> tuple[dict[str, torch.Tensor], list
     drawn = q._sample(range(1), model.seed, 0, Domain.TRAIN)
     one = {name: w[0] for name, w in drawn.items()}
     loss = torch.func.functional_call(model.module, one, (X,)).square().mean()
-    loss = loss + 0.1 * kl(q, prior, weights=drawn)
+    loss = loss + 0.1 * kl(q, prior, weights=drawn, seed=model.seed, step=1)
     return {**one, "loss": loss}, torch.autograd.grad(loss, wanted(model), allow_unused=True)
 
 
@@ -82,7 +117,7 @@ def wanted(model: Variational) -> list[torch.Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("make", [whole, pruned, mixed, frozen])
+@pytest.mark.parametrize("make", [whole, pruned, mixed, frozen, kernels, pruned_kernels, flows, pruned_flows])
 @pytest.mark.parametrize("name", PRIORS)
 def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: Any, name: str) -> None:
     model = make()
@@ -105,6 +140,18 @@ def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: An
     for p, grad in zip(wanted(model), grads, strict=True):
         torch.testing.assert_close(p.grad, grad, **close)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_a_divergence_at_no_drawn_weights_is_that_of_the_leaves_alone(name: str) -> None:
+    model = variational(net(), std_init=0.2, seed=4, estimator="local")
+    prior = PRIORS[name] or copy.deepcopy(whole().posterior).frozen()
+    model(X)
+    found, expected = model.kl(prior), kl(model.posterior, prior, seed=4, step=1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    grads = (torch.autograd.grad(each, wanted(model)) for each in (found, expected))
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_leaves_that_are_replaced_cast_held_or_changed_are_seen() -> None:

@@ -30,6 +30,8 @@ from posterity import (
     warmup,
 )
 from posterity.optim.state import FlatGroup
+from posterity.posterior.kernel import KernelGaussian
+from posterity.posterior.scaled import ScaledGaussian
 from posterity.train import blocks
 from posterity.train.compiled import CapturedStep
 from posterity.train.gradient import ByGradient
@@ -279,6 +281,41 @@ def test_leaves_of_any_family_are_drawn_beside_the_diagonal_ones(
         more = {"num_data": N, "mc_samples": samples, "chunk": chunk}
         step = posterity.compile_step(m, loss_fn, opt, prior=p, **more)
         losses = [step(X, Y) if compiled else by_hand(m, opt, p, samples, 1.0, i) for i in range(3)]
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+    near(*results)
+
+
+class Pictures(nn.Module):
+    """Three layers with kernels, one of which has another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Tanh())
+        self.wide, self.fc = nn.Conv2d(2, 2, (1, 3), bias=False), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(
+            self.wide(self.convs(x.double().view(-1, 1, 3, 4).tile(1, 1, 1, 2)[..., :5])).flatten(1)
+        )
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("prior", ["gaussian", "mixture"])
+@pytest.mark.parametrize("family", [KernelGaussian, ScaledGaussian])
+def test_leaves_of_one_kind_learn_together_what_they_learn_alone(
+    family: type[Leaf], prior: str, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = posterity.cfg if family is KernelGaussian else posterity.mnf
+    x, results = torch.randn(12, 12, generator=torch.Generator().manual_seed(1)), []
+    for alone in (False, True):
+        if alone:
+            monkeypatch.setattr(family, "kind", None)
+        torch.manual_seed(0)
+        m = variational(Pictures().double(), family=make, std_init=0.1, seed=3)
+        opt = OPTIMISERS["Adam"](m.parameters())
+        more = {"prior": PRIORS[prior](), "mc_samples": samples, "chunk": 2}
+        step = posterity.compile_step(m, loss_fn, opt, num_data=N, **more)
+        losses = [step(x, Y) for _ in range(3)]
         results.append(everything(m, opt) | {"losses": torch.stack(losses)})
     near(*results)
 
@@ -536,6 +573,32 @@ def test_replays_equal_the_plain_loop_through_schedules_and_ragged_batches(
         for key in [key for key in found if key.startswith("step of")]:
             found[key] = found[key].double()
     near(*results, rtol=1e-5)  # a graph's learning rates and factors are in single precision
+
+
+@pytest.mark.parametrize("family", [posterity.cfg, posterity.mnf])
+def test_replays_draw_leaves_of_one_kind_as_one(monkeypatch: pytest.MonkeyPatch, family: Any) -> None:
+    made, x = install(monkeypatch), torch.randn(12, 12, generator=torch.Generator().manual_seed(1))
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        m = variational(Pictures().double(), family=family, std_init=0.1, seed=3)
+        opt = torch.optim.Adam(m.parameters(), lr=0.01, fused=True)
+        step = captured(m, opt, mc_samples=2)
+        losses = []
+        for _ in range(6):
+            if graphs:
+                losses.append(step(x, Y))
+                continue
+            opt.zero_grad()
+            outputs = m.outputs(x, samples=2)
+            nll = torch.stack([F.cross_entropy(each, Y) for each in outputs]).mean()
+            loss = elbo(nll, m.kl(), num_data=N)
+            loss.backward()
+            opt.step()
+            losses.append(loss.detach())
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+        assert len(made) == graphs
+    near(*results, rtol=1e-5)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -38,33 +38,33 @@ from posterity.torch_private import (
     DisableTorchFunctionSubclass,
     functorch,
     temporarily_pop_interpreter_stack,
+    threshold_backward,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
 
+_ONE = torch.ones((), device="cpu")  # a kernel on a GPU has it as a number
 Estimator: TypeAlias = Literal["weight", "local", "flipout"]
 
 
 class Draws(Protocol):
-    """The draws of a block in one forward pass, each made when it is first asked for.
+    """The draws of some blocks in one forward pass, each made when it is first asked for.
 
     Attributes:
-        block: Its name.
         estimator: ``"local"`` or ``"flipout"``.
         batch_dim: The axis that counts examples, where a layer leaves a choice.
         transforms: Levels of the transforms of torch.func that the draws are for.
         scaled_axis: The axis of weights that each example has scales of, 0 for outputs and 1 for inputs.
     """
 
-    block: str
     estimator: Estimator
     batch_dim: int
     transforms: list[int]
     scaled_axis: int | None
 
     def values(self) -> Sequence[Tensor]:
-        """One draw of each of the block's tensors."""
+        """One draw of each of the blocks' tensors."""
 
     def parts(self) -> Sequence[tuple[Tensor, Tensor]]:
         """Mean and std of each tensor's weights with local, mean and deviation with flipout."""
@@ -82,12 +82,13 @@ class Drawn:
 
     Args:
         name: Of the parameter.
-        draws: Of its block.
-        index: Its number in the block.
+        block: Name of its block.
+        draws: Of its block, and perhaps others.
+        index: Its number among all tensors of these.
     """
 
-    def __init__(self, name: str, draws: Draws, index: int) -> None:
-        self.name, self.draws, self.index = name, draws, index
+    def __init__(self, name: str, block: str, draws: Draws, index: int) -> None:
+        self.name, self.block, self.draws, self.index = name, block, draws, index
         self.estimator, self.batch_dim = draws.estimator, draws.batch_dim
         self._call: tuple[int, str] | None = None  # examples and signs of the layer that it served
         self._used = False  # as one draw
@@ -152,7 +153,7 @@ class Drawn:
         )
 
     def _instead(self) -> str:
-        return f"estimator={{{self.draws.block!r}: 'weight', '*': {self.estimator!r}}}"
+        return f"estimator={{{self.block!r}: 'weight', '*': {self.estimator!r}}}"
 
 
 @final
@@ -168,16 +169,16 @@ class StandIn(Tensor):
     origin: Tensor
 
     @classmethod
-    def of(cls, drawn: Drawn, shape: Sequence[int], like: Tensor) -> Self:
-        """A stand-in of a shape, of the dtype and on the device of another tensor.
+    def of(cls, drawn: Drawn, shape: Sequence[int], nothing: Tensor) -> Self:
+        """A stand-in of a shape, made of a tensor that has one number, NaN.
 
-        A gradient that reaches it comes from an operation that nobody has seen.
+        Made where no transform of torch.func runs. A gradient that reaches it comes from an operation that
+        nobody has seen.
         """
-        with outermost(0):
-            empty = torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
-            if torch.is_grad_enabled():
-                empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
-            found = empty.as_subclass(cls)
+        empty = nothing.detach().expand(shape)
+        if torch.is_grad_enabled():
+            empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
+        found = empty.as_subclass(cls)
         found.drawn, found.origin = drawn, empty
         return found
 
@@ -319,9 +320,9 @@ def _with_noise(
     narrow = torch.float16 in (x.dtype, autocast_dtype(x))
     # Squares of stds would be zero in half precision.
     wide = [each.float() if narrow and each is not None else each for each in (std, own, scales)]
-    squares = (None if each is None else each.square() for each in wide)
+    squares = (None if each is None else _square(each) for each in wide)
     with torch.autocast(x.device.type, enabled=False) if narrow else nullcontext():
-        variance = _applied(func, call, (x.float() if narrow else x).square(), *squares)
+        variance = _applied(func, call, _square(x.float() if narrow else x), *squares)
     root: Tensor = Root.apply(variance)  # type: ignore[no-untyped-call]
     return torch.addcmul(out, root.to(out.dtype), weight.normal("out", out.shape).to(out.dtype))
 
@@ -349,7 +350,7 @@ def _with_signs(
 def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
     """1 or -1 for each example and channel, of inputs or outputs: they broadcast to these."""
     noise = drawn.normal(what, (call.examples, like.shape[call.channel_axis]))
-    return _spread(torch.ones_like(noise).copysign(noise).to(like.dtype), call)
+    return _spread(_ONE.copysign(noise).to(like.dtype), call)
 
 
 def _spread(values: Tensor, call: Multiplying) -> Tensor:
@@ -362,9 +363,40 @@ def _spread(values: Tensor, call: Multiplying) -> Tensor:
     return values.expand(call.input.shape[0] // call.examples, -1, -1).flatten(0, 1)
 
 
+def _square(x: Tensor) -> Tensor:
+    square: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
+    return square
+
+
+@final
+class Square(torch.autograd.Function):
+    """The square, with half its gradient: :class:`Root` has the other half.
+
+    What lies between is linear, and either would take a pass more over gradients as large as inputs are.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return grad * x
+
+
 @final
 class Root(torch.autograd.Function):
-    """The square root, with no gradient at 0, where padding and pruned weights are, or below, by rounding."""
+    """The square root, with twice its gradient for the sake of :class:`Square`.
+
+    There is none at 0, where padding and pruned weights are, or below, by rounding.
+    """
 
     generate_vmap_rule = True
 
@@ -379,4 +411,5 @@ class Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (root,) = ctx.saved_tensors
-        return torch.where(root > 0, 0.5 * grad / root, 0.0)
+        into: Tensor = threshold_backward(grad / root, root, 0.0)
+        return into

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from posterity import noise
 from posterity.arguments import MODULE, WHOLE, described, is_dense, takes
+from posterity.flat import Layout
 
 
 class Run(Protocol):
@@ -258,6 +259,22 @@ class Leaf(nn.Module, ABC):
         """
         mean, deviation = self._deviation(noise)
         return self._settled(mean), self.masked(deviation)
+
+    @property
+    def kind(self) -> object:
+        """Leaves of a family that agree in this may be one by :meth:`end_to_end`; None if it stays alone."""
+        return None
+
+    @classmethod
+    def end_to_end(cls, leaves: Sequence[Self], layout: Layout, masks: Mapping[str, Tensor | None]) -> Self:
+        """Leaves of one kind as one, of the weights ``[size]`` that a layout has, in any shape.
+
+        Args:
+            leaves: Each of a single tensor.
+            layout: Of their weights, without padding.
+            masks: ``keep`` and ``held`` of all weights.
+        """
+        raise NotImplementedError
 
     def copy(self) -> Self:
         """The same distribution in memory of its own."""

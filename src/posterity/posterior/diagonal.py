@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from posterity.arguments import TENSOR, Kind, is_dense, is_number, takes
+from posterity.flat import Layout, concatenate
 from posterity.posterior.base import Leaf
 
 _STD = Kind("a number, or a dense tensor of real numbers", lambda std: is_number(std) or is_dense(std))
@@ -101,6 +102,20 @@ class DiagonalGaussian(Leaf):
         leaf._trainable, leaf.loc, leaf.raw, leaf._std = stores_raw, loc, raw, std
         leaf._buffers.update(keep=keep, held=held)
         return leaf
+
+    @classmethod
+    def end_to_end(cls, leaves: Sequence[Self], layout: Layout, masks: Mapping[str, Tensor | None]) -> Self:
+        """All weights of some leaves in a row."""
+        parts = zip(*((leaf.loc, leaf.raw) for leaf in leaves), strict=True)
+        loc, raw = (concatenate(layout, own) for own in parts)
+        stores_raw = leaves[0].stores_raw
+        std = softplus(raw) if stores_raw else None
+        return cls.made_of(loc, raw, keep=masks["keep"], held=masks["held"], std=std, stores_raw=stores_raw)
+
+    @property
+    def kind(self) -> object:
+        """All that are trained are of one."""
+        return True if self._trainable else None
 
     @property
     def stores_raw(self) -> bool:

@@ -18,7 +18,7 @@ from posterity import noise
 from posterity.arguments import TENSORS, WHOLE, instance, takes
 from posterity.posterior.base import Leaf, Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
-from posterity.posterior.end_to_end import EndToEnd, Joined
+from posterity.posterior.end_to_end import Joined
 from posterity.posterior.factorised import Factorised
 from posterity.posterior.matching import matched
 from posterity.posterior.priors import ByName, Density
@@ -85,7 +85,7 @@ def kl(
         samples: How many, then; and how many a formula gets that needs a draw.
         seed: Makes what is drawn a pure function of it; without one every call draws anew.
         step: Chooses, with the seed, what is drawn.
-        joined: Blocks of q that are there as one leaf, with its weights, which ``weights`` then lacks.
+        joined: Blocks of q that are there as one leaf, some with its weights, which ``weights`` then lacks.
 
     Example:
         >>> from posterity import DiagonalGaussian, IsotropicGaussian
@@ -108,11 +108,12 @@ def kl(
         # A block of several tensors of the prior takes these leaves together already.
         alone = all(pairs.get(name, (None,))[0] is leaf for name, leaf in each.blocks.leaves.items())
         priors = {name: pairs[name][1] for name in each.blocks.leaves} if alone else {}
-        if alone and (whole := one_prior(each.blocks, priors)) is not None:
-            terms.append(leaf_kl(each.leaf, whole, each.weights[None], dict))
+        if alone and (whole := one_prior(each, priors)) is not None:
+            together = partial(each.blocks.noise, each.leaf, **at, prefix="kl|")
+            terms.append(leaf_kl(each.leaf, whole, each.weights, together))
             pairs = {name: pair for name, pair in pairs.items() if name not in priors}
-        else:
-            given |= {name: one[None] for name, one in each.apart().items()}
+        elif each.weights is not None:
+            given |= each.blocks.apart(each.weights.flatten(1))
     if weights is not None and not joined:
         given = q.join(weights)
     elif weights is not None:
@@ -124,12 +125,12 @@ def kl(
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
-def one_prior(blocks: EndToEnd, priors: Mapping[str, Leaf | Density]) -> Leaf | Density | None:
+def one_prior(joined: Joined, priors: Mapping[str, Leaf | Density]) -> Leaf | Density | None:
     """The prior of blocks that are one leaf; None where it must be taken block by block."""
-    whole = blocks.prior([priors[name] for name in blocks.leaves])
+    whole = joined.blocks.prior([priors[name] for name in joined.blocks.leaves], joined.leaf)
     if whole is None:
         return None
-    for name, leaf in blocks.leaves.items():
+    for name, leaf in joined.blocks.leaves.items():
         refuse_misfit(leaf, priors[name])
     return whole if elementwise(whole) else None
 

@@ -1,24 +1,25 @@
-"""Diagonal leaves end to end as one leaf, so that one operation serves all weights of a posterior.
+"""Leaves of one family end to end as one leaf, so that one operation serves all weights of a posterior.
 
 A posterior of a hundred tensors would take a dozen launches for each of them to draw and to take the KL of.
-:class:`EndToEnd` lays their means and their ρ end to end, in one node of autograd's graph each, and takes
-drawn weights apart in one more. What lies between is a :class:`DiagonalGaussian` like any other.
+:class:`EndToEnd` lays what its leaves are made of end to end, in one node of autograd's graph each, and takes
+drawn weights apart in one more. What lies between is a leaf like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast, final
 
 import torch
 from torch import Tensor
 
-from posterity.flat import Layout
+from posterity.flat import Layout, apart
 from posterity.noise import Domain, Noise
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.priors import Density, IsotropicGaussian
 
+L = TypeVar("L", bound=Leaf)
 # Numbers that a CPU works on at once: of more, its cache would hold none when the next operation comes.
 _IN_CACHE = 1 << 18
 # What all masks of a group are made of, and the versions of these.
@@ -26,29 +27,25 @@ _Masks = tuple[Sequence[Tensor | None], list[int]]
 
 
 class Joined(NamedTuple):
-    """Blocks of a posterior as one leaf, and one draw of it.
+    """Blocks of a posterior as one leaf.
 
     Attributes:
         blocks: Those of the posterior.
         leaf: All of their weights; gradients that reach it reach them.
-        weights: Drawn ones, end to end.
+        weights: One draw of it, ``[1, *shape]``, if there is one.
     """
 
     blocks: EndToEnd
-    leaf: DiagonalGaussian
-    weights: Tensor
-
-    def apart(self) -> dict[str, Tensor]:
-        """The weights by block."""
-        return self.blocks.apart(self.weights)
+    leaf: Leaf
+    weights: Tensor | None = None
 
 
 @final
 class EndToEnd:
-    """Trainable diagonal leaves of one device and type, end to end.
+    """Leaves of one family, kind, device and type, end to end.
 
     Args:
-        leaves: By block.
+        leaves: By block, each of a single tensor; or any one leaf, which stays as it is.
 
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
@@ -57,34 +54,84 @@ class EndToEnd:
         (torch.Size([6]), ['a', 'b'])
     """
 
-    def __init__(self, leaves: Mapping[str, DiagonalGaussian]) -> None:
+    def __init__(self, leaves: Mapping[str, Leaf]) -> None:
         self.leaves = dict(leaves)
+        first = next(iter(self.leaves.values()))
+        self._first, self._family = first, type(first)
         self._layout = Layout(list(leaves), [leaf.shape for leaf in leaves.values()], align=1)
+        self._noise: dict[tuple[str, str], Layout] = {}
         self._masks: dict[str, tuple[_Masks, Tensor | None]] = {}
         self._prior: tuple[list[Leaf | Density], list[int], DiagonalGaussian] | None = None
 
-    def leaf(self) -> DiagonalGaussian:
+    def leaf(self) -> Leaf:
         """All of the weights, as they are now, as one leaf."""
-        loc, raw = (
-            cast("Tensor", _Concatenate.apply(self._layout, *parts))  # type: ignore[no-untyped-call]
-            for parts in zip(*((leaf.loc, leaf.raw) for leaf in self.leaves.values()), strict=True)
-        )
-        return DiagonalGaussian.made_of(loc, raw, keep=self._mask("keep"), held=self._mask("held"))
+        if len(self.leaves) == 1:
+            return self._first
+        masks = {name: self._mask(name) for name in ("keep", "held")}
+        return self._family.end_to_end(list(self.leaves.values()), self._layout, masks)
+
+    def noise(
+        self,
+        leaf: Leaf,
+        samples: range,
+        *,
+        seed: int,
+        step: int,
+        domain: Domain,
+        prefix: str = "",
+        but: Collection[str] = (),
+    ) -> dict[str, Tensor]:
+        """Standard normals for the leaf of all, each by the address that its own leaf would have alone.
+
+        Args:
+            leaf: Of all.
+            samples: Their numbers.
+            seed: Of the noise.
+            step: Of the noise.
+            domain: Of the noise.
+            prefix: Of the blocks' names in addresses.
+            but: The names of those that are left out.
+        """
+        if len(self.leaves) == 1:
+            (block,) = self.leaves
+            at: dict[str, Any] = {"seed": seed, "step": step, "domain": domain}
+            return leaf.noise(samples, block=f"{prefix}{block}", but=but, **at)
+        found: dict[str, Tensor] = {}
+        where: dict[str, Any] = {"device": leaf.device, "dtype": leaf.dtype}
+        for name, shape in leaf.noise_shapes.items():
+            if name in but:
+                continue
+            noise = Noise(
+                samples, self._layout_of(prefix, name), seed=seed, step=step, domain=domain, **where
+            )
+            rows = len(samples)
+            values = noise.values if rows == 1 else torch.cat([x.reshape(rows, -1) for x in noise.blocks], 1)
+            found[name] = values.view(rows, *shape)
+        return found
 
     def draw(self, *, seed: int, step: int, domain: Domain) -> Joined:
-        """Weights of the first sample, by the address that each leaf alone would have."""
+        """Weights of the first sample."""
         leaf = self.leaf()
-        at: dict[str, Any] = {"seed": seed, "step": step, "domain": domain}
-        noise = Noise(range(1), self._layout, **at, device=leaf.device, dtype=leaf.dtype)
-        return Joined(self, leaf, leaf.draw(noise.values[None])[0])
+        noise = self.noise(leaf, range(1), seed=seed, step=step, domain=domain)
+        return Joined(self, leaf, leaf.draw(noise))
 
-    def apart(self, flat: Tensor) -> dict[str, Tensor]:
-        """What lies end to end, by block."""
-        parts: tuple[Tensor, ...] = _Apart.apply(self._layout, flat)  # type: ignore[no-untyped-call]
-        return dict(zip(self.leaves, parts, strict=True))
+    def apart(self, values: Tensor) -> dict[str, Tensor]:
+        """One value for each weight, ``[..., size]``, by block; leading dimensions stay."""
+        if len(self.leaves) == 1:
+            return {name: values.view(*values.shape[:-1], *leaf.shape) for name, leaf in self.leaves.items()}
+        return dict(zip(self.leaves, apart(self._layout, values), strict=True))
 
-    def prior(self, priors: Sequence[Leaf | Density]) -> DiagonalGaussian | Density | None:
-        """The blocks' priors as one of all weights; None if there is no one such prior."""
+    def _layout_of(self, prefix: str, name: str) -> Layout:
+        """Of the noise of all blocks that is called so."""
+        found = self._noise.get((prefix, name))
+        if found is None:
+            blocks = [f"{prefix}{block}|{name}" if name else f"{prefix}{block}" for block in self.leaves]
+            shapes = [leaf.noise_shapes[name] for leaf in self.leaves.values()]
+            found = self._noise[prefix, name] = Layout(blocks, shapes, align=1)
+        return found
+
+    def prior(self, priors: Sequence[Leaf | Density], leaf: Leaf) -> DiagonalGaussian | Density | None:
+        """The blocks' priors as one of the leaf of all; None if there is no one such prior."""
         first = priors[0]
         if isinstance(first, Density) and all(prior is first for prior in priors):
             return first
@@ -98,11 +145,11 @@ class EndToEnd:
             return None
         versions = [each._version for prior in fixed for each in _tensors(prior)]
         if self._prior is None or not _same(self._prior[0], priors) or self._prior[1] != versions:
-            self._prior = list(priors), versions, self._side_by_side(fixed)
+            self._prior = list(priors), versions, self._side_by_side(fixed, leaf.shape)
         return self._prior[2]
 
     @torch.no_grad()
-    def _side_by_side(self, priors: Sequence[Any]) -> DiagonalGaussian:
+    def _side_by_side(self, priors: Sequence[Any], shape: torch.Size) -> DiagonalGaussian:
         means, stds, places = [], [], self.leaves.values()
         for prior, leaf in zip(priors, places, strict=True):
             if isinstance(prior, IsotropicGaussian):
@@ -111,7 +158,7 @@ class EndToEnd:
             else:
                 means.append(prior.mean().reshape(-1).to(leaf.loc))
                 stds.append(prior.filled_std().reshape(-1).to(leaf.loc))
-        return DiagonalGaussian(torch.cat(means), torch.cat(stds))
+        return DiagonalGaussian(torch.cat(means).view(shape), torch.cat(stds).view(shape))
 
     def _mask(self, name: str) -> Tensor | None:
         """A mask of all weights, made anew only where a leaf has another; None if no leaf has one."""
@@ -133,30 +180,27 @@ class EndToEnd:
 
 
 def end_to_end(leaves: Mapping[str, Leaf]) -> list[EndToEnd]:
-    """The trainable diagonal ones of some leaves, by device and type; none that would be alone.
+    """Leaves of one family, kind, device and type; none that would be alone.
 
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
         >>> [list(each.leaves) for each in end_to_end(leaves)]
         [['a', 'b']]
     """
-    diagonal = {
-        name: leaf for name, leaf in leaves.items() if type(leaf) is DiagonalGaussian and leaf.stores_raw
-    }
-    return [EndToEnd(some) for some in alike(diagonal, lambda _: None) if len(some) > 1]
+    of_a_kind = {name: leaf for name, leaf in leaves.items() if leaf.kind is not None}
+    groups = alike(of_a_kind, lambda name: (type(leaves[name]), leaves[name].kind))
+    return [EndToEnd(some) for some in groups if len(some) > 1]
 
 
-def alike(
-    leaves: Mapping[str, DiagonalGaussian], kind: Callable[[str], object]
-) -> list[dict[str, DiagonalGaussian]]:
+def alike(leaves: Mapping[str, L], kind: Callable[[str], object]) -> list[dict[str, L]]:
     """Leaves that may be one: of one device, type and kind, and on a CPU no more than its cache holds.
 
     Args:
         leaves: By block.
         kind: Of a block, by its name.
     """
-    groups: list[dict[str, DiagonalGaussian]] = []
-    latest: dict[object, tuple[dict[str, DiagonalGaussian], int]] = {}
+    groups: list[dict[str, L]] = []
+    latest: dict[object, tuple[dict[str, L], int]] = {}
     for name, leaf in leaves.items():
         key, size = (leaf.device, leaf.dtype, kind(name)), leaf.loc.numel()
         group, before = latest.get(key, ({}, 0))
@@ -176,37 +220,3 @@ def _tensors(prior: object) -> list[Tensor]:
 
 def _same(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
-@final
-class _Concatenate(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(layout: Layout, *tensors: Tensor) -> Tensor:
-        return torch.cat([each.reshape(-1) for each in tensors])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.layout = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.layout.views(grad.contiguous())
-
-
-@final
-class _Apart(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(layout: Layout, flat: Tensor) -> tuple[Tensor, ...]:
-        return tuple(layout.views(flat))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.layout = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, torch.cat([grad.reshape(-1) for grad in grads])

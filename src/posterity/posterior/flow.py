@@ -25,6 +25,7 @@ at the std that all families get. Biases are not multiplied.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Self, cast, final
 
 import torch
@@ -34,9 +35,11 @@ from torch.nn.functional import linear, logsigmoid, softplus
 from posterity.posterior.algebra import full_precision
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
+from posterity.posterior.flows import Flows, auxiliary_logs, base_logs, gated, through
 from posterity.posterior.scaled import Conv, Dense, ScaledGaussian, Scales, scale_shape
 
 _GATE = 2.0  # the bias of g at the start: a step then changes little
+_NARROW = 9  # up to 2⁹ scales are padded to the most that a layer of them has
 _SMALL = 0.01  # std of the last layers' weights at the start
 
 
@@ -119,20 +122,24 @@ class Step(nn.Module):
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The next z and the log-determinant ``[n]``."""
-        gate, log_gate, shift = self._parts(z)
-        moved = gate * z + (1.0 - gate) * shift
-        return torch.where(self.mask, z, moved), log_gate.masked_fill(self.mask, 0.0).sum(-1)
+        z, log_gate = gated(z, self.mask, *self._parts(z))
+        return z, log_gate.sum(-1)
 
     def inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The z before, and the log-determinant ``[n]`` of the step from there."""
-        gate, log_gate, shift = self._parts(z)  # of what the mask keeps, which is as it was
+        raw, shift = self._parts(z)  # of what the mask keeps, which is as it was
+        gate = torch.sigmoid(raw)
         before = (z - (1.0 - gate) * shift) / gate
-        return torch.where(self.mask, z, before), log_gate.masked_fill(self.mask, 0.0).sum(-1)
+        return torch.where(self.mask, z, before), logsigmoid(raw).masked_fill(self.mask, 0.0).sum(-1)
 
-    def _parts(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def numbers(self) -> list[Tensor]:
+        """All parameters."""
+        return [self.inner, self.inner_bias, self.gate, self.gate_bias, self.shift, self.shift_bias]
+
+    def _parts(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """What gates are made of, and shifts."""
         hidden = torch.tanh(linear(z.masked_fill(~self.mask, 0.0), self.inner, self.inner_bias))
-        raw = linear(hidden, self.gate, self.gate_bias)
-        return torch.sigmoid(raw), logsigmoid(raw), linear(hidden, self.shift, self.shift_bias)
+        return linear(hidden, self.gate, self.gate_bias), linear(hidden, self.shift, self.shift_bias)
 
 
 @final
@@ -153,7 +160,7 @@ class Auxiliary(nn.Module):
 
     def __init__(self, shape: torch.Size, *, steps: int, hidden: int, like: Tensor) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.hidden = shape, hidden
         self.steps = _steps(shape.numel(), steps, hidden, like)
         for name in ("c", "mean", "b1", "precision", "b2"):
             setattr(self, name, nn.Parameter(like.detach().new_zeros(shape.numel())))
@@ -170,13 +177,11 @@ class Auxiliary(nn.Module):
 
     def log_prob(self, z: Tensor, weights: Tensor) -> Tensor:
         """log r(z | w), ``[n]``."""
-        z, log_det = _through(self.steps, z.flatten(1))
+        z, log_det = through(self.steps, z.flatten(1))
         products = (weights * self.c.reshape(self.shape)).flatten(1)
         a = products.sum(1, keepdim=True) * (len(self.c) / products.shape[1])
-        log_precision = self.precision + self.b2 * torch.tanh(a)
-        error = z - self.mean - self.b1 * a
-        logs = log_precision - log_precision.exp() * error.square() - math.log(2.0 * math.pi)
-        return 0.5 * logs.sum(-1) + log_det
+        logs = auxiliary_logs(z, a, self.mean, self.b1, self.precision, self.b2)
+        return logs.sum(-1) + log_det
 
 
 @final
@@ -208,6 +213,23 @@ class Flow(Scales):
         self.steps = _steps(shape.numel(), steps, hidden, like)
         self.auxiliary = Auxiliary(shape, steps=steps, hidden=2 * hidden, like=like)
 
+    @property
+    def kind(self) -> object:
+        """Steps and hidden units; and sizes, so that padding stays small or is at most as much again."""
+        return len(self.steps), self.hidden, max(_NARROW, (self.shape.numel() - 1).bit_length())
+
+    @classmethod
+    def end_to_end(cls, scales: Sequence[Self], shapes: Sequence[torch.Size]) -> Scales:
+        """Flows side by side."""
+        return Flows(scales, shapes)
+
+    def numbers(self) -> list[Tensor]:
+        """All parameters, in the order of :mod:`posterity.posterior.flows`."""
+        r = self.auxiliary
+        own = [self.centre, self.raw, r.c, r.mean, r.b1, r.precision, r.b2]
+        steps = cast("list[Step]", [*self.steps, *r.steps])
+        return own + [each for step in steps for each in step.numbers()]
+
     @torch.no_grad()
     def start(self, z_std: float = 0.1**0.5) -> Self:
         """Draw masks and weights, with scales around 1."""
@@ -223,7 +245,7 @@ class Flow(Scales):
     def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Scales ``[n, *shape]`` from as many standard normals, and log q(z) ``[n]`` of each."""
         eps = noise.flatten(1)
-        z, log_det = _through(self.steps, torch.addcmul(self.centre, softplus(self.raw), eps))
+        z, log_det = through(self.steps, torch.addcmul(self.centre, softplus(self.raw), eps))
         return z.reshape(noise.shape), self._base(eps) - log_det
 
     @full_precision
@@ -245,8 +267,7 @@ class Flow(Scales):
         return {"steps": len(self.steps), "hidden": self.hidden}
 
     def _base(self, eps: Tensor) -> Tensor:
-        logs = -0.5 * eps.square() - softplus(self.raw).log() - 0.5 * math.log(2.0 * math.pi)
-        return logs.sum(-1)
+        return base_logs(eps, softplus(self.raw)).sum(-1)
 
 
 def _steps(size: int, steps: int, hidden: int, like: Tensor) -> nn.ModuleList:
@@ -259,12 +280,3 @@ def _start(steps: nn.ModuleList) -> None:
         if number % 2 == 0:
             half = torch.randperm(len(step.mask)) < len(step.mask) // 2
         step.start(half if number % 2 == 0 else ~half)
-
-
-def _through(steps: nn.ModuleList, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The flow of some steps, and its log-determinant ``[n]``."""
-    log_det = z.new_zeros(len(z))
-    for step in steps:
-        z, change = step(z)
-        log_det = log_det + change
-    return z, log_det

@@ -147,14 +147,16 @@ def _(q: KernelGaussian, p: KernelGaussian) -> Tensor:
 @register_kl(ScaledGaussian, LogUniform, needs_draw=True)  # ARD's variances cannot follow z
 def _(q: ScaledGaussian, p: OfMarginals | KernelGaussian, noise: Mapping[str, Tensor]) -> Tensor:
     z, log_q = q.scales.draw(noise["z"])
-    gap = log_q - q.scales.log_auxiliary(z, q.given(z, noise))
-    return (_independent_kl(q, *q.moments_given(z), p) + gap).mean()
+    mean, std = q.moments_given(z)
+    gap = log_q - q.scales.log_auxiliary(z, q.around(mean, std, noise))
+    return (_independent_kl(q, mean, std, p) + gap).mean()
 
 
 @register_kl(ScaledGaussian, Density, needs_draw=True)
 def _(q: ScaledGaussian, p: Density, noise: Mapping[str, Tensor]) -> Tensor:
     z, log_q = q.scales.draw(noise["z"])
-    weights, (_, std) = q.given(z, noise), q.moments_given(z)
+    mean, std = q.moments_given(z)
+    weights = q.around(mean, std, noise)
     gap = log_q - q.scales.log_auxiliary(z, weights)
     log_given = -0.5 * noise[""].square() - std.log() - 0.5 * math.log(2.0 * math.pi)
     return (q.total(log_given - p.log_density(weights)) + gap).mean()

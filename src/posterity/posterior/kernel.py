@@ -19,13 +19,14 @@ stds. In those of weights it would be larger than small stds are, and L nearly s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from posterity.flat import Layout, concatenate, of_shapes
 from posterity.posterior.algebra import divided, full_precision
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
@@ -73,6 +74,10 @@ class KernelGaussian(Leaf):
     estimators = frozenset({"weight", "flipout"})
     raw: Tensor
     below: Tensor
+    _row: Tensor
+    _column: Tensor
+    _of_row: Tensor
+    _diagonal: Tensor | None = None
 
     def __init__(self, mean: Tensor, factor: Tensor | float, *, keep: Tensor | None = None) -> None:
         if not mean.is_floating_point():
@@ -100,9 +105,38 @@ class KernelGaussian(Leaf):
                 "torch.linalg.cholesky"
             )
         self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
+        # Row and column of each number of ``below``, and a matrix that sums these by rows.
+        row, column = torch.tril_indices(positions, positions, -1, device=mean.device)
+        of_row = torch.eye(positions, dtype=mean.dtype, device=mean.device)[row]
+        for name, value in (("_row", row), ("_column", column), ("_of_row", of_row)):
+            self.register_buffer(name, value, persistent=False)
         self.raw = nn.Parameter(mean.detach().new_empty(mean.shape))
-        self.below = nn.Parameter(mean.detach().new_empty(len(mean), mean.shape[1], len(self._places())))
+        self.below = nn.Parameter(mean.detach().new_empty(*mean.shape[:2], len(row)))
         self._write(lower if keep is None else _marginal(lower, self.varying.flatten(2)))
+
+    @classmethod
+    def end_to_end(cls, leaves: Sequence[Self], layout: Layout, masks: Mapping[str, Tensor | None]) -> Self:
+        """All kernels of some leaves as those of one output each."""
+        first = leaves[0]
+        kernel = first.shape[2:]
+        loc, raw = (
+            concatenate(layout, parts).view(-1, 1, *kernel)
+            for parts in zip(*((leaf.loc, leaf.raw) for leaf in leaves), strict=True)
+        )
+        taken = tuple(leaf.below.shape for leaf in leaves)
+        below = concatenate(of_shapes(taken), [leaf.below for leaf in leaves])
+        joined = cls.__new__(cls)
+        Leaf.__init__(joined, loc.shape)
+        joined.loc, joined.raw, joined.below = loc, raw, below.view(-1, 1, first.below.shape[-1])
+        own = {name: None if mask is None else mask.view(loc.shape) for name, mask in masks.items()}
+        joined._buffers.update(own, _row=first._row, _column=first._column, _of_row=first._of_row)
+        joined._diagonal = softplus(raw)
+        return joined
+
+    @property
+    def kind(self) -> object:
+        """Kernels of one shape."""
+        return self.shape[2:]
 
     def lower(self) -> Tensor:
         """Lower Cholesky factor of every kernel's covariance, ``[outputs, inputs, P, P]``.
@@ -113,7 +147,7 @@ class KernelGaussian(Leaf):
 
     def diagonal(self) -> Tensor:
         """The diagonal of L, in the block's shape: stds given the weights before them in their kernel."""
-        return softplus(self.raw)
+        return softplus(self.raw) if self._diagonal is None else self._diagonal
 
     def std(self) -> Tensor:
         """Standard deviation of each weight, whatever the others are."""
@@ -121,12 +155,11 @@ class KernelGaussian(Leaf):
 
     def filled_std(self) -> Tensor:
         """The same with more than 0 for weights that do not vary."""
-        variance = self.diagonal().square().flatten(2) + self._strict().square().sum(-1)
-        return variance.sqrt().reshape(self.shape)
+        return self.diagonal() * (1.0 + self._from_before()).sqrt()
 
     def correlation(self) -> Tensor:
         """KL to independent weights with the same means and stds: what the weights know of each other."""
-        return self.total((self.filled_std() / self.diagonal()).log())
+        return 0.5 * self.total(self._from_before().log1p())
 
     @full_precision
     def whitened(self, shift: Tensor) -> Tensor:
@@ -177,27 +210,31 @@ class KernelGaussian(Leaf):
         # L is already that of the marginal.
         return super(KernelGaussian, cls.restore(own, config)).hold(tensors.get("held"))
 
-    def _places(self) -> Tensor:
-        """Where the numbers of ``below`` belong in a kernel's ``P · P``, row after row."""
-        positions = self.shape[2:].numel()
-        places = torch.tril_indices(positions, positions, -1, device=self.device)
-        return places[0] * positions + places[1]
+    def _unit(self) -> Tensor:
+        """``below``, zero where a weight does not vary."""
+        if self.whole:
+            return self.below
+        varying = self.varying.flatten(2)
+        return torch.where(varying[..., self._row] & varying[..., self._column], self.below, 0.0)
+
+    @full_precision
+    def _from_before(self) -> Tensor:
+        """Variance of each weight that comes from those before it, over that which is its own."""
+        return (self._unit().square() @ self._of_row).reshape(self.shape)
 
     def _strict(self) -> Tensor:
         """L below the diagonal, zero elsewhere and where a weight does not vary."""
         positions = self.shape[2:].numel()
         flat = self.below.new_zeros(*self.shape[:2], positions * positions)
-        unit = flat.index_copy(-1, self._places(), self.below)
-        unit = unit.reshape(*self.shape[:2], positions, positions)
-        strict = self.diagonal().flatten(2)[..., None] * unit
-        return strict if self.whole else _among(strict, self.varying.flatten(2))
+        unit = flat.index_copy(-1, self._row * positions + self._column, self._unit())
+        return self.diagonal().flatten(2)[..., None] * unit.reshape(*self.shape[:2], positions, positions)
 
     @torch.no_grad()
     def _write(self, lower: Tensor) -> None:
         """Take on a factor."""
         diagonal = lower.diagonal(0, -2, -1)
         self.raw.copy_(inverse_softplus(diagonal).reshape(self.shape))
-        self.below.copy_((lower / diagonal[..., None]).flatten(2)[..., self._places()])
+        self.below.copy_((lower / diagonal[..., None])[..., self._row, self._column])
 
     @full_precision
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
@@ -208,11 +245,11 @@ class KernelGaussian(Leaf):
 
     def _deviation(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         eps = noise[""]
-        drawn = self.diagonal() * eps
         if not self.below.numel():  # kernels of one weight
-            return self.loc, drawn
-        columns = eps.flatten(3).movedim(0, -1)  # one product for all draws
-        return self.loc, drawn + (self._strict() @ columns).movedim(-1, 0).reshape(eps.shape)
+            return self.loc, self.diagonal() * eps
+        # By numbers of ``below``, of which a whole matrix would have more than twice as many.
+        products = self._unit() * eps.flatten(3).index_select(-1, self._column)
+        return self.loc, self.diagonal() * (eps + (products @ self._of_row).reshape(eps.shape))
 
 
 def _among(lower: Tensor, varying: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ The second is the one for the next prior (Kochurov et al. 2018); both draw z, an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from posterity import noise as noises
+from posterity.flat import Layout, concatenate
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import inverse_softplus
 
@@ -93,6 +94,20 @@ class Scales(nn.Module, ABC):
     def log_prob(self, z: Tensor) -> Tensor:
         """log q(z), ``[n]``, of any scales ``[n, *shape]``."""
 
+    @property
+    def kind(self) -> object:
+        """Scales that agree in this may be one by :meth:`end_to_end`; None if they stay alone."""
+        return None
+
+    @classmethod
+    def end_to_end(cls, scales: Sequence[Self], shapes: Sequence[torch.Size]) -> Scales:
+        """Scales of one kind as one, for weights of these shapes that lie end to end."""
+        raise NotImplementedError
+
+    def spread(self, z: Tensor) -> Tensor:
+        """Scales as :meth:`draw` gives them, so that they broadcast to weights."""
+        return z
+
     def config(self) -> dict[str, Any]:
         """What they are built with beside a shape and a tensor ``like`` (JSON); most have nothing."""
         return {}
@@ -144,6 +159,7 @@ class ScaledGaussian(Leaf):
 
     estimators = frozenset({"weight", "local", "flipout"})
     raw: Tensor
+    _std: Tensor | None = None
 
     def __init__(
         self, mean: Tensor, std: Tensor | float, scales: Scales, *, keep: Tensor | None = None
@@ -165,6 +181,25 @@ class ScaledGaussian(Leaf):
         self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
         self.raw = nn.Parameter(inverse_softplus(spread.expand(mean.shape)).clone())
         self.scales = scales
+
+    @classmethod
+    def end_to_end(cls, leaves: Sequence[Self], layout: Layout, masks: Mapping[str, Tensor | None]) -> Self:
+        """All weights of some leaves in a row."""
+        parts = zip(*((leaf.loc, leaf.raw) for leaf in leaves), strict=True)
+        loc, raw = (concatenate(layout, own) for own in parts)
+        joined = cls.__new__(cls)
+        Leaf.__init__(joined, loc.shape)
+        joined.loc, joined.raw, joined._std = loc, raw, softplus(raw)
+        joined._buffers.update(masks)
+        first = leaves[0].scales
+        joined.scales = first.end_to_end([leaf.scales for leaf in leaves], [leaf.shape for leaf in leaves])
+        return joined
+
+    @property
+    def kind(self) -> object:
+        """That of the scales."""
+        own = self.scales.kind
+        return None if own is None else (type(self.scales), own)
 
     @property
     def noise_shapes(self) -> dict[str, torch.Size]:
@@ -195,16 +230,19 @@ class ScaledGaussian(Leaf):
 
     def filled_std(self) -> Tensor:
         """Standard deviation of each weight given z = 1, also of those that do not vary."""
-        return softplus(self.raw)
+        return softplus(self.raw) if self._std is None else self._std
 
     def moments_given(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Means and stds of the weights for scales, as if all varied."""
-        std = self.filled_std()
+        std, z = self.filled_std(), self.scales.spread(z)
         return z * self.loc, z.abs() * std if self.scales.multiply_stds else std
 
     def given(self, z: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
         """Weights ``[n, *shape]`` for scales and the normals of :meth:`noise`."""
-        mean, std = self.moments_given(z)
+        return self.around(*self.moments_given(z), noise)
+
+    def around(self, mean: Tensor, std: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """The same for the moments that scales give."""
         return self._settled(torch.addcmul(mean, std, noise[""]))
 
     def mean(self) -> Tensor:

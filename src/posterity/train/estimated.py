@@ -12,8 +12,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from posterity.estimators import together
 from posterity.layers import Estimator
 from posterity.posterior import Density, DiagonalGaussian, Leaf
+from posterity.posterior.end_to_end import EndToEnd
 from posterity.torch_private import foreach_add_, foreach_copy_, foreach_norm
 from posterity.train.blocks import Diagonal, StepValues
 from posterity.train.families import Other
@@ -43,12 +45,17 @@ class EstimatedDiagonal(Diagonal):
         super().__init__(number, leaves, params, priors, at_draw=False)
         self.estimator = estimator
         self._own = [leaf.loc for leaf in self.leaves], [leaf.raw for leaf in self.leaves]
-        self.given = {
+        self._given = {
             name: DiagonalGaussian.made_of(
                 leaf.loc.detach(), leaf.raw.detach(), keep=None, held=None, stores_raw=False
             )
             for name, leaf in leaves.items()
         }
+        self.given = together(self._given, dict.fromkeys(leaves, estimator), lambda _: DiagonalGaussian)
+
+    def names(self) -> list[str]:
+        """Of the blocks."""
+        return list(self._given)
 
     def clear(self) -> None:
         """Start the next step."""
@@ -67,7 +74,7 @@ class EstimatedDiagonal(Diagonal):
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
         """Hand means and stds to the layers, and take gradients in them."""
         moments = zip(*map(self.flat.layout.views, self._moments(rows)), strict=True)
-        for (mean, std), own, given in zip(moments, self.leaves, self.given.values(), strict=True):
+        for (mean, std), own, given in zip(moments, self.leaves, self._given.values(), strict=True):
             given.loc, given.raw = drawn.leaves[own.loc], drawn.leaves[own.raw] = mean, std
             mean.requires_grad_(own.loc.requires_grad)
             std.requires_grad_(own.raw.requires_grad)
@@ -112,8 +119,7 @@ class EstimatedOther(Other):
     """A leaf whose layers draw their outputs for each example, through the leaf's own graph.
 
     Args:
-        name: Name of the block.
-        leaf: Its leaf.
+        blocks: The leaf.
         params: The module's parameters that it takes the place of.
         prior: Its prior.
         estimator: ``"local"`` or ``"flipout"``.
@@ -121,14 +127,17 @@ class EstimatedOther(Other):
 
     def __init__(
         self,
-        name: str,
-        leaf: Leaf,
-        params: Sequence[Tensor],
+        blocks: EndToEnd,
+        params: Sequence[Sequence[Tensor]],
         prior: Leaf | Density,
         estimator: Estimator,
     ) -> None:
-        super().__init__(name, leaf, params, prior)
-        self.estimator, self.given = estimator, {name: leaf}
+        super().__init__(blocks, params, prior)
+        self.estimator, self.given = estimator, [blocks]
+
+    def names(self) -> list[str]:
+        """Of the block."""
+        return list(self.blocks.leaves)
 
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
         """Take gradients in the leaf's parameters."""
@@ -149,6 +158,6 @@ class EstimatedOther(Other):
             grad = grads.get(p)
             self._keep(p, None if grad is None else grad * weight_now)
         if rows.start == 0:
-            value = self._kl(None, 1.0, step)
+            value = self._kl(self.blocks.leaf(), None, 1.0, step)
             if value.requires_grad:
                 self._add([value], [value.new_ones(()) * step.share])

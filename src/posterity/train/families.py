@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from itertools import chain
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -13,26 +14,27 @@ from torch import Tensor
 from posterity.noise import Domain
 from posterity.posterior import Density, Leaf
 from posterity.posterior.divergence import formula_of, leaf_kl
+from posterity.posterior.end_to_end import EndToEnd
 from posterity.train.blocks import StepValues, give
 from posterity.train.learner import Drawn
 
 
 class Other(ABC):
-    """A leaf of any family.
+    """Leaves of any family, as one.
 
     Args:
-        name: Name of the block.
-        leaf: Its leaf.
-        params: The module's parameters that it takes the place of.
-        prior: Its prior.
+        blocks: The leaves; a single one may be of several tensors.
+        params: The module's parameters that each takes the place of.
+        prior: The prior of all.
 
     Attributes:
         divergence: The KL, as far as it is known.
-        grads: Gradients of the leaf's own parameters.
+        grads: Gradients of the leaves' own parameters.
     """
 
-    def __init__(self, name: str, leaf: Leaf, params: Sequence[Tensor], prior: Leaf | Density) -> None:
-        self.name, self.leaf, self.params, self.prior = name, leaf, list(params), prior
+    def __init__(self, blocks: EndToEnd, params: Sequence[Sequence[Tensor]], prior: Leaf | Density) -> None:
+        self.blocks, self.by_leaf, self.prior = blocks, list(params), prior
+        self.params = list(chain.from_iterable(params))
         self.clear()
 
     def clear(self) -> None:
@@ -53,10 +55,10 @@ class Other(ABC):
         weight: float,
         step: StepValues,
     ) -> None:
-        """Add the gradients of the leaf's own parameters, of the loss and of the KL."""
+        """Add the gradients of the leaves' own parameters, of the loss and of the KL."""
 
     def finish(self, step: StepValues) -> None:
-        """Give the leaf's parameters their gradients."""
+        """Give the leaves' parameters their gradients."""
         for p, grad in self.grads.items():
             give(p, grad)
 
@@ -65,25 +67,26 @@ class Other(ABC):
         return list(self.grads.values())
 
     def own(self) -> list[Tensor]:
-        """The leaf's parameters that want gradients."""
-        return [p for p in self.leaf.parameters() if p.requires_grad]
+        """The leaves' parameters that want gradients."""
+        return [p for leaf in self.blocks.leaves.values() for p in leaf.parameters() if p.requires_grad]
 
-    def _kl(self, weights: Tensor | None, part: float, step: StepValues) -> Tensor:
-        """The KL, at drawn weights or at a draw of its own; ``part`` of it counts here."""
+    def _kl(self, leaf: Leaf, weights: Tensor | None, part: float, step: StepValues) -> Tensor:
+        """The KL of the leaf of all, at drawn weights or at a draw of its own; ``part`` of it counts here."""
         noise: Callable[[], Mapping[str, Tensor]] = partial(
-            self.leaf.noise,
+            self.blocks.noise,
+            leaf,
             range(1),
-            block=f"kl|{self.name}",
+            prefix="kl|",
             seed=step.at["seed"],
             step=step.at["step"] + 1,  # as Variational.kl() has it, after the draw
             domain=Domain.SAMPLE,
         )
-        value = leaf_kl(self.leaf, self.prior, weights, noise)
+        value = leaf_kl(leaf, self.prior, weights, noise)
         self.divergence = self.divergence + part * value.detach()
         return value
 
     def _add(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Carry gradients in some results on to the leaf's parameters, and add them."""
+        """Carry gradients in some results on to the leaves' parameters, and add them."""
         own = self.own()
         if not ends or not own:
             return
@@ -96,55 +99,78 @@ class Other(ABC):
             self.grads[p] = self.grads[p] + grad if p in self.grads else grad
 
 
+class _Source(NamedTuple):
+    """All leaves as one, and its weights ``[samples, *shape]``."""
+
+    leaf: Leaf
+    weights: Tensor
+
+
 @final
 class DrawnOther(Other):
-    """A leaf whose weights are drawn once for each sample and shared by all examples.
+    """Leaves whose weights are drawn once for each sample and shared by all examples.
 
     Args:
-        name: Name of the block.
-        leaf: Its leaf.
+        blocks: The leaves.
         params: Of the module.
-        prior: Its prior.
+        prior: Of all.
         at_draw: Whether a KL that has no formula is estimated at the weights that the loss sees; else at a
             draw of its own.
     """
 
     def __init__(
-        self, name: str, leaf: Leaf, params: Sequence[Tensor], prior: Leaf | Density, at_draw: bool
+        self, blocks: EndToEnd, params: Sequence[Sequence[Tensor]], prior: Leaf | Density, at_draw: bool
     ) -> None:
-        super().__init__(name, leaf, params, prior)
-        self._at_draw = at_draw and formula_of(type(leaf), type(prior))[0] is None
+        super().__init__(blocks, params, prior)
+        family = type(next(iter(blocks.leaves.values())))
+        self._at_draw = at_draw and formula_of(family, type(prior))[0] is None
 
     @torch.enable_grad()
-    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Tensor:
+    def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> _Source:
         """Weights of some samples."""
-        source = self.leaf.draw(self.leaf.noise(rows, block=self.name, **step.at))
-        for p, part in zip(self.params, self.leaf.split(source), strict=True):
-            own = part.detach()
-            drawn.weights[p] = (own[0] if len(own) == 1 else own).requires_grad_(part.requires_grad)
-        return source
+        leaf = self.blocks.leaf()
+        weights = leaf.draw(self.blocks.noise(leaf, rows, **step.at))
+        by_leaf = self.blocks.apart(weights.detach().flatten(1))
+        for own, params, values in zip(
+            self.blocks.leaves.values(), self.by_leaf, by_leaf.values(), strict=True
+        ):
+            for p, part in zip(params, own.split(values), strict=True):
+                one = part[0] if len(part) == 1 else part
+                drawn.weights[p] = one.detach().requires_grad_(weights.requires_grad)
+        return _Source(leaf, weights)
 
     @torch.enable_grad()
     def absorb(
         self,
         grads: Mapping[Tensor, Tensor | None],
-        source: Tensor,
+        source: _Source,
         rows: range,
         weight: float,
         step: StepValues,
     ) -> None:
-        """Carry gradients at drawn weights on to the leaf's parameters."""
+        """Carry gradients at drawn weights on to the leaves' parameters."""
+        leaf, weights = source
         ends, seeds = list[Tensor](), list[Tensor]()
-        weight_now = weight if step.scale is None else weight * step.scale
-        for p, part in zip(self.params, self.leaf.split(source), strict=True):
-            grad = grads.get(p)
-            if grad is not None and part.requires_grad:
-                ends.append(part)
-                seeds.append(grad.reshape(part.shape) * weight_now)
+        if weights.requires_grad and any(grads.get(p) is not None for p in self.params):
+            ends.append(weights)
+            seeds.append(
+                self._end_to_end(grads, weights) * (weight if step.scale is None else weight * step.scale)
+            )
         if self._at_draw or rows.start == 0:
             part_of = len(rows) * weight if self._at_draw else 1.0
-            value = self._kl(source if self._at_draw else None, part_of, step)
+            value = self._kl(leaf, weights if self._at_draw else None, part_of, step)
             if value.requires_grad:
                 ends.append(value)
                 seeds.append(value.new_ones(()) * (part_of * step.share))
         self._add(ends, seeds)
+
+    def _end_to_end(self, grads: Mapping[Tensor, Tensor | None], weights: Tensor) -> Tensor:
+        """Gradients at drawn weights, as these lie."""
+        rows, found = len(weights), []
+        for own, params in zip(self.blocks.leaves.values(), self.by_leaf, strict=True):
+            parts = []
+            for p, shape in zip(params, own.shapes, strict=True):
+                grad = grads.get(p)
+                parts.append(weights.new_zeros(rows, *shape) if grad is None else grad.reshape(rows, *shape))
+            found.append(own.join(parts).flatten(1))
+        return torch.cat(found, 1).view(weights.shape)

@@ -147,6 +147,7 @@ class ByGradient(Learner):
         with torch.no_grad():  # refuses a prior that does not fit
             kl(q, self._prior, seed=self.model.seed)
         self.blocks = blocks_of(self.model, priors)
+        self._named: dict[str, Tensor] = dict(self.module.named_parameters())
         self._params: list[Tensor] = list(self.module.parameters())
         self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
         self._generation = next(_generations)
@@ -159,14 +160,14 @@ class ByGradient(Learner):
                 made = parameters_of(
                     block.given,
                     self.model.posterior.tensors,
-                    dict.fromkeys(block.given, block.estimator),
+                    dict.fromkeys(block.names(), block.estimator),
                     samples,
                     level=level,
                     batch_dim=self.model.batch_dim,
                     ahead=self._ahead,
                     **self._at,
                 )
-                found |= zip(block.params, made.values(), strict=True)
+                found |= {self._named[name]: value for name, value in made.items()}
         origins = (each.origin for each in found.values() if isinstance(each, StandIn))
         self._origins += [each for each in origins if each.requires_grad]
         return found

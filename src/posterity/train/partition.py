@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from posterity.optim.state import FlatGroup, zero
-from posterity.posterior import DiagonalGaussian
+from posterity.posterior import Density, DiagonalGaussian
 from posterity.posterior.divergence import elementwise
-from posterity.posterior.end_to_end import alike
+from posterity.posterior.end_to_end import EndToEnd, alike
 from posterity.posterior.matching import Prior
 from posterity.train.blocks import Diagonal, DrawnDiagonal
 from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         diagonal: Diagonal leaves, end to end.
-        other: Leaves of other families, and with priors of several weights, one by one.
+        other: Leaves of other families, end to end by kind; and those with priors of several weights.
         plain: Parameters that are not drawn, end to end.
     """
 
@@ -54,12 +54,22 @@ def blocks_of(model: Variational, priors: Mapping[str, Prior]) -> Blocks:
         if type(leaf) is DiagonalGaussian and leaf.stores_raw and elementwise(priors[name])
     }
 
+    def alone(name: str) -> str | None:
+        leaf = q.blocks[name]
+        return name if leaf.device.type == "cpu" and leaf.loc.numel() > _LARGE else None
+
     def kind(name: str) -> object:
         leaf, prior = flat[name], priors[name]
         masks = leaf.keep is None, leaf.held is None
         family = DiagonalGaussian if isinstance(prior, DiagonalGaussian) else id(prior)
-        large = leaf.device.type == "cpu" and leaf.loc.numel() > _LARGE
-        return (*masks, family, estimators[name], name if large else None)
+        return (*masks, family, estimators[name], alone(name))
+
+    def other_kind(name: str) -> object:
+        leaf, prior = left[name], priors[name]
+        together = leaf.whole and estimators[name] == "weight" and isinstance(prior, Density)
+        if leaf.kind is None or not (together and elementwise(prior)):
+            return name
+        return type(leaf), leaf.kind, id(prior), alone(name)
 
     diagonal: list[Diagonal] = []
     for number, group in enumerate(alike(flat, kind)):
@@ -67,12 +77,13 @@ def blocks_of(model: Variational, priors: Mapping[str, Prior]) -> Blocks:
         estimator = estimators[next(iter(group))]
         one = estimator == "weight"  # one draw for all examples
         diagonal.append(DrawnDiagonal(*given, at_draw) if one else EstimatedDiagonal(*given, estimator))
+    left = {name: leaf for name, leaf in q.blocks.items() if name not in flat}
     other: list[Other] = []
-    for name, leaf in q.blocks.items():
-        if name not in flat:
-            block = name, leaf, [params[each] for each in q.tensors[name]], priors[name]
-            one = estimators[name] == "weight"
-            other.append(DrawnOther(*block, at_draw) if one else EstimatedOther(*block, estimators[name]))
+    for some in alike(left, other_kind):
+        name = next(iter(some))
+        block = EndToEnd(some), [[params[each] for each in q.tensors[own]] for own in some], priors[name]
+        one = estimators[name] == "weight"
+        other.append(DrawnOther(*block, at_draw) if one else EstimatedOther(*block, estimators[name]))
     drawn = q.shapes()
     return Blocks(diagonal, other, _plain({name: p for name, p in params.items() if name not in drawn}))
 

@@ -1,0 +1,321 @@
+"""Flows of several layers side by side, so that one operation serves all of them (MNF).
+
+What the layers have is padded to that of the largest, with scales that stay as they are, and every product of
+a flow becomes a stack of products. The weights of all layers lie end to end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from posterity.flat import Layout, of_shapes
+from posterity.posterior.algebra import full_precision
+from posterity.posterior.scaled import Scales
+
+
+class Stack(NamedTuple):
+    """A step of all flows: masks ``[L, 1, W]`` of what stays, and of what moves, and the layers' numbers."""
+
+    stays: Tensor
+    moves: Tensor
+    inner: Tensor
+    inner_bias: Tensor
+    outer: Tensor
+    outer_bias: Tensor
+
+    def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The next z ``[L, n, W]``, and the log-determinant ``[n]`` of all flows together."""
+        hidden = torch.baddbmm(self.inner_bias, z.masked_fill(self.moves, 0.0), self.inner.mT).tanh()
+        both = torch.baddbmm(self.outer_bias, hidden, self.outer.mT)
+        raw, shift = torch.split(both, z.shape[-1], -1)
+        z, log_gate = gated(z, self.stays, raw, shift)
+        return z, log_gate.sum((0, -1))
+
+
+def gated(z: Tensor, stays: Tensor, raw: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """``g ⊙ z + (1 − g) ⊙ t`` and log g of g = sigmoid(raw), which is 1 where z stays."""
+    raw = raw.masked_fill(stays, math.inf)
+    return torch.lerp(shift, z, torch.sigmoid(raw)), torch.nn.functional.logsigmoid(raw)
+
+
+def through(steps: Iterable[Any], z: Tensor) -> tuple[Tensor, Tensor | float]:
+    """The flow of some steps, and its log-determinant ``[n]``; 0 of none."""
+    log_det: Tensor | float = 0.0
+    for step in steps:
+        z, change = step(z)
+        log_det = log_det + change
+    return z, log_det
+
+
+def base_logs(eps: Tensor, std: Tensor) -> Tensor:
+    """log N of ``std · eps`` around its mean."""
+    return -0.5 * eps.square() - std.log() - 0.5 * math.log(2.0 * math.pi)
+
+
+def auxiliary_logs(z: Tensor, a: Tensor, mean: Tensor, b1: Tensor, precision: Tensor, b2: Tensor) -> Tensor:
+    """log N(z; mean + b1 · a, 1 / precision) with log-precisions ``precision + b2 · tanh(a)``."""
+    log_precision = precision + b2 * torch.tanh(a)
+    error = z - mean - b1 * a
+    return 0.5 * (log_precision - log_precision.exp() * error.square() - math.log(2.0 * math.pi))
+
+
+@final
+class Flows(Scales):
+    """The scales of several layers: one row each of ``[L, n, W]``, W as many as the largest layer has.
+
+    Args:
+        flows: Of single layers, with as many steps and hidden units each.
+        shapes: Of the layers' weights.
+    """
+
+    def __init__(self, flows: Sequence[Any], shapes: Sequence[torch.Size]) -> None:
+        super().__init__(torch.Size([sum(flow.shape.numel() for flow in flows)]))
+        first = flows[0]
+        form = Form(len(first.steps), len(first.auxiliary.steps), first.hidden, first.auxiliary.hidden)
+        self.places = _places(
+            tuple(flow.shape for flow in flows), tuple(shapes), form, first.raw.device, first.raw.dtype
+        )
+        steps = [step for flow in flows for step in (*flow.steps, *flow.auxiliary.steps)]
+        masks = torch.cat([*(step.mask for step in steps), self.places.real.new_ones(1)])
+        stays = masks.take(self.places.masks)
+        numbers = [each for flow in flows for each in flow.numbers()]
+        padded: Any = _Padded.apply(self.places, of_shapes(tuple(each.shape for each in numbers)), *numbers)  # type: ignore[no-untyped-call]
+        self.values = dict(zip(self.places.shapes, padded, strict=True))
+        stacks = [
+            Stack(*masks, *(self.values[f"{number}.{name}"] for name in Stack._fields[2:]))
+            for number, masks in enumerate(zip(stays, ~stays, strict=True))
+        ]
+        self.steps, self.of_auxiliary = stacks[: form.steps], stacks[form.steps :]
+        self.std = softplus(self.values["raw"])
+
+    @full_precision
+    def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales ``[L, n, W]`` from normals ``[n, size]``, and log q(z) ``[n]`` of all of a draw."""
+        eps = self.places.rows(noise)
+        z, log_det = through(self.steps, torch.addcmul(self.values["centre"], self.std, eps))
+        return z, self._total(base_logs(eps, self.std)) - log_det
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Of flows one by one only."""
+        raise NotImplementedError
+
+    @full_precision
+    def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
+        """log r(z | w), ``[n]``, of weights ``[n, size]``."""
+        z, log_det = through(self.of_auxiliary, z)
+        sums: Tensor = _Sums.apply(weights, self.places)  # type: ignore[no-untyped-call]
+        a = (sums * self.values["c"]).sum(-1, keepdim=True) * self.places.share
+        own = (self.values[name] for name in ("mean", "b1", "precision", "b2"))
+        return self._total(auxiliary_logs(z, a, *own)) + log_det
+
+    def spread(self, z: Tensor) -> Tensor:
+        """The scale of each weight, ``[n, size]``."""
+        each: Tensor = _Spread.apply(z, self.places)  # type: ignore[no-untyped-call]
+        return each
+
+    def _total(self, logs: Tensor) -> Tensor:
+        """The sum ``[n]`` over scales, without padding."""
+        return torch.where(self.places.real, logs, 0.0).sum((0, -1))
+
+
+class Form(NamedTuple):
+    """Steps and hidden units of a flow and of its auxiliary density."""
+
+    steps: int
+    auxiliary_steps: int
+    hidden: int
+    auxiliary_hidden: int
+
+
+@final
+class Places:
+    """Where the numbers of flows lie in padded stacks, and which scale each weight has.
+
+    Args:
+        scales: Shapes of the layers' scales.
+        weights: Shapes of their weights.
+        form: Of the flows.
+        device: Where indices are wanted.
+        dtype: Of the flows.
+
+    Attributes:
+        shapes: Of the padded stacks, by name.
+        index: For each number of the padded stacks, end to end, its place in the flows' own; the padding has
+            the place behind the last of these, where there is a zero.
+        back: The inverse.
+        owners: Number of the stack that each of the flows' tensors is in.
+        masks: The same for the masks of all steps, ``[steps, L, 1, W]``.
+        real: What is no padding, ``[L, 1, W]``.
+        share: One over the number of weights that a scale has, ``[L, 1, 1]``.
+    """
+
+    def __init__(
+        self,
+        scales: Sequence[torch.Size],
+        weights: Sequence[torch.Size],
+        form: Form,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.scales, self.weights = scales, weights
+        sizes = [shape.numel() for shape in scales]
+        self.count, self.wide = len(sizes), max(sizes)
+        self.shapes = _shapes(self.count, self.wide, form)
+        starts = Layout(list(self.shapes), list(self.shapes.values()), align=1)
+        index = torch.full((starts.size,), -1)
+        stacks = dict(zip(self.shapes, starts.views(index), strict=True))
+        end, self.owners = 0, list[int]()
+        for row, size in enumerate(sizes):
+            for name, part in _parts(stacks, row, size, form):
+                self.owners.append(list(self.shapes).index(name))
+                part.copy_(torch.arange(end, end + part.numel()).view(part.shape))
+                end += part.numel()
+        back = torch.empty(end, dtype=torch.long)
+        inside = (index >= 0).nonzero().squeeze(1)
+        back[index[inside]] = inside
+        self.parts = list(self.shapes.values())
+        self.sizes = starts.sizes
+        self.index, self.back = torch.where(index < 0, end, index).to(device), back.to(device)
+
+        steps = form.steps + form.auxiliary_steps
+        masks = torch.full((steps, self.count, 1, self.wide), steps * sum(sizes))
+        rows, real = torch.zeros(self.count, self.wide, dtype=torch.long), masks[0] < 0
+        at, first = [], 0
+        for row, size in enumerate(sizes):
+            own = torch.arange(first, first + size)
+            masks[:, row, 0, :size] = steps * first + torch.arange(steps * size).view(steps, size)
+            rows[row, :size], real[row, :, :size] = own, True
+            at.append((own - first + row * self.wide).view(scales[row]).expand(weights[row]).reshape(-1))
+            first += size
+        self.masks, self.real = masks.to(device), real.to(device)
+        self._rows, self._at = rows.view(-1).to(device), torch.cat(at).to(device)
+        per = [size / shape.numel() for size, shape in zip(sizes, weights, strict=True)]
+        self.share = torch.tensor(per, dtype=dtype).view(-1, 1, 1).to(device)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """``[L, n, W]`` of one value for each scale, ``[n, size]``; any number where there is padding."""
+        return values.index_select(1, self._rows).view(len(values), self.count, self.wide).transpose(0, 1)
+
+    def spread(self, z: Tensor) -> Tensor:
+        """The scale of each weight, ``[n, size]``."""
+        return z.transpose(0, 1).flatten(1).index_select(1, self._at)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums ``[L, n, W]`` over the weights of each scale: the adjoint of :meth:`spread`."""
+        found = []
+        parts = torch.split(values, [shape.numel() for shape in self.weights], 1)
+        for part, shape, scales in zip(parts, self.weights, self.scales, strict=True):
+            shared = [axis for axis, size in enumerate(scales, 1) if size == 1]
+            each = part.reshape(-1, *shape)
+            found.append((each.sum(shared) if shared else each).flatten(1))
+        return self.rows(torch.cat(found, 1))
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _places(
+    scales: tuple[torch.Size, ...],
+    weights: tuple[torch.Size, ...],
+    form: Form,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Places:
+    return Places(scales, weights, form, device, dtype)
+
+
+_VECTORS = ("centre", "raw", "c", "mean", "b1", "precision", "b2")
+
+
+def _shapes(count: int, wide: int, form: Form) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_VECTORS, (count, 1, wide))
+    for step in range(form.steps + form.auxiliary_steps):
+        hidden = form.hidden if step < form.steps else form.auxiliary_hidden
+        shapes[f"{step}.inner"], shapes[f"{step}.inner_bias"] = (count, hidden, wide), (count, 1, hidden)
+        shapes[f"{step}.outer"], shapes[f"{step}.outer_bias"] = (
+            (count, 2 * wide, hidden),
+            (count, 1, 2 * wide),
+        )
+    return shapes
+
+
+def _parts(stacks: dict[str, Tensor], row: int, size: int, form: Form) -> Iterator[tuple[str, Tensor]]:
+    """Where the numbers of one flow lie in which stack, in the order of ``Flow.numbers()``."""
+    for name in _VECTORS:
+        yield name, stacks[name][row, 0, :size]
+    for step in range(form.steps + form.auxiliary_steps):
+        inner, outer = f"{step}.inner", f"{step}.outer"
+        yield inner, stacks[inner][row, :, :size]
+        yield f"{inner}_bias", stacks[f"{inner}_bias"][row, 0]
+        half = stacks[outer].shape[1] // 2
+        for first in (0, half):  # of gates, of shifts
+            yield outer, stacks[outer][row, first : first + size]
+            yield f"{outer}_bias", stacks[f"{outer}_bias"][row, 0, first : first + size]
+
+
+@final
+class _Padded(torch.autograd.Function):
+    """Numbers of flows in padded stacks."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(places: Places, layout: Layout, *numbers: Tensor) -> tuple[Tensor, ...]:
+        flat = torch.cat([*(each.reshape(-1) for each in numbers), numbers[0].new_zeros(1)])
+        parts = torch.split(flat.take(places.index), places.sizes)
+        return tuple(part.view(shape) for part, shape in zip(parts, places.parts, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.places, ctx.layout = inputs[:2]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        places, like = ctx.places, next(grad for grad in grads if grad is not None)
+        sizes = zip(grads, places.sizes, strict=True)
+        every = [like.new_zeros(size) if grad is None else grad.reshape(-1) for grad, size in sizes]
+        views = ctx.layout.views(torch.cat(every).take(places.back))
+        # What nothing has used has no gradient, as the auxiliary density with a prior that has scales too.
+        used = (grads[owner] is not None for owner in places.owners)
+        return None, None, *(view if own else None for view, own in zip(views, used, strict=True))
+
+
+@final
+class _Spread(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, places: Places) -> Tensor:
+        return places.spread(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.places = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sums.apply(grad, ctx.places), None  # type: ignore[no-untyped-call]
+
+
+@final
+class _Sums(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, places: Places) -> Tensor:
+        return places.sums(values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.places = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Spread.apply(grad, ctx.places), None  # type: ignore[no-untyped-call]

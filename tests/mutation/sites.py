@@ -926,7 +926,7 @@ _ESTIMATORS = [
     Site(
         "flipout has a sign for every position",
         "posterity/layers/estimators.py",
-        "    return _spread(torch.ones_like(noise).copysign(noise).to(like.dtype), call)",
+        "    return _spread(_ONE.copysign(noise).to(like.dtype), call)",
         "    return torch.ones_like(like).copysign(drawn.normal(what, like.shape))",
         (
             "statistical/test_estimators.py::test_outputs_of_one_example_are_correlated_as_under_drawn_weights_with_flipout",

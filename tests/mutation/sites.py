@@ -255,15 +255,15 @@ _SETTINGS = [
     Site(
         "processes add up gradients alone, each with its own products of these and noise",
         f"{_OPTIM}/pooling.py",
-        "sums.both if multiplies(opt) or examples else sums.both[0]",
-        "sums.both if examples else sums.both[0]",
+        "both = multiplies(opt) or (opt.collects",
+        "both = (opt.collects",
         ("distributed/test_together.py::test_two_processes_learn_what_one_learns",),
     ),
     Site(
         "processes send sums of products that no rule wants",
         f"{_OPTIM}/pooling.py",
-        "sums.both if multiplies(opt) or examples else sums.both[0]",
-        "sums.both",
+        "*(each if both else each[0] for each in sums)",
+        "*sums",
         ("test_benchmarks.py::test_steps_between_estimates_of_the_hessian_send_the_gradient_alone",),
     ),
     Site(

@@ -6,6 +6,7 @@ runs the same step as it is.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,14 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import posterity
 from conformance.stand_in import install
-from distributed.runs import N, RULES, WITHOUT_NOISE, learned
+from distributed.runs import RULES, WITHOUT_NOISE, N, learned
 from distributed.semantics import normed
 from posterity.train import compiled
 
-STEPS, LENGTH = 16, 12
+STEPS = 16
 # Of each process in turn; three in four are of a shape that comes again.
 LENGTHS = ((5, 5, 5, 4), (5, 5, 3, 5))
-BAD = 9, 1  # at this call, a batch of this process
+# A call, and the process whose batch is bad there: both replay it, or one does.
+BAD = {"both": (9, 1), "first": (2, 0), "last": (2, 1)}
 
 
 def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ def run(
     world: int,
     graphs: bool,
     terms: bool = False,
-    bad: bool = False,
+    bad: str = "",
     skipped: tuple[int, ...] = (),
 ) -> Any:
     """What is learned, what each call has raised, and which of them were replays."""
@@ -80,7 +82,7 @@ def run(
     said, losses, replayed = [], [], []
     for call in range(STEPS):
         x, y = batch(call, rank)
-        if bad and (call, rank) == BAD:
+        if bad and (call, rank) == BAD[bad]:
             x = x * torch.nan
         counted = sum(len(graph.ran) for graph in step._graphs.values()) if graphs else 0
         try:
@@ -97,10 +99,9 @@ def run(
 
 def both(make: Callable[..., Any], rank: int, world: int, **more: Any) -> Any:
     """The same run with and without graphs."""
-    skipped = BAD[0], BAD[0] + 1  # one moves nothing, the other says so
-    plain = run(
-        make, rank, world, False, **{**more, "bad": False}, skipped=skipped if more.get("bad") else ()
-    )
+    bad = BAD[more["bad"]][0] if "bad" in more else STEPS
+    skipped = bad, bad + 1  # one moves nothing, the other says so
+    plain = run(make, rank, world, False, **{**more, "bad": ""}, skipped=skipped)
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
         found = run(make, rank, world, True, **more)
@@ -118,13 +119,32 @@ CASES: dict[str, Callable[..., Any]] = {
         for rule in ("bgd", "vogn")
     },
     **{
-        f"captured bad {rule}": partial(both, partial(by_rule, "mesh", rule), bad=True)
-        for rule in ("bgd", "vogn", "noisy-kfac")
+        f"captured bad {rule} {bad}": partial(both, partial(by_rule, "mesh", rule), bad=bad)
+        for rule, bad in (("bgd", "both"), ("vogn", "first"), ("ivon", "last"), ("noisy-kfac", "both"))
     },
     "captured gradient weight": partial(both, partial(by_gradient, "weight", None)),
     "captured gradient local": partial(both, partial(by_gradient, "local", None)),
     "captured gradient mnf": partial(both, partial(by_gradient, "weight", posterity.mnf)),
-    "captured bad gradient": partial(both, partial(by_gradient, "weight", None), bad=True),
+    **{
+        f"captured bad gradient {bad}": partial(both, partial(by_gradient, "weight", None), bad=bad)
+        for bad in BAD
+    },
     "captured terms gradient": partial(both, partial(by_gradient, "weight", None), terms=True),
 }
+
+
+def unreached(rank: int, world: int) -> Any:
+    """Steps that do not reach all parameters are not captured: those of others might."""
+    net = normed()
+    net.register_parameter("unused", nn.Parameter(torch.ones(2).double()))
+    opt = RULES["ivon"](net, mc_samples=1, seed=7, mesh=init_device_mesh("cpu", (world,)))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        made = install(patch)
+        step = compiled.CapturedStep(posterity.compile_step(net, loss_of, opt))
+        for call in range(4):
+            step(*batch(4 * call, rank))
+    return {"said": [str(each.message) for each in said], "graphs": len(step._graphs), "made": len(made)}
+
+
+CASES["unreached"] = unreached
 FOUR: dict[str, Callable[..., Any]] = {}

@@ -123,7 +123,8 @@ def unpack(
         opt.sums.add_weighted(_layers(opt, local, squared, some=signs * signs != squares * world.size))
     opt.sums.samples += local.samples
     opt.sums.weight, opt.sums.parts = local.weight, local.parts
-    opt.sums.examples += examples / world.split
+    if local.examples or not captured:  # of a step that collects nothing there is no tensor either
+        opt.sums.examples += examples / world.split
     uncounted = local.inputs is None if captured else unknown
     opt.sums.add_inputs(None if uncounted else inputs / world.split)
     local.clear()

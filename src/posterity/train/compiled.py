@@ -196,12 +196,14 @@ class CapturedStep:
             return torch.full((), torch.nan, device=device)
 
     def _settle(self) -> None:
+        """Raise what the last step of several processes has to say."""
         last, self._settle_last = self._settle_last, None
         if last is not None:
             last()
 
     def _capture(self, key: Any, batch: tuple[Any, ...], count: float | None) -> Graph | None:
         self.step.learner.settle()
+        self._settle()
         self._drop(key)
         try:
             self._graphs[key] = Graph(self.step, batch, count)

@@ -86,6 +86,8 @@ class Graph(cuda_graph.Graph):  # type: ignore[misc]
             with self.learner.pooling():
                 if piece:
                     opt.local = self.local
+                else:  # what a step that was given up has left
+                    opt.local.clear()
                 yield
                 self.local = opt.local
             if piece == len(self.pieces) - 1:

@@ -267,6 +267,27 @@ _SETTINGS = [
         ("test_benchmarks.py::test_steps_between_estimates_of_the_hessian_send_the_gradient_alone",),
     ),
     Site(
+        "a captured step of several processes takes its own batch for that of all",
+        "posterity/train/rule.py",
+        "size = behind.batch_size if sums.inputs is None else sums.inputs * sums.weight",
+        "size = behind.batch_size",
+        ("distributed/test_captured.py::test_processes_that_replay_learn_what_others_learn",),
+    ),
+    Site(
+        "a captured step of several processes that was held back stays counted",
+        "posterity/train/cuda_graph.py",
+        "            self.live.undo()\n",
+        "            pass\n",
+        ("distributed/test_captured.py::test_processes_that_replay_learn_what_others_learn",),
+    ),
+    Site(
+        "of several processes those without a graph raise a bad batch at once, and others at the next call",
+        "posterity/train/compiled.py",
+        "            self._settle_last = partial(_raise, error)\n",
+        "            raise\n",
+        ("distributed/test_captured.py::test_a_bad_batch_of_one_process_is_raised_by_the_next_call_of_all",),
+    ),
+    Site(
         "IVON's default averages its Hessian over too few steps",
         "posterity/presets.toml",
         "betas = [0.9, 0.9999]\nclip_radius",
@@ -1453,8 +1474,8 @@ _USES = [
     Site(
         "parts of a batch count alike, however large they are",
         f"{_LAB}/methods.py",
-        "met(world, examples, mean, ())",
-        "met(world, 1, mean, ())",
+        "counts = meeting(examples, [mean], (), mean.device)",
+        "counts = meeting(1, [mean], (), mean.device)",
         ("lab/test_torchrun.py::test_two_processes_train_what_one_trains",),
     ),
     Site(

@@ -58,7 +58,7 @@ def compile_step(
     the second or third time; K-FAC's steps with new factors or inverses are none. Learning rates, the KL's
     factor, and what else a rule calls ``scheduled``, may change at any time. In a graph a loss that is not
     finite leaves the posterior as it is, and is raised by one of the next calls, when its value has reached
-    the host.
+    the host; of several processes by the next call, in all of them.
 
     Args:
         model: The module whose parameters the optimiser holds, or what ``variational()`` gave.

@@ -262,8 +262,8 @@ _SETTINGS = [
     Site(
         "processes send sums of products that no rule wants",
         f"{_OPTIM}/pooling.py",
-        "*(each if both else each[0] for each in sums)",
-        "*sums",
+        "*(each.both if both else each.grad for each in every)",
+        "*(each.both for each in every)",
         ("test_benchmarks.py::test_steps_between_estimates_of_the_hessian_send_the_gradient_alone",),
     ),
     Site(

@@ -398,7 +398,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.world, self.met, self.apart, self.averaged = self.all_processes(), False, False, False
         self.sums = Accumulator()
         self.pools = self.mesh is not None
-        self.local = Accumulator(travels=True) if self.pools else self.sums
+        self.local = Accumulator() if self.pools else self.sums
         self.numbers = Numbers(self.param_groups)
         self.padding = {} if self.module is None else padding_rows(self.module)
         self.buffers = StepBuffers(self.module)
@@ -490,7 +490,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def pooling(self) -> Iterator[None]:
         """Inside, sums of processes are added up by this optimiser, not by a wrapper."""
         before = self.pools, self.local
-        self.pools, self.local = True, Accumulator(travels=True)
+        self.pools, self.local = True, Accumulator()
         try:
             yield
         finally:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from posterity.buffers import writable
 from posterity.curvature import Kronecker
 from posterity.distributed import World, fingerprint
+from posterity.flat import largest
 from posterity.optim.statistics import Accumulator
 from posterity.optim.step import due, multiplies
 from posterity.sharding import is_sharded
@@ -73,17 +74,19 @@ def pack(opt: VariationalOptimizer, losses: list[Tensor], behind: float | Tensor
     here: Any = local.counted() or local.seen_by_layers() or own if behind is None else behind
     if idle:
         here = 0.0
-    for flat in flats:
-        local.of(flat, None).both[0].mul_(here)
-        local.of(flat, None).both[1].mul_(here if opt.collects is None else here * here)
+    every = [local.of(flat, None) for flat in flats]
+    for each in every:
+        each.clean()
+        each.both[0].mul_(here)
+        each.both[1].mul_(here if opt.collects is None else here * here)
     local.layers = {key: replace(each, S=each.S * here * here) for key, each in local.layers.items()}
-    used = [float(i in local.of(flat, None).used) for flat in flats for i in range(len(flat.params))]
+    used = [float(i in each.used) for each in every for i in range(len(each.group.params))]
     counts = [float(local.inputs or 0), float(local.inputs is None), float(local.examples)]
-    meta = meeting(here, [] if idle else losses, [*counts, *_sign(local), *used], flats[0].device)
+    numbers, poisons = [*counts, *_sign(local), *used], [each.poison for each in every]
+    meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons)
     # In a step without the second statistic all have zeros there.
     both = multiplies(opt) or (opt.collects is not None and due(opt.param_groups[0]))
-    sums = [local.of(flat, None).both for flat in flats]
-    return [meta, *(each if both else each[0] for each in sums)]
+    return [meta, *(each.both if both else each.grad for each in every)]
 
 
 @torch.no_grad()
@@ -115,6 +118,8 @@ def unpack(
             union = sums.used
         else:
             union = {i for i in range(len(flat.params)) if everywhere[i]}
+            if sums.both.is_cuda:
+                sums.poison += 0.0 * largest(sums.both)
         everywhere = everywhere[len(flat.params) :]
         sums.both[0].div_(total)
         sums.both[1].mul_(1.0 / total if opt.collects is None else squared)
@@ -133,11 +138,16 @@ def unpack(
 
 
 def meeting(
-    here: float | Tensor, losses: list[Tensor], numbers: Sequence[float], device: torch.device
+    here: float | Tensor,
+    losses: list[Tensor],
+    numbers: Sequence[float],
+    device: torch.device,
+    poisons: Sequence[Tensor] = (),
 ) -> Tensor:
     """What processes tell each other of a step: what is behind it, times its mean loss too, and numbers.
 
-    A capture cannot copy from the host, so that equal numbers are written by a kernel for all of them.
+    A capture cannot copy from the host, so that equal numbers are written by a kernel for all of them. The
+    loss is NaN if a poison is: so all know of sums that are not finite, and need not look at them again.
     """
     where: dict[str, Any] = {"dtype": torch.float64, "device": device}
     mean = (
@@ -145,6 +155,8 @@ def meeting(
         if losses
         else torch.zeros((), **where)
     )
+    for each in poisons:
+        mean = mean + each.double().to(device)
     behind = torch.ones((), **where) * here
     runs = [torch.full((len(list(run)),), value, **where) for value, run in groupby(numbers)]
     return torch.cat([torch.stack([behind, behind * mean]), *runs])

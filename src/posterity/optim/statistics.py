@@ -105,6 +105,14 @@ class Sums:
             whole = {i: grad if grad.dim() == len(shapes[i]) else grad.sum(0) for i, grad in grads.items()}
             self.group.add(whole, self.grad, weight, self.poison)
 
+    def clean(self) -> None:
+        """Write zeros where the sums may hold anything: between blocks, and in those without a gradient."""
+        between = self.group.between
+        if len(between):
+            self.both.index_fill_(1, between, 0.0)
+        for i in set(range(len(self.group.params))) - self.used:
+            self.both[:, self.group.layout.span(i)] = 0.0
+
     def publish(self, last: bool) -> None:
         """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it.
 
@@ -152,13 +160,11 @@ class Accumulator:
         losses: Of the samples, where they are known.
         examples: Seen by layers in all samples together, where a rule collects curvature; of several
             processes' captured step a tensor, as ``inputs``.
-        travels: Whether the sums are sent to other processes, with all that is between blocks.
         inputs: In the inputs of the module, in all samples together; None if they cannot be counted.
         layers: Weighted sums of Kronecker factors, by the layer's weight.
     """
 
-    def __init__(self, travels: bool = False) -> None:
-        self.travels = travels
+    def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
@@ -180,8 +186,7 @@ class Accumulator:
             overwritten: Whether all of them will be written before they are read.
         """
         if group not in self._sums:
-            written = overwritten or (noise is not None and noise.overwrites)
-            self._sums[group] = Sums.empty(group, written and not self.travels)
+            self._sums[group] = Sums.empty(group, overwritten or (noise is not None and noise.overwrites))
         return self._sums[group]
 
     def skip(self, weight: float) -> None:
@@ -191,8 +196,6 @@ class Accumulator:
     def take(self, sums: Sums, used: set[int]) -> None:
         """Add the sums of a group, of which some blocks had a gradient somewhere."""
         sums.used, self._pooled = used, True
-        if sums.both.is_cuda:
-            sums.poison += 0.0 * largest(sums.both)
         if before := self._sums.get(sums.group):
             before.both.add_(sums.both)
             before.poison += sums.poison

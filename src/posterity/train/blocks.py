@@ -223,8 +223,7 @@ class Diagonal(ABC):
     def complete(self, step: StepValues) -> Sums:
         """Gradients of the loss in means and stds, also of blocks that it did not reach."""
         mine = step.sums.of(self.flat, None)
-        for i in set(range(len(self.params))) - mine.used:  # which may hold anything
-            mine.both[:, self.flat.layout.span(i)] = 0.0
+        mine.clean()
         mine.used = set(range(len(self.params)))
         return mine
 

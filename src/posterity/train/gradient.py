@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from posterity.distributed import World, several
 from posterity.estimators import parameters_of
-from posterity.flat import largest
 from posterity.layers.estimators import StandIn
 from posterity.noise import Domain
 from posterity.objective import Factor, factor_at, refuse_num_data
@@ -211,7 +210,8 @@ class ByGradient(Learner):
         self._joined = Joined([grad * here for grad in found])
         used = [i in mine.used for mine in plain for i in range(len(mine.group.params))]
         used += [p in block.grads for block, p in self._others]
-        meta = meeting(here, [losses.mean() * scale], list(map(float, used)), losses.device)
+        poisons = [mine.poison for mine in self.sums]
+        meta = meeting(here, [losses.mean() * scale], list(map(float, used)), losses.device, poisons)
         sums = [*(mine.grad for mine in plain), *(mine.both for mine in diagonal)]
         return [meta, *sums, *self._joined.flats]
 
@@ -231,9 +231,6 @@ class ByGradient(Learner):
             everywhere = everywhere[len(params) :]
         for each in sent[1:]:
             each.div_(total)
-        for mine in self.sums:
-            if mine.both.is_cuda:
-                mine.poison += 0.0 * largest(mine.both)
         for (block, p), grad, anywhere in zip(self._others, self._joined.parts(), everywhere, strict=True):
             if captured:
                 refuse_unreached([block.name], [p], [0] if p in block.grads else [])
@@ -259,7 +256,6 @@ class ByGradient(Learner):
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
         """Take note of this step's numbers."""
         self._world = World(None) if several() else None
-        self.sums.travels = self._world is not None
         if self._world is not None and not self._met:
             self._meet(self._world)
         self._behind = self.behind(examples, as_count(count))

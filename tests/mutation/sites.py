@@ -308,8 +308,8 @@ _STEP = [
     Site(
         "examples count once for each sample of a step",
         f"{_OPTIM}/statistics.py",
-        "return None if not self.inputs else _whole(self.inputs * self.weight)",
-        "return None if not self.inputs else _whole(self.inputs)",
+        "return None if not self.inputs else _whole(float(self.inputs) * self.weight)",
+        "return None if not self.inputs else _whole(float(self.inputs))",
         ("conformance/test_counting.py::test_a_last_batch_that_is_smaller_is_counted",),
     ),
     Site(

@@ -188,7 +188,7 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor, examples: int) -> T
     if world.size > 1:
         counts = meeting(examples, [mean], (), mean.device)
         world.add_up(counts)
-        total, weighted = counts.tolist()
+        total, weighted, _ = counts.tolist()
         mean = mean.new_tensor(weighted / total)
     if not bool(torch.isfinite(mean)):
         raise FloatingPointError(

@@ -105,7 +105,7 @@ def unpack(
     """
     world, local, flats = opt.world, opt.local, list(opt.cache.latest)
     found = opt.numbers.read(sent[0])
-    total, weighted, inputs, unknown, examples, signs, squares, *everywhere = found
+    total, weighted, poison, inputs, unknown, examples, signs, squares, *everywhere = found
     captured = isinstance(total, Tensor)
     if not captured and not total:
         raise RuntimeError("no process has taken a gradient inside sampled_params() in this step")
@@ -133,7 +133,7 @@ def unpack(
     uncounted = local.inputs is None if captured else unknown
     opt.sums.add_inputs(None if uncounted else inputs / world.split)
     local.clear()
-    mean = weighted / total
+    mean = weighted / total + (poison if captured else 0.0)  # else the host says which gradient it is
     return [torch.as_tensor(mean, dtype=each.dtype, device=each.device) for each in losses[:1]], total
 
 
@@ -144,10 +144,11 @@ def meeting(
     device: torch.device,
     poisons: Sequence[Tensor] = (),
 ) -> Tensor:
-    """What processes tell each other of a step: what is behind it, times its mean loss too, and numbers.
+    """What processes tell each other of a step.
 
-    A capture cannot copy from the host, so that equal numbers are written by a kernel for all of them. The
-    loss is NaN if a poison is: so all know of sums that are not finite, and need not look at them again.
+    It is what is behind the step; that times its mean loss; NaN if a sum is not finite, of which a captured
+    step would not know otherwise; and numbers. A capture cannot copy from the host: kernels write these, one
+    for each run of equal ones.
     """
     where: dict[str, Any] = {"dtype": torch.float64, "device": device}
     mean = (
@@ -155,11 +156,11 @@ def meeting(
         if losses
         else torch.zeros((), **where)
     )
+    behind, poison = torch.ones((), **where) * here, torch.zeros((), **where)
     for each in poisons:
-        mean = mean + each.double().to(device)
-    behind = torch.ones((), **where) * here
+        poison = poison + each.to(poison)
     runs = [torch.full((len(list(run)),), value, **where) for value, run in groupby(numbers)]
-    return torch.cat([torch.stack([behind, behind * mean]), *runs])
+    return torch.cat([torch.stack([behind, behind * mean, poison]), *runs])
 
 
 def refuse_unreached(names: Sequence[str], params: Sequence[Tensor], used: Collection[int]) -> None:

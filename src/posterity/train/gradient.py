@@ -220,7 +220,7 @@ class ByGradient(Learner):
         """The sums over the examples of all; in a captured step the host does not look."""
         captured = isinstance(self._clock, Tensor)
         found: list[Any] = list(sent[0].unbind()) if captured else sent[0].tolist()
-        total, weighted, *everywhere = found
+        total, weighted, poison, *everywhere = found
         plain = [self.sums.of(flat, None) for flat in self.blocks.plain]
         for mine in plain:
             params = mine.group.params
@@ -237,7 +237,8 @@ class ByGradient(Learner):
             if captured or anywhere:
                 block.grads[p] = grad
         self._behind = self._behind._replace(scale=None)  # which is in the sums
-        return torch.as_tensor(weighted / total, dtype=losses.dtype, device=losses.device)[None]
+        mean = weighted / total + (poison if captured else 0.0)
+        return torch.as_tensor(mean, dtype=losses.dtype, device=losses.device)[None]
 
     def together(self, behind: Behind) -> Behind:
         """The optimiser does not ask."""

@@ -77,6 +77,7 @@ def pack(opt: VariationalOptimizer, losses: list[Tensor], behind: float | Tensor
     every = [local.of(flat, None) for flat in flats]
     for each in every:
         each.clean()
+        each.both.index_fill_(1, each.group.between, 0.0)  # others judge what lies between blocks, too
         each.both[0].mul_(here)
         each.both[1].mul_(here if opt.collects is None else here * here)
     local.layers = {key: replace(each, S=each.S * here * here) for key, each in local.layers.items()}

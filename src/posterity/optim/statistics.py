@@ -106,10 +106,7 @@ class Sums:
             self.group.add(whole, self.grad, weight, self.poison)
 
     def clean(self) -> None:
-        """Write zeros where the sums may hold anything: between blocks, and in those without a gradient."""
-        between = self.group.between
-        if len(between):
-            self.both.index_fill_(1, between, 0.0)
+        """Write zeros in blocks without a gradient, which may hold anything."""
         for i in set(range(len(self.group.params))) - self.used:
             self.both[:, self.group.layout.span(i)] = 0.0
 

@@ -36,7 +36,7 @@ from reproduced import (
     pruned,
     together,
 )
-from sent import second_sum, sent
+from sent import projected, second_sum, sent
 from tables import table
 
 from posterity_lab.bench import FOLDER, RESULTS
@@ -249,7 +249,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "five epochs": reproduced.five_epochs,
     },
     "docs/trust.md": {"looks": reproduced.looked_at},
-    "docs/distributed.md": {"sent": sent, "second sum": second_sum},
+    "docs/distributed.md": {
+        "eight parts": reproduced.eight_parts,
+        "sent": sent,
+        "projected": projected,
+        "second sum": second_sum,
+    },
 }
 
 

@@ -214,6 +214,20 @@ def vogn(folder: Path = RECORDS) -> str:
     return table(["net", "method", "accuracy in %, NLL, ECE", "paper", "runs"], rows)
 
 
+def eight_parts(folder: Path = RECORDS) -> str:
+    """ResNet-18 of the VOGN paper's table: VOGN in parts of a batch, beside what else was run."""
+    found, setting = load(folder, "vogn-cifar10"), "resnet18"
+    rows = []
+    for method in NAMES:
+        if runs := found.get((setting, method)):
+            parts = {str(run["config"].get("parts", 1)) for run in runs}
+            samples = {str(run["config"].get("mc_samples", 1)) for run in runs}
+            cells = [NAMES[method], " / ".join(sorted(parts)), " / ".join(sorted(samples))]
+            rows.append([*cells, calibration(runs), printed(setting, method), lengths(runs)])
+    head = ["method", "parts of a batch", "samples of each", "accuracy in %, NLL, ECE", "paper", "runs"]
+    return table(head, rows)
+
+
 def printed(setting: str, method: str) -> str:
     """The VOGN paper's accuracy, NLL and ECE; its table has other columns too."""
     cell = EXPERIMENTS["vogn-table"].paper.get((setting, method))

@@ -3,6 +3,7 @@
     posterity bench scale
     posterity bench scale --worlds 128 --rules noisy-kfac
     posterity bench scale --measure 1 2 4
+    posterity bench scale --alone --device cuda
 
 Collectives and bytes are counted, not estimated: one process runs steps of ResNet-18 on 32x32 images as the
 first of a world of up to 128, on torch's `fake` backend, which sends nothing. `ivon-10` has
@@ -13,6 +14,10 @@ backward pass, as DistributedDataParallel's does, less of it is seen; links that
 
 `--measure` trains in as many real processes, with gloo on this machine's CPU and as many examples for each
 (weak scaling). Beyond its cores processes share them: a step of 4 on 2 cores takes twice the time at best.
+
+`--alone` measures what there is to pay before anything travels: steps of `compile_step` by a process that is
+the only one of its group (of NCCL; on a CPU of gloo), beside the same steps without a group. It runs all that
+one of many processes runs, the collectives too, and should take at most 1.02 times as long on a GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +30,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from peers import Loss, arithmetic, batch, count, for_device, fresh_row, maker, timing
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -39,7 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import posterity
 from posterity_lab import nets
-from posterity_lab.bench import Record, parser, positive
+from posterity_lab.bench import Column, Ratio, Record, measure, parser, positive
 
 N = 50_000
 RULES: dict[str, Callable[..., posterity.VariationalOptimizer]] = {
@@ -50,6 +57,13 @@ RULES: dict[str, Callable[..., posterity.VariationalOptimizer]] = {
         p, num_data=N, mc_samples=1, seed=0, factors_every=1, inverses_every=1000, **k
     ),
 }
+# At these small learning rates, and with stds that stay, thousands of steps on one batch are all alike.
+STILL: dict[str, dict[str, Any]] = {
+    "VOGN": {"num_data": N, "lr": 1e-6, "damping": 1.0},
+    "IVON": {"num_data": N, "lr": 1e-6},
+    "BGD": {"lr": 1e-6, "temperature": 128},
+}
+ALONE, GROUP = "no group", "group of one"
 # GB/s of a link in one direction, from data sheets.
 BANDWIDTHS = {"NVLink 4": 450.0, "8 x InfiniBand NDR": 400.0, "100 Gb Ethernet": 12.5}
 MB = 1e6
@@ -189,13 +203,47 @@ def worker(folder: str, rule: str, name: str, world: str, rounds: str, rank: str
     distributed.destroy_process_group()
 
 
+def alone(given: argparse.Namespace, record: Record) -> None:
+    """A row for each rule: steps of a process in a group of its own, beside steps without a group."""
+    distributed.init_process_group(
+        "nccl" if given.device == "cuda" else "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
+    mesh, shape = init_device_mesh(given.device, (1,)), [3, 32, 32]
+    (where,) = for_device(argparse.ArgumentParser(), given.device, None, ["tf32 nchw"])
+    precision, layout = where.split()
+    for rule, settings in STILL.items():
+        fresh_row(given.device)
+        make, loss_fn = maker(given.net, shape, given.device, layout), Loss(precision, given.device)
+        data, columns = batch([given.batch, *shape], given.device, layout), {}
+        with arithmetic(precision):
+            for name, more in {ALONE: {}, GROUP: {"mesh": mesh}}.items():
+                net = make()
+                plain = posterity.names_of(net, nn.BatchNorm2d)
+                opt = getattr(posterity, rule)(
+                    net, mc_samples=1, seed=0, deterministic=plain, **settings, **more
+                )
+                step = posterity.compile_step(net, loss_fn, opt)
+                columns[name] = Column(partial(step, *data), where)
+            times = measure(columns, **timing(given))
+        ratios = [Ratio(GROUP, ALONE, at_most=1.02 if given.device == "cuda" else None)]
+        record.add(f"{rule} K = 1, {given.net}", where, times, ratios, parameters=count(make()))
+    distributed.destroy_process_group()
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--net", default="resnet18")
     options.add_argument("--worlds", type=positive, nargs="+", default=[2, 8, 32, 128])
     options.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     options.add_argument("--measure", type=positive, nargs="*", default=[], help="real processes instead")
+    options.add_argument("--alone", action="store_true", help="a group of one process instead")
+    options.add_argument("--batch", type=positive, default=128, help="of --alone")
     given = options.parse_args()
+    if given.alone:
+        record = Record("scale", given, "ms per step", GROUP)
+        alone(given, record)
+        record.close()
+        return
     record = Record("scale", given, "MB per step; ms per step where measured", "Adam, ddp", statistic="count")
     parameters = sum(p.numel() for p in nets.build(given.net, [3, 32, 32], 10).parameters())
     for world in [] if given.measure else given.worlds:

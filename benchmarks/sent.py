@@ -27,9 +27,15 @@ ESTIMATES = {
 }
 
 
-def record(folder: Path, name: str) -> dict[str, Any]:
+# A model of ResNet-50 on ImageNet, 32 images a GPU as in VOGN's paper, from ResNet-18 on 128 of CIFAR-10.
+# Parameters; multiply-adds of a forward pass by image, in 1e9: He et al. 2016, Table 1, and counted.
+RESNET50 = 25_557_032
+OPERATIONS = 32 * 3.8 / (128 * 0.555)
+
+
+def record(folder: Path, name: str, device: str = "cpu") -> dict[str, Any]:
     """A complete record."""
-    found: dict[str, Any] = json.loads((folder / f"{name}-cpu.json").read_text())
+    found: dict[str, Any] = json.loads((folder / f"{name}-{device}.json").read_text())
     if not found["complete"]:
         raise ValueError(f"the record of {name} is not complete: run posterity bench {name} again")
     return found
@@ -59,6 +65,36 @@ def sent(folder: Path = RESULTS) -> str:
         if f"{rule}, ddp" in rows[0]["columns"]
     ]
     return table(["", *WAYS.values()], lines)
+
+
+def captured(folder: Path, name: str) -> tuple[float, float]:
+    """Milliseconds of a rule's captured step of ResNet-18 on one H200, and of Adam's beside it."""
+    rows = record(folder, name, "h200")["rows"]
+    (row,) = [row for row in rows if row["case"].endswith("K = 1, resnet18, one graph")]
+    ours, adam = (row["columns"][column]["value"] for column in ("compile_step", "Adam in a CUDA graph"))
+    return ours, adam
+
+
+def projected(folder: Path = RESULTS) -> str:
+    """A model of ``compile_step`` on 128 GPUs, in multiples of Adam's step.
+
+    Ours sends when the backward pass is done. Adam's all-reduce runs beside it, and is hidden as far as the
+    step is long, or not at all: these are the ends of each span.
+    """
+    found = record(folder, "scale")
+    (row,) = [row for row in found["rows"] if row["case"] == "resnet18, 128 processes"]
+    links, lines = row["model_ms"]["Adam, ddp"], []
+    nets = {"ResNet-18": (1.0, 1.0), "ResNet-50": (OPERATIONS, RESNET50 / row["parameters"])}
+    for net, (longer, larger) in nets.items():
+        for rule in ("ivon", "ivon-10", "vogn"):
+            ours, adam = (longer * ms for ms in captured(folder, f"{rule.split('-')[0]}_step"))
+            spans = []
+            for link, gradient in links.items():
+                total = ours + larger * row["model_ms"][f"{rule}, mesh"][link]
+                adams = adam + larger * gradient, max(adam, larger * gradient)
+                spans.append(_span({f"{total / each:.2f}" for each in adams}))
+            lines.append([net, RULES[rule], *spans])
+    return table(["net", "rule", *links], lines)
 
 
 def second_sum(folder: Path = RESULTS) -> str:

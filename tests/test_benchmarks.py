@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import posterity
-from posterity_lab import bench
+from posterity_lab import bench, nets
 from posterity_lab.bench import Column, Ratio, Record, measure, parser
 from posterity_lab.cli import app
 from posterity_lab.reproduce import sparse
@@ -646,3 +646,50 @@ def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
     _, ours, others, _, _ = headline.pruning_row(tmp_path)
     assert ours == "BGD, first criterion 1.20 (2.00 → 2.40 %); second criterion 1.00 (2.50 → 2.50 %)"
     assert others == "SGD 10.00 (1.50 → 15.00 %)"
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_projection_adds_what_is_sent_to_what_was_measured(tmp_path: Path) -> None:
+    import sent
+
+    def keep(name: str, rows: list[dict[str, Any]]) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"complete": True, "rows": rows}))
+
+    for rule, ours in (("ivon", 11.0), ("vogn", 12.0)):
+        columns = {"compile_step": {"value": ours}, "Adam in a CUDA graph": {"value": 10.0}}
+        case = f"{rule.upper()} K = 1, resnet18, one graph"
+        keep(f"{rule}_step-h200", [{"case": case, "columns": columns}])
+    sends = {"Adam, ddp": 2.0, "ivon, mesh": 4.0, "ivon-10, mesh": 2.2, "vogn, mesh": 4.0}
+    model = {name: {"a link": ms} for name, ms in sends.items()}
+    row = {"case": "resnet18, 128 processes", "parameters": sent.RESNET50, "model_ms": model}
+    keep("scale-cpu", [row])
+    # (11 + 4) / (10 + 2) and (11 + 4) / 10, and so on.
+    first, second, third, *others = sent.projected(tmp_path).splitlines()[2:]
+    assert first == "| ResNet-18 | IVON | 1.25 to 1.50 |"
+    assert second == "| ResNet-18 | IVON, `second_every=10` | 1.10 to 1.32 |"
+    assert third == "| ResNet-18 | VOGN | 1.33 to 1.60 |"
+    # A net of as many parameters that takes longer: nothing else is sent.
+    total, adam = 12.0 * sent.OPERATIONS + 4.0, 10.0 * sent.OPERATIONS
+    assert others[2] == f"| ResNet-50 | VOGN | {total / (adam + 2.0):.2f} to {total / adam:.2f} |"
+
+
+def test_operations_of_resnet18_are_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    net = nets.build("resnet18", [3, 32, 32], 10).to("meta")
+    with FlopCounterMode(display=False) as counter:
+        net(torch.empty(1, 3, 32, 32, device="meta"))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(0.555, abs=5e-4)
+
+
+def test_a_group_of_one_process_is_measured_beside_none(tmp_path: Path) -> None:
+    out = tmp_path / "alone.json"
+    options = ["--alone", "--net", "lenet5", "--batch", "4", "--rounds", "1", "--round-seconds", "0.01"]
+    bench.run("scale", [*options, "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["case"] for row in rows] == [f"{rule} K = 1, lenet5" for rule in ("VOGN", "IVON", "BGD")]
+    for row in rows:
+        (ratio,) = row["ratios"]
+        of, to = (row["columns"][ratio[key]]["value"] for key in ("of", "to"))
+        assert ratio["value"] == of / to
+        assert (ratio["of"], ratio["to"]) == ("group of one", "no group")

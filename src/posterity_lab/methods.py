@@ -25,8 +25,9 @@ from posterity import (
     variational,
 )
 from posterity.distributed import World
+from posterity.optim.pooling import meeting
 from posterity.predict import Mode
-from posterity.train.shares import Share, met
+from posterity.train.shares import Joined
 from posterity_lab.config import Config
 
 
@@ -183,10 +184,12 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _descend(optimizer: torch.optim.Optimizer, loss: Tensor, examples: int) -> Tensor:
     """A step by the gradient of a loss, which is the mean of this process's part of a batch; that of all."""
-    world, mean = World(None), loss.detach()
-    share = Share(world, 1.0)
+    world, mean, total = World(None), loss.detach(), float(examples)
     if world.size > 1:
-        share, mean, _ = met(world, examples, mean, ())
+        counts = meeting(examples, [mean], (), mean.device)
+        world.add_up(counts)
+        total, weighted, _ = counts.tolist()
+        mean = mean.new_tensor(weighted / total)
     if not bool(torch.isfinite(mean)):
         raise FloatingPointError(
             f"the loss is {mean.item():g}; the weights were not touched: look for bad values in the batch, "
@@ -196,7 +199,9 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor, examples: int) -> T
     loss.backward()  # type: ignore[no-untyped-call]
     if world.size > 1:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for p, grad in zip(params, share.add_up_all([p.grad for p in params]), strict=True):
+        joined = Joined([p.grad * (examples / total) for p in params])
+        world.add_up(*joined.flats)
+        for p, grad in zip(params, joined.parts(), strict=True):
             p.grad = grad
     optimizer.step()
     return mean

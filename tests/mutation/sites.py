@@ -255,16 +255,44 @@ _SETTINGS = [
     Site(
         "processes add up gradients alone, each with its own products of these and noise",
         f"{_OPTIM}/pooling.py",
-        "sums.both if multiplies(opt) or examples else sums.both[0]",
-        "sums.both if examples else sums.both[0]",
+        "both = multiplies(opt) or (opt.collects",
+        "both = (opt.collects",
         ("distributed/test_together.py::test_two_processes_learn_what_one_learns",),
     ),
     Site(
         "processes send sums of products that no rule wants",
         f"{_OPTIM}/pooling.py",
-        "sums.both if multiplies(opt) or examples else sums.both[0]",
-        "sums.both",
+        "*(each.both if both else each.grad for each in every)",
+        "*(each.both for each in every)",
         ("test_benchmarks.py::test_steps_between_estimates_of_the_hessian_send_the_gradient_alone",),
+    ),
+    Site(
+        "a captured step of several processes takes its own batch for that of all",
+        "posterity/train/rule.py",
+        "size = behind.batch_size if sums.inputs is None else sums.inputs * sums.weight",
+        "size = behind.batch_size",
+        ("distributed/test_captured.py::test_processes_that_replay_learn_what_others_learn",),
+    ),
+    Site(
+        "a captured step of several processes that was held back stays counted",
+        "posterity/train/cuda_graph.py",
+        "            self.live.undo()\n",
+        "            pass\n",
+        ("distributed/test_captured.py::test_processes_that_replay_learn_what_others_learn",),
+    ),
+    Site(
+        "BatchNorm keeps statistics of a batch that was not learned, since the last one was bad",
+        "posterity/train/cuda_graph.py",
+        "                    self.keeper.restore()\n",
+        "",
+        ("distributed/test_captured.py::test_processes_that_replay_learn_what_others_learn",),
+    ),
+    Site(
+        "of several processes those without a graph raise a bad batch at once, and others at the next call",
+        "posterity/train/compiled.py",
+        "            self._settle_last = partial(_raise, error)\n",
+        "            raise\n",
+        ("distributed/test_captured.py::test_a_bad_batch_of_one_process_is_raised_by_the_next_call_of_all",),
     ),
     Site(
         "IVON's default averages its Hessian over too few steps",
@@ -287,8 +315,8 @@ _STEP = [
     Site(
         "examples count once for each sample of a step",
         f"{_OPTIM}/statistics.py",
-        "return None if not self.inputs else _whole(self.inputs * self.weight)",
-        "return None if not self.inputs else _whole(self.inputs)",
+        "return None if not self.inputs else _whole(float(self.inputs) * self.weight)",
+        "return None if not self.inputs else _whole(float(self.inputs))",
         ("conformance/test_counting.py::test_a_last_batch_that_is_smaller_is_counted",),
     ),
     Site(
@@ -1541,8 +1569,8 @@ _USES = [
     Site(
         "parts of a batch count alike, however large they are",
         f"{_LAB}/methods.py",
-        "met(world, examples, mean, ())",
-        "met(world, 1, mean, ())",
+        "counts = meeting(examples, [mean], (), mean.device)",
+        "counts = meeting(1, [mean], (), mean.device)",
         ("lab/test_torchrun.py::test_two_processes_train_what_one_trains",),
     ),
     Site(

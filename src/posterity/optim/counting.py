@@ -50,11 +50,12 @@ class Behind(NamedTuple):
     """What is behind a step.
 
     Attributes:
-        batch_size: B, the examples; 0 where nobody knows and the rule does not ask.
+        batch_size: B, the examples; 0 where nobody knows and the rule does not ask. Of several processes a
+            captured step has a tensor.
         scale: count / B, a tensor in a captured step; None where the loss is a mean over examples.
     """
 
-    batch_size: float
+    batch_size: float | Tensor
     scale: float | Tensor | None = None
 
 

@@ -119,8 +119,10 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     inputs, alone = opt.sums.counted(), opt.world.size == 1
     total = (batch_size, count) if alone else (summed(opt, batch_size), summed(opt, count))
     behind = counting.behind(opt, total[0], inputs, total[1])
-    size = behind.batch_size if alone else float(batch_size or 0)  # each looks at losses of its own
+    size = float(behind.batch_size) if alone else float(batch_size or 0)  # each looks at losses of its own
     opt.terms.judge(size, inputs if alone else None, counted=count is not None)
+    if (opt.pools or opt.sharded is not None) and opt.module is not None:
+        share_buffers(opt.world, opt.module)  # before the verdict: some processes may replay this step
     opt.unfrozen.look(type(opt).__name__)
     opt.settle_step()
     opt.sums.finish()
@@ -133,8 +135,6 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     opt.cache.reread()
     moved = apply(opt, behind, opt.ok)
     opt.buffers.undo_unless(opt.ok)
-    if (opt.pools or opt.sharded is not None) and opt.module is not None:
-        share_buffers(opt.world, opt.module)
     if not waits:
         verdict.send()
         opt.pending = verdict, moved

@@ -3,13 +3,18 @@
 With b examples in a process and B in all, the loss of the step is Σ (b / B) loss. So gradients, and their
 products with the noise, have the weights b / B. An example's share of the gradient changes by that factor:
 squares and factors of gradients by its square. Counts are sums.
+
+Sums travel times b, and are divided by B afterwards: so they need not wait for B, nor does the host. What a
+process sends does not depend on whether it replays a graph.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from posterity.buffers import writable
 from posterity.curvature import Kronecker
 from posterity.distributed import World, fingerprint
+from posterity.flat import largest
 from posterity.optim.statistics import Accumulator
-from posterity.optim.step import multiplies
+from posterity.optim.step import due, multiplies
 from posterity.sharding import is_sharded
+from posterity.torch_private import foreach_copy_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +41,6 @@ _UNWRAPPED = (
 )
 
 
-@torch.no_grad()
 def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None = None) -> list[Tensor]:
     """Add what all processes have gathered since this was last called to the sums of the step.
 
@@ -48,39 +54,121 @@ def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None =
     Returns:
         The mean loss of all processes, if there are any.
     """
-    world, local, flats = opt.world, opt.local, list(opt.cache.latest)
-    device = flats[0].device
+    sent = pack(opt, losses, behind)
+    opt.world.add_up(*sent)
+    return unpack(opt, sent, losses)[0]
+
+
+@torch.no_grad()
+def pack(opt: VariationalOptimizer, losses: list[Tensor], behind: float | Tensor | None) -> list[Tensor]:
+    """What a process brings to a sum over all: counts and its loss, then the sums of each group.
+
+    Args:
+        opt: The optimiser.
+        losses: Of its samples, where they are known.
+        behind: What its loss is a mean of, if the user says so: a tensor in a captured step.
+    """
+    local, flats = opt.local, list(opt.cache.latest)
     idle = not any(sums.used for sums in local)
     own = opt.param_groups[0].get("batch_size") or 1
-    here = 0.0 if idle else float(behind or local.counted() or local.seen_by_layers() or own)
-    loss = float(torch.stack([each.double() for each in losses]).mean()) if losses and not idle else 0.0
-    used = [float(i in local.of(flat, None).used) for flat in flats for i in range(len(flat.params))]
-    uncounted = float(local.inputs is None)
-    counts = [here, here * loss, float(local.inputs or 0), uncounted, float(local.examples)]
-    meta = torch.tensor([*counts, *_sign(local), *used], dtype=torch.float64, device=device)
-    world.add_up(meta)
-    total, weighted, inputs, unknown, examples, signs, squares, *everywhere = meta.tolist()
-    if not total:
+    here: Any = local.counted() or local.seen_by_layers() or own if behind is None else behind
+    if idle:
+        here = 0.0
+    every = [local.of(flat, None) for flat in flats]
+    for each in every:
+        each.clean()
+        each.both.index_fill_(1, each.group.between, 0.0)  # others judge what lies between blocks, too
+        each.both[0].mul_(here)
+        each.both[1].mul_(here if opt.collects is None else here * here)
+    local.layers = {key: replace(each, S=each.S * here * here) for key, each in local.layers.items()}
+    used = [float(i in each.used) for each in every for i in range(len(each.group.params))]
+    counts = [float(local.inputs or 0), float(local.inputs is None), float(local.examples)]
+    numbers, poisons = [*counts, *_sign(local), *used], [each.poison for each in every]
+    meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons)
+    # In a step without the second statistic all have zeros there.
+    both = multiplies(opt) or (opt.collects is not None and due(opt.param_groups[0]))
+    return [meta, *(each.both if both else each.grad for each in every)]
+
+
+@torch.no_grad()
+def unpack(
+    opt: VariationalOptimizer, sent: list[Tensor], losses: list[Tensor]
+) -> tuple[list[Tensor], float | Tensor]:
+    """Add what all processes have brought to the sums of the step; in a captured one the host does not look.
+
+    Args:
+        opt: The optimiser.
+        sent: What :func:`pack` gave, once it is added up.
+        losses: Of this process's samples, where they are known.
+
+    Returns:
+        The mean loss of all processes, if there are any, and what it is a mean of.
+    """
+    world, local, flats = opt.world, opt.local, list(opt.cache.latest)
+    found = opt.numbers.read(sent[0])
+    total, weighted, poison, inputs, unknown, examples, signs, squares, *everywhere = found
+    captured = isinstance(total, Tensor)
+    if not captured and not total:
         raise RuntimeError("no process has taken a gradient inside sampled_params() in this step")
-    share = here / total
     # Squares of one share's examples are gathered by all processes that its samples are split over.
-    squared = share * share * world.split
+    squared = world.split / (total * total)
     for flat in flats:
         sums = local.of(flat, None)
-        union = {i for i in range(len(flat.params)) if everywhere[i]}
+        if captured:
+            refuse_unreached(flat.layout.names, flat.params, sums.used)
+            union = sums.used
+        else:
+            union = {i for i in range(len(flat.params)) if everywhere[i]}
+            if sums.both.is_cuda:
+                sums.poison += 0.0 * largest(sums.both)
         everywhere = everywhere[len(flat.params) :]
-        sums.both[0] *= share
-        sums.both[1] *= share if opt.collects is None else squared
-        # In a step without the second statistic all have zeros there.
-        world.add_up(sums.both if multiplies(opt) or examples else sums.both[0])
+        sums.both[0].div_(total)
+        sums.both[1].mul_(1.0 / total if opt.collects is None else squared)
         opt.sums.take(sums, union)
-    opt.sums.add_weighted(_layers(opt, local, squared, some=signs * signs != squares * world.size))
+    if not captured:
+        opt.sums.add_weighted(_layers(opt, local, squared, some=signs * signs != squares * world.size))
     opt.sums.samples += local.samples
     opt.sums.weight, opt.sums.parts = local.weight, local.parts
-    opt.sums.examples += examples / world.split
-    opt.sums.add_inputs(None if unknown else inputs / world.split)
+    if local.examples or not captured:  # of a step that collects nothing there is no tensor either
+        opt.sums.examples += examples / world.split
+    uncounted = local.inputs is None if captured else unknown
+    opt.sums.add_inputs(None if uncounted else inputs / world.split)
     local.clear()
-    return [losses[0].new_tensor(weighted / total)] if losses else []
+    mean = weighted / total + (poison if captured else 0.0)  # else the host says which gradient it is
+    return [torch.as_tensor(mean, dtype=each.dtype, device=each.device) for each in losses[:1]], total
+
+
+def meeting(
+    here: float | Tensor,
+    losses: list[Tensor],
+    numbers: Sequence[float],
+    device: torch.device,
+    poisons: Sequence[Tensor] = (),
+) -> Tensor:
+    """What processes tell each other of a step.
+
+    It is what is behind the step; that times its mean loss; NaN if a sum is not finite, of which a captured
+    step would not know otherwise; and numbers. A capture cannot copy from the host: kernels write these, one
+    for each run of equal ones.
+    """
+    where: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    mean = (
+        torch.stack([each.double() for each in losses]).mean().to(device)
+        if losses
+        else torch.zeros((), **where)
+    )
+    behind, poison = torch.ones((), **where) * here, torch.zeros((), **where)
+    for each in poisons:
+        poison = poison + each.to(poison)
+    runs = [torch.full((len(list(run)),), value, **where) for value, run in groupby(numbers)]
+    return torch.cat([torch.stack([behind, behind * mean, poison]), *runs])
+
+
+def refuse_unreached(names: Sequence[str], params: Sequence[Tensor], used: Collection[int]) -> None:
+    """Raise, in a capture, for a parameter that other processes may move: a graph always moves the same."""
+    for i, (name, p) in enumerate(zip(names, params, strict=True)):
+        if p.requires_grad and i not in used:
+            raise RuntimeError(f"{name!r} has no gradient in this process, and may have one in others")
 
 
 @torch.no_grad()
@@ -135,17 +223,51 @@ def summed(opt: VariationalOptimizer, number: float | None) -> float | None:
 
 def share_buffers(world: World, module: nn.Module) -> None:
     """Give a module's buffers, such as BatchNorm's statistics, the values that the first process has."""
-    places: dict[torch.device, list[Tensor]] = {}
-    for buffer in writable(module).values():
-        places.setdefault(buffer.device, []).append(buffer)
-    for buffers in places.values():
-        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]  # whatever their types
-        joined = torch.cat(parts)
-        if world.rank:
-            joined.zero_()
-        world.add_up(joined)
-        for buffer, values in zip(buffers, torch.split(joined, [len(part) for part in parts]), strict=True):
-            buffer.copy_(values.clone().view(buffer.dtype).view_as(buffer))  # words begin at whole addresses
+    shared = SharedBuffers(world, module)
+    world.add_up(*shared.joined)
+    shared.spread()
+
+
+@final
+class SharedBuffers:
+    """A module's buffers on their way from the first process to all.
+
+    Args:
+        world: All processes.
+        module: Whose buffers.
+
+    Attributes:
+        joined: To be added up: those of the first process, and zeros; a tensor for each device.
+    """
+
+    @torch.no_grad()
+    def __init__(self, world: World, module: nn.Module) -> None:
+        places: dict[torch.device, list[Tensor]] = {}
+        for buffer in writable(module).values():
+            places.setdefault(buffer.device, []).append(buffer)
+        self._first = world.rank == 0
+        # The longest words first, so that all begin at whole addresses.
+        self._places = [sorted(each, key=lambda buffer: -buffer.itemsize) for each in places.values()]
+        self.joined = [
+            torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])  # whatever their types
+            for buffers in self._places
+        ]
+        if not self._first:
+            for each in self.joined:
+                each.zero_()
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Write the first process's values over those of the others."""
+        if self._first:
+            return
+        for buffers, joined in zip(self._places, self.joined, strict=True):
+            sizes = [buffer.numel() * buffer.itemsize for buffer in buffers]
+            parts = torch.split(joined, sizes)
+            for _, alike in groupby(zip(buffers, parts, strict=True), key=lambda pair: pair[0].dtype):
+                own, values = zip(*alike, strict=True)
+                given = [value.view(b.dtype).view(b.shape) for b, value in zip(own, values, strict=True)]
+                foreach_copy_(list(own), given)
 
 
 def unwrapped(

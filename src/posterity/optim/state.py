@@ -208,6 +208,14 @@ class FlatGroup:
         return flat
 
     @cached_property
+    def between(self) -> Tensor:
+        """Places in a flat buffer that are in no block."""
+        free = torch.ones(self.layout.size, dtype=torch.bool)
+        for view in self.layout.views(free):
+            view.fill_(False)
+        return free.nonzero()[:, 0].to(self.device)
+
+    @cached_property
     def _gathered(self) -> tuple[Tensor, list[Tensor]]:
         with torch.inference_mode(False):
             flat = torch.zeros(self.layout.size, dtype=state_dtype(self.weights), device=self.device)

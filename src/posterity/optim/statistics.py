@@ -35,7 +35,7 @@ class Statistics:
 
     grad: Tensor
     grad_noise: Tensor
-    batch_size: float
+    batch_size: float | Tensor
     step: int | Tensor
     squares: Tensor = field(default_factory=lambda: torch.empty(0))
     factors: Kronecker | None = None
@@ -105,6 +105,11 @@ class Sums:
             whole = {i: grad if grad.dim() == len(shapes[i]) else grad.sum(0) for i, grad in grads.items()}
             self.group.add(whole, self.grad, weight, self.poison)
 
+    def clean(self) -> None:
+        """Write zeros in blocks without a gradient, which may hold anything."""
+        for i in set(range(len(self.group.params))) - self.used:
+            self.both[:, self.group.layout.span(i)] = 0.0
+
     def publish(self, last: bool) -> None:
         """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it.
 
@@ -150,7 +155,8 @@ class Accumulator:
         weight: Of each.
         parts: Of the batch, of which every sample has seen one.
         losses: Of the samples, where they are known.
-        examples: Seen by layers in all samples together, where a rule collects curvature.
+        examples: Seen by layers in all samples together, where a rule collects curvature; of several
+            processes' captured step a tensor, as ``inputs``.
         inputs: In the inputs of the module, in all samples together; None if they cannot be counted.
         layers: Weighted sums of Kronecker factors, by the layer's weight.
     """
@@ -160,8 +166,9 @@ class Accumulator:
 
     def clear(self) -> None:
         """Start the next step."""
-        self.samples, self.weight, self.parts, self.examples = 0, 1.0, 1, 0
-        self.inputs: float | None = 0.0
+        self.samples, self.weight, self.parts = 0, 1.0, 1
+        self.examples: float | Tensor = 0
+        self.inputs: float | Tensor | None = 0.0
         self.losses: list[Tensor] = []
         self.layers: dict[str, Kronecker] = {}
         self._sums: dict[FlatGroup, Sums] = {}
@@ -186,25 +193,29 @@ class Accumulator:
     def take(self, sums: Sums, used: set[int]) -> None:
         """Add the sums of a group, of which some blocks had a gradient somewhere."""
         sums.used, self._pooled = used, True
-        if sums.both.is_cuda:
-            sums.poison += 0.0 * largest(sums.both)
         if before := self._sums.get(sums.group):
             before.both.add_(sums.both)
+            before.poison += sums.poison
             before.used |= used
         else:
             self._sums[sums.group] = sums
 
-    def add_inputs(self, examples: float | None) -> None:
+    def add_inputs(self, examples: float | Tensor | None) -> None:
         """Add the examples in a module's inputs, if they can be counted."""
         self.inputs = None if self.inputs is None or examples is None else self.inputs + examples
 
+    @property
+    def collected(self) -> bool:
+        """Whether layers have reported curvature."""
+        return isinstance(self.examples, Tensor) or bool(self.examples)
+
     def counted(self) -> float | None:
         """Examples behind the step, in the inputs of the module."""
-        return None if not self.inputs else _whole(self.inputs * self.weight)
+        return None if not self.inputs else _whole(float(self.inputs) * self.weight)
 
     def seen_by_layers(self) -> float | None:
         """The same, as layers saw them."""
-        return _whole(self.examples * self.weight * self.parts) if self.examples else None
+        return _whole(float(self.examples) * self.weight * self.parts) if self.examples else None
 
     def add_layers(self, layers: Mapping[str, Kronecker]) -> None:
         """Add factors of the loss as the backward pass saw it."""
@@ -230,7 +241,7 @@ class Accumulator:
         Of a mean loss over B examples, of all micro-batches together, the examples' own gradients are B times
         what each contributes: E[(1/B) Σ (B c_i)²] = B E[Σ c_i²], and likewise for S.
         """
-        if self._scaled or not self.examples:
+        if self._scaled or not self.collected:
             return
         self._scaled = True
         behind = self.examples * self.weight

@@ -69,6 +69,10 @@ class Numbers:
         """The number of the update that a parameter is having, which the host has counted."""
         return count
 
+    def read(self, sums: Tensor) -> list[Any]:
+        """What processes have added up, number by number."""
+        return list(sums.tolist())
+
     def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of a rule and more, as it is run for this rule."""
         return partial(function, rule)
@@ -343,7 +347,7 @@ def _run_rule(
 ) -> Moved:
     """What the rule makes of some parameters of a group."""
     flat, numbers, run_move = sums.group, opt.numbers, opt.numbers.run(opt, move)
-    collected = multiplies(opt) or bool(opt.sums.examples)
+    collected = multiplies(opt) or opt.sums.collected
     group = numbers.groups[flat.number]
     grad, counts = sums.mean_grad, [int(step) + 1 for step in flat.steps]
     similar = len(moved) == len(flat.params) and len(set(counts)) == 1

@@ -20,12 +20,11 @@ from torch.nn.functional import softplus
 from posterity.flat import ALIGN, Layout
 from posterity.noise import Domain, Noise
 from posterity.optim.state import FlatGroup, zero
-from posterity.optim.statistics import Accumulator, Sink
+from posterity.optim.statistics import Accumulator, Sink, Sums
 from posterity.optim.step import Draw
 from posterity.posterior import Density, DiagonalGaussian, Leaf
 from posterity.posterior.divergence import formula_of, leaf_kl
 from posterity.train.learner import Drawn
-from posterity.train.shares import Share
 
 _MASKS = ("keep", "held")
 
@@ -39,7 +38,6 @@ class StepValues(NamedTuple):
         scale: Factor that the sums are multiplied by in the end, or None.
         at: Address of the noise.
         several: Whether several processes add up their sums.
-        mine: This process's share of the batch, once it is known; None if it is alone.
     """
 
     sums: Accumulator
@@ -47,7 +45,6 @@ class StepValues(NamedTuple):
     scale: Any
     at: Mapping[str, Any]
     several: bool = False
-    mine: Share | None = None
 
 
 class Whole(NamedTuple):
@@ -223,16 +220,19 @@ class Diagonal(ABC):
             give(block.loc, loc[i])
             give(block.raw, raw[i])
 
-    def _seeds(self, step: StepValues) -> list[Tensor]:
-        """Gradients of the loss in means and stds."""
+    def complete(self, step: StepValues) -> Sums:
+        """Gradients of the loss in means and stds, also of blocks that it did not reach."""
         mine = step.sums.of(self.flat, None)
-        for i in set(range(len(self.params))) - mine.used:  # which may hold anything
-            mine.both[:, self.flat.layout.span(i)] = 0.0
+        mine.clean()
+        mine.used = set(range(len(self.params)))
+        return mine
+
+    def _seeds(self, step: StepValues) -> list[Tensor]:
+        """The same, as they are carried on."""
+        both = self.complete(step).both
         if step.scale is not None:
-            mine.both.mul_(step.scale)
-        if step.mine is not None:
-            step.mine.add_up(mine.both)
-        return list(mine.both.to(self.flat.dtype))
+            both.mul_(step.scale)
+        return list(both.to(self.flat.dtype))
 
     def _noise_of_kl(self, at: Mapping[str, Any]) -> Tensor:
         """Standard normals ``[1, size]`` behind the draw that ``Variational.kl()`` would take."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -57,7 +58,7 @@ def compile_step(
     the second or third time; K-FAC's steps with new factors or inverses are none. Learning rates, the KL's
     factor, and what else a rule calls ``scheduled``, may change at any time. In a graph a loss that is not
     finite leaves the posterior as it is, and is raised by one of the next calls, when its value has reached
-    the host.
+    the host; of several processes by the next call, in all of them.
 
     Args:
         model: The module whose parameters the optimiser holds, or what ``variational()`` gave.
@@ -147,6 +148,8 @@ class CapturedStep:
         self._seen: set[Any] = set()
         self._failed: set[Any] = set()
         self._calls = 0
+        # Of several processes: raises what the last step has to say.
+        self._settle_last: Callable[[], None] | None = None
 
     def __call__(self, *batch: Any, count: float | Tensor | None = None) -> Tensor:
         """Learn from a batch, whose loss is a mean of ``count`` terms; that loss, a mean over the samples."""
@@ -156,7 +159,7 @@ class CapturedStep:
         batch = self.step.as_tensors(batch)
         tensors, form = flat_batch(batch)
         if not self.step.learner.captures() or not all(isinstance(x, Tensor) for x in tensors):
-            return self.step(*batch, count=count)
+            return self._eager(batch, count)
         count = as_count(count)
         key = (count is None, *self._key(tensors, form))
         graph = self._graphs.get(key)
@@ -165,16 +168,42 @@ class CapturedStep:
         if graph is None and key in self._seen and key not in self._failed and self._has_room():
             graph = self._capture(key, batch, count)
         if graph is None:  # a shape that never comes again is not worth a graph
-            loss = self.step(*batch, count=count)
+            loss = self._eager(batch, count)
             if len(self._seen) >= _KEYS:
                 self._seen.clear()
             self._seen.add(key)
             return loss
         graph.used = self._calls
-        return graph(tensors, count)
+        loss = graph(tensors, count, self._settle)
+        if graph.world is not None:
+            self._settle_last = graph.settle
+        return loss
+
+    def _eager(self, batch: tuple[Any, ...], count: float | Tensor | None) -> Tensor:
+        """A step without a graph; of several processes the next call raises what this one finds.
+
+        For others may replay it, and all must raise at the same call.
+        """
+        if self.step.learner.world is None:
+            return self.step(*batch, count=count)
+        self.step.learner.settle()
+        self._settle()
+        try:
+            return self.step(*batch, count=count)
+        except FloatingPointError as error:
+            self._settle_last = partial(_raise, error)
+            (device,) = self.step.learner.devices()
+            return torch.full((), torch.nan, device=device)
+
+    def _settle(self) -> None:
+        """Raise what the last step of several processes has to say."""
+        last, self._settle_last = self._settle_last, None
+        if last is not None:
+            last()
 
     def _capture(self, key: Any, batch: tuple[Any, ...], count: float | None) -> Graph | None:
         self.step.learner.settle()
+        self._settle()
         self._drop(key)
         try:
             self._graphs[key] = Graph(self.step, batch, count)
@@ -220,3 +249,7 @@ class CapturedStep:
             (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
             *self.step.learner.fixed(),
         )
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, final
@@ -68,6 +68,10 @@ class DeviceNumbers(Numbers):
         ahead = self._ahead[p]
         return self._clock + ahead if ahead else self._clock
 
+    def read(self, sums: Tensor) -> list[Any]:
+        """Where they are."""
+        return list(sums.unbind())
+
     def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
         """As one kernel."""
         return fused(function, type(rule))
@@ -116,6 +120,9 @@ def fused(function: Any, kind: Any = None) -> Callable[..., Any]:
 class Graph:
     """A captured step for one shape of batch.
 
+    Of several processes it is two pieces, between which all processes add up their sums, as in an eager step:
+    so each decides for itself whether it replays. NCCL would want all of them to replay what it has captured.
+
     Args:
         step: The step.
         batch: Of that shape.
@@ -138,21 +145,21 @@ class Graph:
         self.behind = Behind(size, None if scale is None else torch.tensor(scale, device=device))
         self.host_loss = torch.zeros(()).pin_memory()
         self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
-        self.keeper = buffers.Keeper(step.target)
+        self.keeper, self.world = buffers.Keeper(step.target), learner.world
         self.generation, self.used = learner.generation, 0
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         try:
-            with self.live.inside():
+            with self.live.inside(), learner.pooling():
                 with torch.cuda.stream(stream), warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's own
                     for _ in range(2):
-                        self._body()
+                        for _ in self._body():
+                            pass  # nothing is sent: others do not wait for it, and all that moves is restored
                         self._restore(before)
                 torch.cuda.current_stream().wait_stream(stream)
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
-                    self.loss = self._body()
+                self.pieces = list(self._captured())
                 self.live.captured(self)
         finally:
             learner.reset()
@@ -165,10 +172,18 @@ class Graph:
         """Whether it no longer does what a step would do."""
         return self.live.stale()
 
-    def __call__(self, tensors: Sequence[Tensor], count: float | None) -> Tensor:
-        """Replay it on a batch; what is minimised."""
+    def __call__(self, tensors: Sequence[Tensor], count: float | None, settle: Callable[[], None]) -> Tensor:
+        """Replay it on a batch; what is minimised.
+
+        Args:
+            tensors: The batch.
+            count: Terms that the loss is a mean of.
+            settle: Raises, of several processes, what the last step has to say; all must do so at the same
+                call. It waits while the device is busy with the first piece of this step.
+        """
         self.live.refuse()
-        self._look()
+        if self.world is None:
+            self._look()
         self.live.refresh()
         if isinstance(self.behind.scale, Tensor):
             scale = self.learner.behind(self.examples, count).scale
@@ -176,9 +191,24 @@ class Graph:
             self.behind.scale.fill_(scale)
         for mine, given in zip(self.tensors, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
-        self.graph.replay()
+        for graph, sent in self.pieces:
+            graph.replay()
+            if self.world is not None and sent:
+                try:
+                    settle()
+                except BaseException:
+                    self.keeper.restore()
+                    raise
+                self.world.add_up(*sent)
         self.live.replayed()
+        if self.world is not None:
+            self.done.record()
         return self.loss.clone()
+
+    def settle(self) -> None:
+        """Wait for the last replay, and raise what it has to say."""
+        self.done.synchronize()
+        self._look()
 
     def _look(self) -> None:
         """Raise what is known of earlier steps; this waits for nothing, unless one was bad."""
@@ -187,6 +217,8 @@ class Graph:
             torch.cuda.synchronize()  # else a step under way would raise it again
             self.poison.zero_()
         self.host_loss.zero_()
+        if self.world is not None and not math.isfinite(loss):  # no other was launched since
+            self.live.undo()
         if loss == -math.inf:  # all that the step has seen was finite
             raise FloatingPointError(self.learner.overshot())
         if loss:  # else it has not come yet
@@ -197,21 +229,44 @@ class Graph:
         torch.cuda.synchronize()
         self._look()
 
-    def _body(self) -> Tensor:
-        """What is captured: the eager step, with its checks done on the device."""
+    def _captured(self) -> Iterator[tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]]:
+        """The pieces of a step in turn, each with what is to be added up after it."""
+        body, pool = self._body(), None
+        sent: Sequence[Tensor] | None = ()
+        while sent is not None:
+            graph = torch.cuda.CUDAGraph()
+            # Threads of others, such as NCCL's, may ask the device what they like in the meantime.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                sent = next(body, None)
+            pool = graph.pool()
+            yield graph, sent or ()
+
+    def _body(self) -> Iterator[Sequence[Tensor]]:
+        """What is captured: the eager step, with its checks done on the device.
+
+        It stops, if there are several processes, where all of them add up what it yields.
+        """
         torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
         self.keeper.keep()
         # Made anew, since loss functions may take things out of dicts.
         batch = tuple(self.tensors) if self.form is None else tree_unflatten(self.tensors, self.form)
-        self.learner.expect(self.behind)
-        losses, poisons = self.learner.finish(self.step.gather(self.keeper.copies, batch))
+        learner, behind = self.learner, self.behind
+        learner.expect(self.examples, behind)
+        losses = self.step.gather(self.keeper.copies, batch)
+        if self.world is not None:
+            sent, shared = learner.pack(losses), learner.shared_buffers()
+            yield [*sent, *(shared.joined if shared else [])]
+            losses = learner.unpack(sent, losses)
+            behind = learner.together(behind)
+            if shared:
+                shared.spread()
+        losses, poisons = learner.finish(learner.publish(losses, self.step.max_norm))
         loss, ok = verdict(losses, poisons, self.poison, self.live.clock)
-        self.learner.move(self.behind, ok)
+        learner.move(behind, ok)
         report(loss, ok, self.poison, self.host_loss)
         self.keeper.restore_unless(ok)
-        loss = self.learner.objective(loss)
-        self.learner.reset()
-        return loss
+        self.loss = learner.objective(loss)
+        learner.reset()
 
     def _snapshot(self) -> list[tuple[Tensor, Tensor]]:
         tensors = [*self.learner.tensors(), *buffers.writable(self.step.target).values()]

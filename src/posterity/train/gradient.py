@@ -28,7 +28,7 @@ from posterity.objective import Factor, factor_at, refuse_num_data
 from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
-from posterity.optim.pooling import share_buffers
+from posterity.optim.pooling import SharedBuffers, meeting, refuse_unreached, share_buffers
 from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED
 from posterity.posterior import ByName, Density, Posterior, kl
@@ -39,7 +39,7 @@ from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.partition import blocks_of
 from posterity.train.replays import GradientReplays
-from posterity.train.shares import met, refuse_unlike
+from posterity.train.shares import Joined, refuse_unlike
 from posterity.variational import Variational, loss_watch
 
 # Entries of a group that a graph does not read.
@@ -180,6 +180,69 @@ class ByGradient(Learner):
         """As the user has it."""
         return self._samples
 
+    # Several processes, each with its share of the batch and the same drawn weights.
+
+    @property
+    def world(self) -> World | None:
+        """All there are, if there are others."""
+        return self._world
+
+    @torch.no_grad()
+    def pack(self, losses: Tensor) -> list[Tensor]:
+        """Examples, loss and reached parameters, then all gradients of the loss, times the examples.
+
+        With b examples here and B in all, the gradient of the step is Σ (b / B) of those of processes. A KL
+        that all take of the same weights, and add to what they have, counts once in that sum.
+        """
+        step, here = self._values, float(self._behind.batch_size or 1)
+        scale = 1.0 if step.scale is None else step.scale
+        plain = [self.sums.of(flat, None) for flat in self.blocks.plain]
+        diagonal = [block.complete(step) for block in self.blocks.diagonal]
+        for each in (*(mine.grad for mine in plain), *(mine.both for mine in diagonal)):
+            each.mul_(here * scale)
+        self._others = [(block, p) for block in self.blocks.other for p in block.own()]
+        found = [block.grads[p] if p in block.grads else torch.zeros_like(p) for block, p in self._others]
+        self._joined = Joined([grad * here for grad in found])
+        used = [i in mine.used for mine in plain for i in range(len(mine.group.params))]
+        used += [p in block.grads for block, p in self._others]
+        poisons = [mine.poison for mine in self.sums]
+        meta = meeting(here, [losses.mean() * scale], list(map(float, used)), losses.device, poisons)
+        sums = [*(mine.grad for mine in plain), *(mine.both for mine in diagonal)]
+        return [meta, *sums, *self._joined.flats]
+
+    @torch.no_grad()
+    def unpack(self, sent: list[Tensor], losses: Tensor) -> Tensor:
+        """The sums over the examples of all; in a captured step the host does not look."""
+        captured = isinstance(self._clock, Tensor)
+        found: list[Any] = list(sent[0].unbind()) if captured else sent[0].tolist()
+        total, weighted, poison, *everywhere = found
+        plain = [self.sums.of(flat, None) for flat in self.blocks.plain]
+        for mine in plain:
+            params = mine.group.params
+            if captured:
+                refuse_unreached(mine.group.layout.names, params, mine.used)
+            else:
+                mine.used |= {i for i in range(len(params)) if everywhere[i]}
+            everywhere = everywhere[len(params) :]
+        for each in sent[1:]:
+            each.div_(total)
+        for (block, p), grad, anywhere in zip(self._others, self._joined.parts(), everywhere, strict=True):
+            if captured:
+                refuse_unreached([block.name], [p], [0] if p in block.grads else [])
+            if captured or anywhere:
+                block.grads[p] = grad
+        self._behind = self._behind._replace(scale=None)  # which is in the sums
+        mean = weighted / total + (poison if captured else 0.0)
+        return torch.as_tensor(mean, dtype=losses.dtype, device=losses.device)[None]
+
+    def together(self, behind: Behind) -> Behind:
+        """The optimiser does not ask."""
+        return behind
+
+    def shared_buffers(self) -> SharedBuffers | None:
+        """Of the module."""
+        return None if self._world is None else SharedBuffers(self._world, self.module)
+
     # A step.
 
     def _share_now(self) -> float:
@@ -202,7 +265,7 @@ class ByGradient(Learner):
         refuse_unlike(world, dict(self.model.named_parameters()), self.optimizer, settings)
         self._met = True
 
-    def expect(self, behind: Behind) -> None:
+    def expect(self, examples: int | None, behind: Behind) -> None:
         """The same, in a captured step."""
         self._behind = behind
 
@@ -262,8 +325,6 @@ class ByGradient(Learner):
         """The same, without checking whether all is finite."""
         step = self._values
         loss = losses.mean() if step.scale is None else losses.mean() * step.scale
-        if self._world is not None:
-            loss, step = self._shared(self._world, loss, step)
         for p in self._own:
             p.grad = None  # of the last step, or of before it was frozen
         for block in self.blocks.drawn():
@@ -272,8 +333,6 @@ class ByGradient(Learner):
             mine = self.sums.of(flat, None)
             if step.scale is not None:
                 mine.grad.mul_(step.scale)
-            if step.mine is not None:
-                step.mine.add_up(mine.grad)
             views = flat.layout.views(mine.grad.to(flat.dtype))
             for i in mine.used:
                 give(flat.params[i], views[i])
@@ -283,27 +342,14 @@ class ByGradient(Learner):
         self._divergence = torch.stack([part.to(loss.device) for part in parts]).sum()
         return loss
 
-    def _shared(self, world: World, loss: Tensor, step: StepValues) -> tuple[Tensor, StepValues]:
-        """The mean loss of all processes, with what this one is to the others."""
-        plain = [(self.sums.of(flat, None), i) for flat in self.blocks.plain for i in range(len(flat.params))]
-        other = [(block, p) for block in self.blocks.other for p in block.own()]
-        used = [i in sums.used for sums, i in plain] + [p in block.grads for block, p in other]
-        mine, loss, everywhere = met(world, float(self._behind.batch_size or 1), loss, used)
-        for (sums, i), anywhere in zip(plain, everywhere, strict=False):
-            if anywhere:
-                sums.used.add(i)
-        reached = [each for each, any_of in zip(other, everywhere[len(plain) :], strict=True) if any_of]
-        found = [block.grads[p] if p in block.grads else torch.zeros_like(p) for block, p in reached]
-        for (block, p), grad in zip(reached, mine.add_up_all(found), strict=True):
-            block.grads[p] = grad
-        return loss, step._replace(mine=mine)
-
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
         """Move, if loss and gradients are finite."""
         nll = self._give_gradients(losses)
+        if self._world is not None:
+            share_buffers(self._world, self.module)
         loss = self.objective(nll)
         grads = [p.grad for p in self._trained() if p.grad is not None]
         # Sums, which are not finite either; a norm takes a CPU ten times as long.
@@ -315,10 +361,8 @@ class ByGradient(Learner):
                 raise FloatingPointError(f"the KL is {divergence:g}; {UNTOUCHED}")
             what = bad_gradient(self.model.named_parameters()) or "a gradient"
             raise FloatingPointError(f"{what} is not finite; {UNTOUCHED}")
-        self.terms.judge(self._behind.batch_size, examples, counted=count is not None)
+        self.terms.judge(float(self._behind.batch_size), examples, counted=count is not None)
         self.move(self._behind, None)
-        if self._world is not None:
-            share_buffers(self._world, self.module)
         self.reset()
         return loss
 
@@ -388,7 +432,7 @@ class ByGradient(Learner):
                     state = self.optimizer.state.get(p, {})
                     if "step" in state:
                         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device)
-        if not self.captures():
+        if not self._on_device():
             warnings.warn(
                 f"steps of {type(self.optimizer).__name__} are not captured as CUDA graphs: build it with "
                 "capturable=True or fused=True if it has either",
@@ -396,11 +440,11 @@ class ByGradient(Learner):
             )
 
     def captures(self) -> bool:
-        """Whether the optimiser reads its numbers on the device."""
-        on_device = all(
-            group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups
-        )
-        return on_device and not several()
+        """Whether the optimiser reads its numbers on the device; of several processes once they have met."""
+        return self._on_device() and (self._met or not several())
+
+    def _on_device(self) -> bool:
+        return all(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
 
     def settle(self) -> None:
         """Nothing waits."""

@@ -1,8 +1,9 @@
 """What a training step needs of a method: weights to draw, gradients to absorb, and a move to make of them.
 
 A step is ``begin``, for every chunk of samples ``draw`` and ``absorb`` around a forward and a backward pass,
-then ``learn``. In a captured step ``finish`` and ``move`` stand for ``learn``, with a flag on the device
-between them in place of a check, and a :class:`Replays` says what is new before each replay.
+then ``publish`` and ``learn``. Of several processes each adds up what ``pack`` gives before ``publish``, and
+takes it in by ``unpack``. In a captured step ``finish`` and ``move`` stand for ``learn``, with a flag on the
+device between them in place of a check, and a :class:`Replays` says what is new before each replay.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from posterity.distributed import World
 from posterity.optim.counting import Behind, LossTerms
+from posterity.optim.pooling import SharedBuffers
 from posterity.optim.statistics import Accumulator, Sink
 
 
@@ -95,10 +98,7 @@ class Learner(ABC):
 
     @abstractmethod
     def publish(self, losses: Tensor, max_norm: float | None) -> Tensor:
-        """After the last sample: give parameters their gradients, if a user may see them now, and clip.
-
-        Of several processes, each of which brings the losses of its samples, all get those of all.
-        """
+        """After the last sample: give parameters their gradients, if a user may see them now, and clip."""
 
     @abstractmethod
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
@@ -116,9 +116,32 @@ class Learner(ABC):
     def overshot(self) -> str:
         """What to say of a step whose result is not fit."""
 
+    # Several processes.
+
+    @property
+    @abstractmethod
+    def world(self) -> World | None:
+        """The processes that add up their sums, if these do."""
+
     def pooling(self) -> AbstractContextManager[object]:
         """What a step is run inside after ``begin``, so that sums are those of all processes."""
         return nullcontext()
+
+    @abstractmethod
+    def pack(self, losses: Tensor) -> list[Tensor]:
+        """What all processes add up, given the losses of this one's samples."""
+
+    @abstractmethod
+    def unpack(self, sent: list[Tensor], losses: Tensor) -> Tensor:
+        """Take that in, once it is added up; the losses of all processes."""
+
+    @abstractmethod
+    def together(self, behind: Behind) -> Behind:
+        """What is behind a step of all processes, after ``unpack``; an eager step counts by itself."""
+
+    @abstractmethod
+    def shared_buffers(self) -> SharedBuffers | None:
+        """The module's buffers, which the first process gives to all; an eager ``learn`` sends them."""
 
     @property
     def ok(self) -> Tensor | None:
@@ -128,8 +151,8 @@ class Learner(ABC):
     # Captured steps.
 
     @abstractmethod
-    def expect(self, behind: Behind) -> None:
-        """Take note of what is behind the step that is under way."""
+    def expect(self, examples: int | None, behind: Behind) -> None:
+        """Take note of the examples of the step that is under way, and of what is behind it."""
 
     @abstractmethod
     def devices(self) -> set[torch.device]:
@@ -217,3 +240,7 @@ class Replays(ABC):
     @abstractmethod
     def replayed(self) -> None:
         """After a replay: count it."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Uncount the last replay, which was held back."""

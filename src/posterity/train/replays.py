@@ -93,6 +93,12 @@ class RuleReplays(Replays):
                 p.grad = grad
             self.opt.reset()
 
+    def undo(self) -> None:
+        """Uncount its updates."""
+        for flat, moved in self.moved:
+            flat.count(moved, -1)
+        self.opt.advance(-1)
+
 
 @final
 class GradientReplays(Replays):
@@ -163,3 +169,7 @@ class GradientReplays(Replays):
         """Count the draw, and let who has seen the parameters know that they are others."""
         self._learner.model.draws += 1
         torch.autograd.graph.increment_version(self._learner._own)
+
+    def undo(self) -> None:
+        """Uncount its draw."""
+        self._learner.model.draws -= 1

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from posterity.distributed import World, several
 from posterity.optim import VariationalOptimizer
 from posterity.optim.counting import Behind, as_count, behind
-from posterity.optim.pooling import pool
+from posterity.optim.pooling import SharedBuffers, pack, unpack
 from posterity.optim.statistics import Sink
 from posterity.optim.step import absorb, apply, collecting, draw, multiplies
 from posterity.train.learner import Drawn, Learner, Replays
@@ -38,6 +39,7 @@ class ByRule(Learner):
         self.opt, self.batch_dim = opt, opt.batch_dim
         self.listens = opt.collects is not None
         self._given: tuple[int | None, float | Tensor | None] = None, None
+        self._terms: float | Tensor = 0.0
         held = set(self.module.parameters())
         for group in opt.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
@@ -74,14 +76,46 @@ class ByRule(Learner):
         if self.opt.taken():
             raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
         self.opt.refuse_foreign()
-        self._given = examples, count
+        self._given = examples, as_count(count)
 
     def pooling(self) -> AbstractContextManager[object]:
         """Of several processes the optimiser adds up the sums itself."""
         return nullcontext() if self.opt.world.size == 1 else self.opt.pooling()
 
-    def expect(self, behind: Behind) -> None:
-        """A rule is told when it moves."""
+    @property
+    def world(self) -> World | None:
+        """The optimiser's, if it has a mesh or there are others."""
+        opt = self.opt
+        return opt.world if opt.mesh is not None or opt.world.size > 1 else None
+
+    def pack(self, losses: Tensor) -> list[Tensor]:
+        """Counts, losses and the optimiser's sums."""
+        local, (examples, count) = self.opt.local, self._given
+        local.add_inputs(None if examples is None else examples * local.samples)
+        sent = pack(self.opt, [losses], count)
+        # What the end of an eager step sends of a user's count.
+        return [*sent, sent[0][:1].clone()] if isinstance(count, Tensor) else sent
+
+    def unpack(self, sent: list[Tensor], losses: Tensor) -> Tensor:
+        """The optimiser's sums are those of all."""
+        (loss,), self._terms = unpack(self.opt, sent, [losses])
+        return loss[None]
+
+    def together(self, behind: Behind) -> Behind:
+        """Examples and terms of all."""
+        sums = self.opt.sums
+        size = behind.batch_size if sums.inputs is None else sums.inputs * sums.weight
+        scale = None if behind.scale is None else self._terms / self.opt.world.split / size
+        return Behind(size, scale)
+
+    def shared_buffers(self) -> SharedBuffers | None:
+        """Of the optimiser's module, if it has one."""
+        return None if self.opt.module is None else SharedBuffers(self.opt.world, self.opt.module)
+
+    def expect(self, examples: int | None, behind: Behind) -> None:
+        """A rule is told when it moves, and weights what it sends before."""
+        scale = behind.scale
+        self._given = examples, None if scale is None else scale * behind.batch_size
 
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights by the rule's stds."""
@@ -109,14 +143,9 @@ class ByRule(Learner):
 
     def publish(self, losses: Tensor, max_norm: float | None) -> Tensor:
         """E[g] goes to ``p.grad``."""
-        opt, (examples, count) = self.opt, self._given
-        if opt.pools:
-            opt.local.add_inputs(None if examples is None else examples * opt.local.samples)
-            (losses,) = pool(opt, [losses], as_count(count))
-            losses = losses[None]
-        opt.sums.publish(last=True)
+        self.opt.sums.publish(last=True)
         if max_norm is not None:
-            clip_grad_norm_(opt.parameters(), max_norm)
+            clip_grad_norm_(self.opt.parameters(), max_norm)
         return losses
 
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
@@ -150,8 +179,8 @@ class ByRule(Learner):
         return {p.device for p in self.opt.parameters()}
 
     def captures(self) -> bool:
-        """As the rule says; of several processes one might capture a step that another runs as it is."""
-        return self.opt.world.size == 1 and self.opt.captures()
+        """As the rule says; of several processes not before they have met."""
+        return (self.opt.met or not several()) and self.opt.captures()
 
     def settle(self) -> None:
         """Verdicts that wait, and gradients from elsewhere."""

@@ -69,7 +69,12 @@ class TrainStep:
         self._keeper.keep()
         try:
             with learner.pooling():
-                loss = learner.learn(self.gather(self._keeper.copies, batch), size, count)
+                losses = self.gather(self._keeper.copies, batch)
+                if learner.world is not None:
+                    sent = learner.pack(losses)
+                    learner.world.add_up(*sent)
+                    losses = learner.unpack(sent, losses)
+                loss = learner.learn(learner.publish(losses, self.max_norm), size, count)
         except BaseException:
             self._keeper.restore()
             learner.drop()
@@ -139,7 +144,7 @@ class TrainStep:
                     loss, grads = self._backward(wanted, drawn.stand_ins, loss, len(rows))
                 losses.append(loss.detach())
             learner.absorb(dict(zip(leaves, grads, strict=True)), drawn, rows, 1 / samples)
-        return learner.publish(torch.cat(losses) if len(losses) > 1 else losses[0], self.max_norm)
+        return torch.cat(losses) if len(losses) > 1 else losses[0]
 
     def _named(self, tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
         """What is given by parameter, by name."""

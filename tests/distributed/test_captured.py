@@ -1,0 +1,56 @@
+"""Steps of which some processes replay a graph are those of processes that do not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.captured import BAD, CASES
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("captured")])
+def test_processes_that_replay_learn_what_others_learn(two: list[dict[str, Any]], case: str) -> None:
+    for each in two:
+        assert not isinstance(each[case], str), each[case]
+        plain, graphs = each[case]["plain"], each[case]["graphs"]
+        # A graph's numbers are in single precision, the sums of a step are not.
+        loose = 1e-5 if "gradient" in case else 1e-6
+        for key in plain.keys() - {"said", "replayed", "losses"}:
+            torch.testing.assert_close(
+                graphs[key].double(),
+                plain[key].double(),
+                rtol=loose,
+                atol=loose,
+                msg=lambda m, key=key: f"{key}: {m}",
+            )
+        if "bad" not in case:
+            assert graphs["said"] == plain["said"] == ["nothing"] * len(plain["said"])
+            torch.testing.assert_close(
+                graphs["losses"].double(), plain["losses"].double(), rtol=loose, atol=loose
+            )
+    first, last = (each[case]["graphs"]["replayed"] for each in two)
+    kinds = set(zip(first, last, strict=True))
+    assert (True, True) in kinds
+    assert {(True, False), (False, True)} & kinds or "kfac" in case
+    assert any(first)
+    assert any(last)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bad" in case])
+def test_a_bad_batch_of_one_process_is_raised_by_the_next_call_of_all(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    for each in two:
+        said = each[case]["graphs"]["said"]
+        wrong = [call for call, message in enumerate(said) if message != "nothing"]
+        assert wrong == [BAD[case.split()[-1]][0] + 1]
+        assert "not touched" in said[wrong[0]]
+
+
+def test_steps_that_do_not_reach_all_parameters_are_not_captured(two: list[dict[str, Any]]) -> None:
+    for each in two:
+        found = each["unreached"]
+        assert not isinstance(found, str), found
+        assert found["graphs"] == found["made"] == 0
+        (message,) = found["said"]
+        assert "'unused' has no gradient in this process, and may have one in others" in message

@@ -228,7 +228,7 @@ class ByGradient(Learner):
             each.div_(total)
         for (block, p), grad, anywhere in zip(self._others, self._joined.parts(), everywhere, strict=True):
             if captured:
-                refuse_unreached([block.name], [p], [0] if p in block.grads else [])
+                refuse_unreached([", ".join(block.blocks.leaves)], [p], [0] if p in block.grads else [])
             if captured or anywhere:
                 block.grads[p] = grad
         self._behind = self._behind._replace(scale=None)  # which is in the sums

@@ -849,15 +849,15 @@ _ESTIMATORS = [
     Site(
         "local adds a bias's std to the variance of outputs",
         "posterity/layers/estimators.py",
-        "_square(std), None if own is None else _square(own)",
-        "_square(std), own",
+        "square(std), None if own is None else square(own)",
+        "square(std), own",
         ("exact/test_estimators.py::test_local_has_the_moments_of_linear_outputs",),
     ),
     Site(
         "local forgets the variance of a bias",
         "posterity/layers/estimators.py",
-        "_square(std), None if own is None else _square(own)",
-        "_square(std), None",
+        "square(std), None if own is None else square(own)",
+        "square(std), None",
         ("exact/test_estimators.py::test_local_has_the_moments_of_convolutions_at_each_position",),
     ),
     Site(

@@ -33,6 +33,7 @@ from posterity.layers.calls import LayerCall, Multiplying
 from posterity.layers.stacks import autocast_dtype
 from posterity.torch_private import (
     DisableTorchFunctionSubclass,
+    apply_of,
     functorch,
     temporarily_pop_interpreter_stack,
     threshold_backward,
@@ -281,9 +282,9 @@ def _with_noise(
     if narrow:  # squares of stds would be zero
         x, std, own = x.float(), std.float(), None if own is None else own.float()
     with torch.autocast(x.device.type, enabled=False) if narrow else nullcontext():
-        squares = _square(x), _square(std), None if own is None else _square(own)
+        squares = square(x), square(std), None if own is None else square(own)
         variance = _applied(func, call, *squares)
-    root: Tensor = Root.apply(variance)  # type: ignore[no-untyped-call]
+    root: Tensor = square_root(variance)
     return torch.addcmul(out, root.to(out.dtype), weight.normal("out", out.shape).to(out.dtype))
 
 
@@ -310,11 +311,6 @@ def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
     if not call.folded:
         return signs
     return signs.expand(like.shape[0] // call.examples, -1, -1).reshape(like.shape)
-
-
-def _square(x: Tensor) -> Tensor:
-    square: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
-    return square
 
 
 @final
@@ -362,3 +358,6 @@ class Root(torch.autograd.Function):
         (root,) = ctx.saved_tensors
         into: Tensor = threshold_backward(grad / root, root, 0.0)
         return into
+
+
+square, square_root = apply_of(Square), apply_of(Root)

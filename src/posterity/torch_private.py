@@ -114,6 +114,14 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``Function.apply`` without its search for default arguments, which takes longer than a small call."""
+    fast = fast_apply(function)
+    stacked: Callable[..., Any] = function.apply
+    transformed = torch._C._are_functorch_transforms_active
+    return lambda *args: stacked(*args) if transformed() else fast(*args)
+
+
 def add_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     """``tensor.register_hook(hook)`` for the result of an operation, without the handle that removes it."""
     hooks: Any = tensor._backward_hooks

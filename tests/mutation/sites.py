@@ -833,9 +833,9 @@ _POSTERIORS = [
     ),
     Site(
         "a step of a flow moves scales that its mask keeps",
-        f"{_Q}/flows.py",
-        "raw = raw.masked_fill(stays, math.inf)",
-        "raw = raw.masked_fill(stays, 3.0)",
+        f"{_Q}/flow.py",
+        "raw.masked_fill(self.mask, math.inf)",
+        "raw.masked_fill(self.mask, 3.0)",
         ("exact/test_flow.py::test_flow_and_its_inverse_have_autograds_determinant",),
     ),
     Site(
@@ -850,7 +850,7 @@ _POSTERIORS = [
     Site(
         "flows side by side count padding in densities",
         f"{_Q}/flows.py",
-        "torch.where(self.places.real, logs, 0.0).sum((0, -1))",
+        "(logs * self.places.real).sum((0, -1))",
         "logs.sum((0, -1))",
         (
             "posterior/test_end_to_end.py::test_weights_divergence_and_gradients_are_those_of_the_leaves_alone",
@@ -912,8 +912,8 @@ _ESTIMATORS = [
     Site(
         "local adds a bias's std to the variance of outputs",
         "posterity/layers/estimators.py",
-        "(None if each is None else _square(each) for each in wide)",
-        "[_square(std), *wide[1:]]",
+        "(None if each is None else square(each) for each in wide)",
+        "[square(std), *wide[1:]]",
         ("exact/test_estimators.py::test_local_has_the_moments_of_linear_outputs",),
     ),
     Site(

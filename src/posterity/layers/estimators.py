@@ -36,6 +36,7 @@ from posterity.layers.calls import LayerCall, Multiplying
 from posterity.layers.stacks import autocast_dtype
 from posterity.torch_private import (
     DisableTorchFunctionSubclass,
+    apply_of,
     functorch,
     temporarily_pop_interpreter_stack,
     threshold_backward,
@@ -320,10 +321,10 @@ def _with_noise(
     narrow = torch.float16 in (x.dtype, autocast_dtype(x))
     # Squares of stds would be zero in half precision.
     wide = [each.float() if narrow and each is not None else each for each in (std, own, scales)]
-    squares = (None if each is None else _square(each) for each in wide)
+    squares = (None if each is None else square(each) for each in wide)
     with torch.autocast(x.device.type, enabled=False) if narrow else nullcontext():
-        variance = _applied(func, call, _square(x.float() if narrow else x), *squares)
-    root: Tensor = Root.apply(variance)  # type: ignore[no-untyped-call]
+        variance = _applied(func, call, square(x.float() if narrow else x), *squares)
+    root: Tensor = square_root(variance)
     return torch.addcmul(out, root.to(out.dtype), weight.normal("out", out.shape).to(out.dtype))
 
 
@@ -361,11 +362,6 @@ def _spread(values: Tensor, call: Multiplying) -> Tensor:
     if not call.folded:
         return values
     return values.expand(call.input.shape[0] // call.examples, -1, -1).flatten(0, 1)
-
-
-def _square(x: Tensor) -> Tensor:
-    square: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
-    return square
 
 
 @final
@@ -413,3 +409,6 @@ class Root(torch.autograd.Function):
         (root,) = ctx.saved_tensors
         into: Tensor = threshold_backward(grad / root, root, 0.0)
         return into
+
+
+square, square_root = apply_of(Square), apply_of(Root)

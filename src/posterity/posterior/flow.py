@@ -122,7 +122,8 @@ class Step(nn.Module):
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The next z and the log-determinant ``[n]``."""
-        z, log_gate = gated(z, self.mask, *self._parts(z))
+        raw, shift = self._parts(z)
+        z, log_gate = gated(z, raw.masked_fill(self.mask, math.inf), shift)
         return z, log_gate.sum(-1)
 
     def inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,10 +21,16 @@ from posterity.posterior.scaled import Scales
 
 
 class Stack(NamedTuple):
-    """A step of all flows: masks ``[L, 1, W]`` of what stays, and of what moves, and the layers' numbers."""
+    """A step of all flows, by the layers' numbers.
+
+    Attributes:
+        stays: 1 for scales that stay as they are, 0 for others, ``[L, 1, W]``.
+        open: ∞ where a scale stays, 0 elsewhere: added to what a gate is made of, it opens it, and no
+            gradient comes back.
+    """
 
     stays: Tensor
-    moves: Tensor
+    open: Tensor
     inner: Tensor
     inner_bias: Tensor
     outer: Tensor
@@ -32,16 +38,15 @@ class Stack(NamedTuple):
 
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The next z ``[L, n, W]``, and the log-determinant ``[n]`` of all flows together."""
-        hidden = torch.baddbmm(self.inner_bias, z.masked_fill(self.moves, 0.0), self.inner.mT).tanh()
+        hidden = torch.baddbmm(self.inner_bias, z * self.stays, self.inner.mT).tanh()
         both = torch.baddbmm(self.outer_bias, hidden, self.outer.mT)
         raw, shift = torch.split(both, z.shape[-1], -1)
-        z, log_gate = gated(z, self.stays, raw, shift)
+        z, log_gate = gated(z, raw + self.open, shift)
         return z, log_gate.sum((0, -1))
 
 
-def gated(z: Tensor, stays: Tensor, raw: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """``g ⊙ z + (1 − g) ⊙ t`` and log g of g = sigmoid(raw), which is 1 where z stays."""
-    raw = raw.masked_fill(stays, math.inf)
+def gated(z: Tensor, raw: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """``g ⊙ z + (1 − g) ⊙ t`` and log g of g = sigmoid(raw): z stays where raw is ∞."""
     return torch.lerp(shift, z, torch.sigmoid(raw)), torch.nn.functional.logsigmoid(raw)
 
 
@@ -83,14 +88,15 @@ class Flows(Scales):
             tuple(flow.shape for flow in flows), tuple(shapes), form, first.raw.device, first.raw.dtype
         )
         steps = [step for flow in flows for step in (*flow.steps, *flow.auxiliary.steps)]
-        masks = torch.cat([*(step.mask for step in steps), self.places.real.new_ones(1)])
+        masks = torch.cat([*(step.mask for step in steps), first.raw.new_ones(1, dtype=torch.bool)])
         stays = masks.take(self.places.masks)
+        opened = torch.zeros_like(stays, dtype=first.raw.dtype).masked_fill_(stays, math.inf)
         numbers = [each for flow in flows for each in flow.numbers()]
         padded: Any = _Padded.apply(self.places, of_shapes(tuple(each.shape for each in numbers)), *numbers)  # type: ignore[no-untyped-call]
         self.values = dict(zip(self.places.shapes, padded, strict=True))
         stacks = [
             Stack(*masks, *(self.values[f"{number}.{name}"] for name in Stack._fields[2:]))
-            for number, masks in enumerate(zip(stays, ~stays, strict=True))
+            for number, masks in enumerate(zip(stays.to(opened.dtype), opened, strict=True))
         ]
         self.steps, self.of_auxiliary = stacks[: form.steps], stacks[form.steps :]
         self.std = softplus(self.values["raw"])
@@ -122,7 +128,7 @@ class Flows(Scales):
 
     def _total(self, logs: Tensor) -> Tensor:
         """The sum ``[n]`` over scales, without padding."""
-        return torch.where(self.places.real, logs, 0.0).sum((0, -1))
+        return (logs * self.places.real).sum((0, -1))
 
 
 class Form(NamedTuple):
@@ -152,7 +158,7 @@ class Places:
         back: The inverse.
         owners: Number of the stack that each of the flows' tensors is in.
         masks: The same for the masks of all steps, ``[steps, L, 1, W]``.
-        real: What is no padding, ``[L, 1, W]``.
+        real: 0 where there is padding, else 1, ``[L, 1, W]``.
         share: One over the number of weights that a scale has, ``[L, 1, 1]``.
     """
 
@@ -194,7 +200,7 @@ class Places:
             rows[row, :size], real[row, :, :size] = own, True
             at.append((own - first + row * self.wide).view(scales[row]).expand(weights[row]).reshape(-1))
             first += size
-        self.masks, self.real = masks.to(device), real.to(device)
+        self.masks, self.real = masks.to(device), real.to(device, dtype)
         self._rows, self._at = rows.view(-1).to(device), torch.cat(at).to(device)
         per = [size / shape.numel() for size, shape in zip(sizes, weights, strict=True)]
         self.share = torch.tensor(per, dtype=dtype).view(-1, 1, 1).to(device)

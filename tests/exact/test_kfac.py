@@ -455,6 +455,7 @@ def test_pruned_weights_move_no_others() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*seems to diverge")  # without damping draws are that wide
+@pytest.mark.filterwarnings("ignore::posterity.optim.ScaleWarning")
 @pytest.mark.parametrize("make", [KFAC, NoisyKFAC])
 def test_singular_factors_have_an_inverse_in_single_precision(make: type[KFAC] | type[NoisyKFAC]) -> None:
     torch.manual_seed(0)

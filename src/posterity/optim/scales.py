@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import final
 
@@ -60,13 +61,13 @@ class Scales:
         inputs, errors = (
             0.0 if each is None else float(each) ** 0.5 for each in (self._inputs, self._errors)
         )
-        if inputs > _LARGE and not any(issubclass(each, _NORMS) for each in self._layers):
+        if _LARGE < inputs < math.inf and not any(issubclass(each, _NORMS) for each in self._layers):
             self._warn(
                 f"the inputs of the first layer have a root mean square of {inputs:.3g}, and default "
                 "settings are made for about 1: standardise inputs by the mean and the std of the training "
                 "data, or divide pixels by 255"
             )
-        if errors > _LARGE:
+        if _LARGE < errors < math.inf:  # what is not finite is refused
             self._warn(
                 f"mse_loss begins with a root mean square error of {errors:.3g}, and default settings "
                 "are made for about 1: standardise targets by the mean and the std of the training data"

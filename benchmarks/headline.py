@@ -81,9 +81,22 @@ def aim(ratio: dict[str, Any]) -> str:
 
 
 def complete(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The complete records of steps that have aims, with the names of their files."""
+    """The complete records of steps that have aims, with the names of their files.
+
+    Of a case that several records of one benchmark have, on hardware of one name, the latest has the rows.
+    """
     found = [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
-    return [(name, record) for name, record in found if record["complete"] and fastest(record)]
+    found = [(name, record) for name, record in found if record["complete"] and fastest(record)]
+    latest: dict[tuple[str, str, str], str] = {}
+    for name, record in sorted(found, key=lambda each: str(each[1]["environment"].get("ended", ""))):
+        latest |= {(record["benchmark"], hardware(record), row["case"]): name for row in record["rows"]}
+    kept = []
+    for name, record in found:
+        place = record["benchmark"], hardware(record)
+        rows = [row for row in record["rows"] if latest[*place, row["case"]] == name]
+        if rows:
+            kept.append((name, {**record, "rows": rows}))
+    return kept
 
 
 def line(record: dict[str, Any], row: dict[str, Any], ratio: dict[str, Any]) -> list[str]:

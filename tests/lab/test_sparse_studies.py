@@ -417,6 +417,18 @@ def test_the_error_after_rounding_is_that_of_the_rounded_net() -> None:
     assert found["error_rounded"] != found["error_small"]
 
 
+def test_groups_go_as_far_as_training_images_allow(tmp_path: Path) -> None:
+    net, train = nn.Linear(3, 3, bias=False), Split(torch.eye(3), torch.arange(3))
+    means = torch.diag(torch.tensor([10.0, 10.0, 1.0]))
+    posterior = posterity.Factorised({"weight": DiagonalGaussian(means, 1.0)})
+    cuts = [3.0, -1.0, -4.0, -9.0]  # log α: 0 of the last, -4.6 of the others
+    for rise, cut in ((0.0, 3.0), (0.4, -4.0), (0.7, -9.0)):
+        assert sparse_groups.lowest_cut(net, posterior, train, cuts, rise) == cut
+    asked = unit("gnj", sparse_groups.GROUPS, epochs=2)
+    found = sparse_groups.train(asked, "cpu", tmp_path, QUIET).metrics
+    assert found["log_alpha"] in asked.config["cuts"]
+
+
 def test_of_a_net_with_an_empty_layer_nothing_is_left_to_measure() -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     nn.init.zeros_(net[2].weight)

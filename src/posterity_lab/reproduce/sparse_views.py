@@ -76,7 +76,7 @@ def groups(found: Sequence[Group]) -> list[Part]:
             _ratio(group, "by_pruning"),
             _ratio(group, "by_bits"),
             group.spread(partial(_value, "whole_error")),
-            group.spread(partial(_value, "error")),
+            _mean(group, "error_small"),
             _mean(group, "error_rounded"),
             group.epochs,
             group.runs,

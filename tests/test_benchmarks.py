@@ -556,6 +556,68 @@ def test_tables_of_sparse_nets_show_what_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("scripts")
+def test_tables_of_gradient_methods_show_runs_and_trials(tmp_path: Path) -> None:
+    import reproduced
+
+    def leave(study: str, setting: str, method: str, metrics: Any, trial: Any = None, seed: int = 0) -> None:
+        (tmp_path / study).mkdir(exist_ok=True)
+        record = {"setting": setting, "method": method, "seed": seed, "trial": trial, "n": 8000}
+        record |= {
+            "config": {"epochs": 9},
+            "metrics": metrics,
+            "diverged": "nan" if metrics is None else None,
+        }
+        tried = "" if trial is None else "trial-"
+        name = f"{tried}{setting}-{method}-{seed}-{trial}".replace(" ", "-")
+        (tmp_path / study / f"{name}.json").write_text(json.dumps(record))
+
+    for seed in (0, 1):
+        leave(
+            "incremental-mnist",
+            "mnist",
+            "ffg",
+            {"accuracy": 0.98 + 0.01 * seed, "nll": 0.04, "ece": 0.004},
+            seed=seed,
+        )
+    assert "| mnist | FFG | 98.5 ± 0.7, 0.040 ± 0.000, 0.004 ± 0.000 |" in reproduced.incremental(tmp_path)
+    leave("bbb-bandit", "mushrooms", "thompson", {"regret": 3295.0, "reward_share": 0.838})
+    assert reproduced.bandit(tmp_path).splitlines()[-1] == (
+        "| Thompson sampling | 3295 | 83.8 | 8,000 mushrooms, 1 seed |"
+    )
+    some = [{"networks": count, "accuracy": 0.99, "nll": 0.1 / count} for count in (1, 2, 5, 10, 100)]
+    leave("uncertainty-samples", "mnist", "mnf", {"by_networks": some})
+    leave("uncertainty-samples", "mnist", "adam", {"by_networks": some[:1]})
+    mnf, adam = reproduced.networks(tmp_path).splitlines()[2:]
+    assert mnf.startswith("| MNF | 99.00, 0.1000 | 99.00, 0.0500 | 99.00, 0.0200 |")
+    assert adam == "| Adam | 99.00, 0.1000 | – | – | – | – | 9 epochs, 1 seed |"
+    for value, error in ((0.5, 0.0172), (2.0, 0.0247)):
+        leave(
+            "sparse-lenet",
+            "300-100 chosen",
+            "sparse-vd",
+            {"error": error, "compression": 10 * value},
+            {"kl_factor": value},
+        )
+    leave("sparse-lenet", "300-100 chosen", "sparse-vd", None, {"kl_factor": 8.0})
+    assert reproduced.trade_off(tmp_path).splitlines()[-1] == (
+        "| 300-100 | sparse VD | kl factor 0.5, 2, 8 | 1.72 at 5.0×; 2.47 at 20.0×; diverged |"
+    )
+    for width in ("400", "800", "1200"):
+        for lr in (0.1, 0.2):
+            leave("bbb-mnist", width, "bbb", {"averaged_accuracy": 0.98 + lr / 100}, {"lr": lr})
+    leave("bbb-mnist", "400", "sgd", {"averaged_accuracy": 0.9}, {"lr": 0.1})  # not at every width yet
+    assert reproduced.best_trials(tmp_path).splitlines()[2:] == ["| BBB | 1.80 | 1.80 | 1.80 |"]
+    curve = {"fractions": [0.0, 0.5, 0.75, 0.9, 0.95, 0.98], "errors": [0.01, 0.02, 0.03, 0.9, 0.04, 0.05]}
+    tried = {"std_init": 0.05, "kl_factor": 0.3}
+    leave("bbb-mnist", "1200 to prune by Adam", "bbb-mixture", {"pruning": {"average": curve}}, tried)
+    leave("bbb-mnist", "1200 to prune by SGD", "bbb-mixture", None, tried)
+    assert reproduced.pruning_trials(tmp_path).splitlines()[2:] == [
+        "| Adam | 0.05 | 0.3 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |",
+        "| SGD | 0.05 | 0.3 | diverged | – | – | – | – |",
+    ]
+
+
+@pytest.mark.usefixtures("scripts")
 def test_speed_table_shows_the_fastest_setting_of_complete_records(tmp_path: Path) -> None:
     import headline
 
@@ -573,6 +635,7 @@ def test_speed_table_shows_the_fastest_setting_of_complete_records(tmp_path: Pat
         return {"case": "a net", "setting": setting, "columns": columns, "ratios": [ratio, untargeted]}
 
     record = {
+        "benchmark": "step",
         "unit": "ms per step",
         "ours": "ours",
         "statistic": "median",
@@ -591,6 +654,12 @@ def test_speed_table_shows_the_fastest_setting_of_complete_records(tmp_path: Pat
     assert source == f"- {link}: median of 2 rounds, torch 2.11, commit 0123456789-dirty"
     missed = headline.missed(tmp_path).splitlines()[2:]
     assert missed == ["| a net | H200, fp32 | peer 8 ms | ours 4 ms | 2 | ≥ 3, missed |"]
+    place = {**record["environment"], "ended": "2026-11-19T15:52:35+00:00"}
+    later = {**record, "rows": [row("tf32", 1.6, True)], "environment": place}
+    (tmp_path / "a-later-one.json").write_text(json.dumps(later))
+    assert "| ours 1.6 ms | 5 | ≥ 3 |" in headline.speed(tmp_path)
+    assert "ours 2 ms" not in headline.speed(tmp_path)
+    assert headline.missed(tmp_path).splitlines()[2:] == []
     with pytest.raises(ValueError, match="there is no place for the table 'speed'"):
         headline.written("# Title\n", "speed", "table")
 

@@ -191,7 +191,8 @@ class BlockDraws:
     def _tensors(self, values: Tensor) -> list[Tensor]:
         """The blocks' tensors of values ``[n, *shape]``, or ``shape`` if all samples share them."""
         shared = values.dim() == len(self._leaf.shape)
-        by_block = self.blocks.apart(values.flatten() if shared else values.flatten(1))
+        lead = () if shared else values.shape[:1]
+        by_block = self.blocks.apart(values.reshape(*lead, self._leaf.shape.numel()))
         leaves = self.blocks.leaves
         tensors = chain.from_iterable(leaves[name].split(each) for name, each in by_block.items())
         return list(tensors if shared else map(self._placed, tensors))

@@ -8,6 +8,7 @@ drawn weights apart in one more. What lies between is a leaf like any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast, final
 
 import torch
@@ -61,7 +62,7 @@ class EndToEnd:
         self._layout = Layout(list(leaves), [leaf.shape for leaf in leaves.values()], align=1)
         self._noise: dict[tuple[str, str], Layout] = {}
         self._masks: dict[str, tuple[_Masks, Tensor | None]] = {}
-        self._prior: tuple[list[Leaf | Density], list[int], DiagonalGaussian] | None = None
+        self._prior: tuple[list[object], list[float], DiagonalGaussian] | None = None
 
     def leaf(self) -> Leaf:
         """All of the weights, as they are now, as one leaf."""
@@ -143,11 +144,15 @@ class EndToEnd:
         ]
         if len(fixed) < len(priors):
             return None
-        versions = [each._version for prior in fixed for each in _tensors(prior)]
-        if self._prior is None or not _same(self._prior[0], priors) or self._prior[1] != versions:
-            self._prior = list(priors), versions, self._side_by_side(fixed, leaf.shape)
-        return self._prior[2]
+        parts = [*priors, *chain.from_iterable(map(_tensors, fixed))]
+        numbers = list(chain.from_iterable(map(_numbers, fixed)))
+        known = self._prior
+        if known is None or not _same(known[0], parts) or known[1] != numbers:
+            known = self._prior = parts, numbers, self._side_by_side(fixed, leaf.shape)
+        return known[2]
 
+    # What is kept must serve training too, wherever it is made first.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _side_by_side(self, priors: Sequence[Any], shape: torch.Size) -> DiagonalGaussian:
         means, stds, places = [], [], self.leaves.values()
@@ -175,7 +180,8 @@ class EndToEnd:
                 else mask.reshape(-1)
                 for leaf, mask in zip(self.leaves.values(), own, strict=True)
             ]
-            known = self._masks[name] = (own, versions), torch.cat(parts)
+            with torch.inference_mode(False):  # it must serve training too
+                known = self._masks[name] = (own, versions), torch.cat(parts)
         return known[1]
 
 
@@ -216,6 +222,13 @@ def _tensors(prior: object) -> list[Tensor]:
     if not isinstance(prior, Leaf):
         return []
     return [each for each in (prior.loc, cast("DiagonalGaussian", prior).raw, prior.keep) if each is not None]
+
+
+def _numbers(prior: object) -> list[float]:
+    """What changes with a prior."""
+    if isinstance(prior, IsotropicGaussian):
+        return [prior.mean, prior.std]
+    return [each._version for each in _tensors(prior)]
 
 
 def _same(a: Sequence[object], b: Sequence[object]) -> bool:

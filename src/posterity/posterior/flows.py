@@ -192,7 +192,8 @@ class Places:
 
         steps = form.steps + form.auxiliary_steps
         masks = torch.full((steps, self.count, 1, self.wide), steps * sum(sizes))
-        rows, real = torch.zeros(self.count, self.wide, dtype=torch.long), masks[0] < 0
+        rows = torch.zeros(self.count, self.wide, dtype=torch.long)
+        real = torch.zeros(self.count, 1, self.wide, dtype=torch.bool)
         at, first = [], 0
         for row, size in enumerate(sizes):
             own = torch.arange(first, first + size)
@@ -284,7 +285,9 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        places, like = ctx.places, next(grad for grad in grads if grad is not None)
+        places, like = ctx.places, next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            return (None,) * (2 + len(places.owners))
         sizes = zip(grads, places.sizes, strict=True)
         every = [like.new_zeros(size) if grad is None else grad.reshape(-1) for grad, size in sizes]
         views = ctx.layout.views(torch.cat(every).take(places.back))

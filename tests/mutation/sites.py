@@ -766,8 +766,8 @@ _POSTERIORS = [
     Site(
         "leaves end to end ignore a prior that has other tensors",
         f"{_Q}/end_to_end.py",
-        "parts = [*priors, *chain.from_iterable(map(_tensors, fixed))]",
-        "parts = list[object](priors)",
+        "parts: list[object] = [*priors, *chain.from_iterable(map(_tensors, fixed))]",
+        "parts: list[object] = list(priors)",
         ("posterior/test_end_to_end.py::test_priors_that_are_replaced_or_changed_in_place_are_seen",),
     ),
     Site(

@@ -144,7 +144,7 @@ class EndToEnd:
         ]
         if len(fixed) < len(priors):
             return None
-        parts = [*priors, *chain.from_iterable(map(_tensors, fixed))]
+        parts: list[object] = [*priors, *chain.from_iterable(map(_tensors, fixed))]
         numbers = list(chain.from_iterable(map(_numbers, fixed)))
         known = self._prior
         if known is None or not _same(known[0], parts) or known[1] != numbers:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
+from functools import lru_cache
 from typing import Any, Literal, Protocol, Self, TypeAlias, final
 
 import torch
@@ -366,10 +367,7 @@ def _spread(values: Tensor, call: Multiplying) -> Tensor:
 
 @final
 class Square(torch.autograd.Function):
-    """The square, with half its gradient: :class:`Root` has the other half.
-
-    What lies between is linear, and either would take a pass more over gradients as large as inputs are.
-    """
+    """The square, whose gradient takes one pass over what may be as large as inputs are."""
 
     generate_vmap_rule = True
 
@@ -383,16 +381,13 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x: Tensor = ctx.saved_tensors[0]
-        return grad * x
+        (x,) = ctx.saved_tensors
+        return torch.addcmul(_zero(x.device, x.dtype), grad, x, value=2.0)
 
 
 @final
 class Root(torch.autograd.Function):
-    """The square root, with twice its gradient for the sake of :class:`Square`.
-
-    There is none at 0, where padding and pruned weights are, or below, by rounding.
-    """
+    """The square root, with no gradient at 0, where padding and pruned weights are, or below, by rounding."""
 
     generate_vmap_rule = True
 
@@ -407,8 +402,16 @@ class Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (root,) = ctx.saved_tensors
-        into: Tensor = threshold_backward(grad / root, root, 0.0)
+        slope = torch.addcdiv(_zero(root.device, root.dtype), grad, root, value=0.5)
+        into: Tensor = threshold_backward(slope, root, 0.0)
         return into
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What products with a factor are added to: they are one operation then."""
+    return torch.zeros((), device=device, dtype=dtype)
 
 
 square, square_root = apply_of(Square), apply_of(Root)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posterity import noise
-from posterity.layers.estimators import Drawn, Estimator, StandIn, outermost, transforms
+from posterity.layers.estimators import Drawn, Estimator, StandIn
 from posterity.layers.stacks import inside, level_of, stack
 from posterity.names import first_match
 from posterity.noise import Domain
 from posterity.posterior import Factorised, Leaf
 from posterity.posterior.end_to_end import EndToEnd, alike
+from posterity.torch_private import outermost, transforms
 
 
 def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimator]) -> dict[str, Estimator]:

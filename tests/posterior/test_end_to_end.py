@@ -15,6 +15,7 @@ import posterity
 from posterity import ByName, DiagonalGaussian, IsotropicGaussian, ScaleMixture, Variational, kl, variational
 from posterity.noise import Domain
 from posterity.posterior.end_to_end import end_to_end
+from posterity.posterior.flows import _places
 
 
 def net() -> nn.Module:
@@ -234,6 +235,36 @@ def test_a_model_that_ran_in_inference_mode_can_be_trained(estimator: Any) -> No
         model.kl(PRIORS["gaussians by name"])
     (model(X).square().mean() + model.kl(PRIORS["gaussians by name"])).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [whole, kernels, flows])
+def test_transforms_of_a_divergence_before_anything_is_kept(make: Any) -> None:
+    _places.cache_clear()
+    model = make()
+    inner = Both(model)
+    own = {name: p.detach() for name, p in inner.named_parameters()}
+    stacked = {name: torch.stack([p, 1.1 * p]) for name, p in own.items()}
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        model.draws = 0
+        return torch.func.functional_call(inner, params, (X,))
+
+    found = torch.func.vmap(torch.func.grad(loss), randomness="same")(stacked)
+    for i in range(2):
+        alone = torch.func.grad(loss)({name: p[i] for name, p in stacked.items()})
+        for name, grad in alone.items():
+            torch.testing.assert_close(found[name][i], grad)
+
+
+class Both(nn.Module):
+    """A loss with the KL in it, as a module."""
+
+    def __init__(self, model: Variational) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().mean() + 0.1 * self.model.kl()
 
 
 def test_kernels_of_one_weight_lie_end_to_end() -> None:

@@ -24,8 +24,8 @@ References: Kingma, Salimans, Welling: "Variational Dropout and the Local Repara
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from functools import lru_cache
 from typing import Any, Literal, Protocol, Self, TypeAlias, final
@@ -38,9 +38,9 @@ from posterity.layers.stacks import autocast_dtype
 from posterity.torch_private import (
     DisableTorchFunctionSubclass,
     apply_of,
-    functorch,
-    temporarily_pop_interpreter_stack,
+    lasting,
     threshold_backward,
+    transforms,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -213,20 +213,6 @@ def drawn_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, A
     plain = [each.drawn.value() if isinstance(each, StandIn) else each for each in leaves]
     args, kwargs = tree_unflatten(plain, shape)
     return args, kwargs, drawn
-
-
-def transforms() -> list[int]:
-    """The levels of the transforms of torch.func that are running."""
-    return [each.level() for each in functorch.get_interpreter_stack() or ()]
-
-
-@contextmanager
-def outermost(count: int) -> Iterator[None]:
-    """Inside, only the outermost transforms of torch.func run, so many of them."""
-    with ExitStack() as left:
-        for _ in transforms()[count:]:
-            left.enter_context(temporarily_pop_interpreter_stack())
-        yield
 
 
 def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, int | None] | None) -> Any:
@@ -408,7 +394,7 @@ class Root(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
+@lasting()
 def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
     """What products with a factor are added to: they are one operation then."""
     return torch.zeros((), device=device, dtype=dtype)

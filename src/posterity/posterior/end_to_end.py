@@ -19,6 +19,7 @@ from posterity.noise import Domain, Noise
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.priors import Density, IsotropicGaussian
+from posterity.torch_private import lasts
 
 L = TypeVar("L", bound=Leaf)
 # Numbers that a CPU works on at once: of more, its cache would hold none when the next operation comes.
@@ -148,11 +149,10 @@ class EndToEnd:
         numbers = list(chain.from_iterable(map(_numbers, fixed)))
         known = self._prior
         if known is None or not _same(known[0], parts) or known[1] != numbers:
-            known = self._prior = parts, numbers, self._side_by_side(fixed, leaf.shape)
+            known = parts, numbers, self._side_by_side(fixed, leaf.shape)
+            self._prior = known if lasts() else None
         return known[2]
 
-    # What is kept must serve training too, wherever it is made first.
-    @torch.inference_mode(False)
     @torch.no_grad()
     def _side_by_side(self, priors: Sequence[Any], shape: torch.Size) -> DiagonalGaussian:
         means, stds, places = [], [], self.leaves.values()
@@ -180,8 +180,9 @@ class EndToEnd:
                 else mask.reshape(-1)
                 for leaf, mask in zip(self.leaves.values(), own, strict=True)
             ]
-            with torch.inference_mode(False):  # it must serve training too
-                known = self._masks[name] = (own, versions), torch.cat(parts)
+            known = (own, versions), torch.cat(parts)
+            if lasts():
+                self._masks[name] = known
         return known[1]
 
 

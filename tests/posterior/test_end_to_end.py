@@ -280,8 +280,10 @@ def test_kernels_of_one_weight_lie_end_to_end() -> None:
     assert ["0.weight", "1.weight"] in [list(each.leaves) for each in model._end_to_end()]
 
 
-def test_flows_of_no_steps_lie_end_to_end() -> None:
-    model = variational(convolutions(), family=partial(posterity.mnf, steps=0), std_init=0.2, seed=4)
+@pytest.mark.parametrize("how", [{"steps": 0}, {"conv": "input"}, {"conv": "kernel"}], ids=str)
+def test_flows_of_any_form_lie_end_to_end(how: dict[str, Any]) -> None:
+    """The first convolution has one input, and so one scale."""
+    model = variational(convolutions(), family=partial(posterity.mnf, **how), std_init=0.2, seed=4)
     expected, grads = alone(model, IsotropicGaussian())
     loss = model(X).square().mean() + 0.1 * model.kl()
     torch.testing.assert_close(loss, expected["loss"])

@@ -222,7 +222,7 @@ class Places:
         for part, shape, scales in zip(parts, self.weights, self.scales, strict=True):
             shared = [axis for axis, size in enumerate(scales, 1) if size == 1]
             each = part.reshape(-1, *shape)
-            found.append((each.sum(shared) if shared else each).flatten(1))
+            found.append((each.sum(shared, keepdim=True) if shared else each).flatten(1))
         return self.rows(torch.cat(found, 1))
 
 

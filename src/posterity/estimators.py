@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posterity import noise
-from posterity.layers.estimators import Drawn, Estimator, StandIn, outermost, transforms
+from posterity.layers.estimators import Drawn, Estimator, StandIn
 from posterity.layers.stacks import inside, level_of, stack
 from posterity.names import first_match
 from posterity.noise import Domain
 from posterity.posterior import Factorised, Leaf
 from posterity.posterior.end_to_end import EndToEnd, alike
+from posterity.torch_private import outermost, transforms
 
 
 def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimator]) -> dict[str, Estimator]:
@@ -191,7 +192,8 @@ class BlockDraws:
     def _tensors(self, values: Tensor) -> list[Tensor]:
         """The blocks' tensors of values ``[n, *shape]``, or ``shape`` if all samples share them."""
         shared = values.dim() == len(self._leaf.shape)
-        by_block = self.blocks.apart(values.flatten() if shared else values.flatten(1))
+        lead = () if shared else values.shape[:1]
+        by_block = self.blocks.apart(values.reshape(*lead, self._leaf.shape.numel()))
         leaves = self.blocks.leaves
         tensors = chain.from_iterable(leaves[name].split(each) for name, each in by_block.items())
         return list(tensors if shared else map(self._placed, tensors))

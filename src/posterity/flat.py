@@ -201,9 +201,11 @@ class _Apart(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None]:
         unused = [size for grad, size in zip(grads, ctx.sizes, strict=True) if grad is None]
-        like = next(grad for grad in grads if grad is not None)
+        like = next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            return None, None
         zeros = like.new_zeros(*ctx.lead, max(unused, default=0))  # autograd would make some for each part
         parts = [
             zeros[..., :size] if grad is None else grad.reshape(*ctx.lead, -1)

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -68,6 +68,32 @@ threshold_backward = torch.ops.aten.threshold_backward.default
 keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
+
+
+def transforms() -> list[int]:
+    """The levels of the transforms of torch.func that are running."""
+    return [each.level() for each in functorch.get_interpreter_stack() or ()]
+
+
+@contextmanager
+def outermost(count: int) -> Iterator[None]:
+    """Inside, only the outermost transforms of torch.func run, so many of them."""
+    with ExitStack() as left:
+        for _ in transforms()[count:]:
+            left.enter_context(temporarily_pop_interpreter_stack())
+        yield
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Inside, tensors are made that may be kept: they are of no transform, and serve training too."""
+    with outermost(0), torch.inference_mode(False):
+        yield
+
+
+def lasts() -> bool:
+    """Whether any later call may use a tensor that is made here: no transform runs, and no inference mode."""
+    return not (torch.is_inference_mode_enabled() or transforms())
 
 
 _quiet = threading.Lock()

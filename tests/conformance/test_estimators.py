@@ -246,6 +246,42 @@ def test_half_precision_has_a_variance() -> None:
         assert out.float().std().item() == pytest.approx(65**0.5 * 1e-4, rel=5 / (2 * 1600) ** 0.5 + 0.01)
 
 
+def test_kernels_deviate_in_full_precision_under_autocast() -> None:
+    leaf = posterity.cfg(nn.Parameter(torch.zeros(4, 3, 3, 3)), 0.3)
+    nn.init.normal_(leaf.below)
+    noise = {"": torch.randn(2, 4, 3, 3, 3)}
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = leaf.deviation(noise)
+    assert torch.equal(found, leaf.deviation(noise)[1])
+
+
+class Heated(nn.Module):
+    """With a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 3, bias=False), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.fc(x)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_parameter_may_be_one_number(estimator: str) -> None:
+    model = variational(Heated(), estimator=estimator, std_init=0.1, seed=0)
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    (model(x).square().mean() + model.outputs(x, samples=2).square().mean() + model.kl()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    step = posterity.compile_step(
+        model,
+        lambda net, x, y: F.cross_entropy(net(x), y),
+        torch.optim.Adam(model.parameters()),
+        num_data=5,
+        mc_samples=2,
+    )
+    assert torch.isfinite(step(x, y))
+
+
 # The table of layers.
 
 TEXT = torch.randn(1, 5, 4)

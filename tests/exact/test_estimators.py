@@ -151,6 +151,33 @@ def test_gradients_of_local_are_the_papers() -> None:
     torch.testing.assert_close(leaf.raw.grad, in_variance * 2 * std * torch.sigmoid(leaf.raw.detach()))
 
 
+@pytest.mark.parametrize("net", ["linear", "conv2d"])
+@pytest.mark.parametrize("estimator", ["local", "flipout"])
+def test_second_derivatives(net: str, estimator: str) -> None:
+    module, x, _ = NETS[net]
+    x = x.double().requires_grad_()
+    torch.manual_seed(0)
+    model = variational(copy.deepcopy(module).double(), std_init=STD, seed=SEED, estimator=estimator)
+    own = [x, *model.parameters()]
+    direction = [torch.randn_like(p) for p in own]
+
+    def along(**more: bool) -> Tensor:
+        model.draws = 0
+        grads = torch.autograd.grad(model(x).square().sum(), own, **more)
+        return torch.stack([(g * d).sum() for g, d in zip(grads, direction, strict=True)]).sum()
+
+    def after(step: float) -> Tensor:
+        with torch.no_grad():
+            for p, d in zip(own, direction, strict=True):
+                p.add_(d, alpha=step)
+        return along()
+
+    found = torch.autograd.grad(along(create_graph=True), own)
+    curvature = sum((g * d).sum() for g, d in zip(found, direction, strict=True))
+    slope = (after(1e-5) - after(-2e-5)) / 2e-5
+    torch.testing.assert_close(curvature, slope, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("estimator", ["weight", "local", "flipout"])
 def test_the_expected_gradient_of_a_quadratic_loss(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """E Σ (xw + b − y)² = Σ (xμ + μ_b − y)² + x² σ² + σ_b²; ±1 have the normals' first three moments."""

@@ -15,6 +15,7 @@ import posterity
 from posterity import ByName, DiagonalGaussian, IsotropicGaussian, ScaleMixture, Variational, kl, variational
 from posterity.noise import Domain
 from posterity.posterior.end_to_end import end_to_end
+from posterity.posterior.flows import _places
 
 
 def net() -> nn.Module:
@@ -206,9 +207,110 @@ def test_priors_that_are_replaced_or_changed_in_place_are_seen() -> None:
     check()
     leaf.raw.mul_(2.0)
     check()
-    prior._leaves[1] = DiagonalGaussian(torch.zeros(7, 18).double(), 0.5)
+    prior._leaves[1] = leaf = DiagonalGaussian(torch.zeros(7, 18).double(), 0.5)
     check()
-    assert len({*seen}) == 4
+    leaf.loc = torch.ones(7, 18).double()
+    check()
+    leaf.loc = torch.full((7, 18), 2.0).double()  # of the same version
+    check()
+    assert len({*seen}) == 6
+
+
+def test_numbers_of_a_prior_that_change_are_seen() -> None:
+    model, biases = whole(), IsotropicGaussian(2.0)
+    prior = ByName({"*.bias": biases, "*": IsotropicGaussian(0.3)})
+    model(X)
+    before = model.kl(prior)
+    biases.std = 3.0
+    found = model.kl(prior)
+    torch.testing.assert_close(found, kl(model.posterior, prior), rtol=1e-12, atol=1e-12)
+    assert found != before
+
+
+@pytest.mark.parametrize("estimator", ["weight", "local"])
+def test_a_model_that_ran_in_inference_mode_can_be_trained(estimator: Any) -> None:
+    model = variational(net(), std_init=0.2, seed=4, estimator=estimator)  # it has a mask, for padding
+    with torch.inference_mode():
+        model(X)
+        model.kl(PRIORS["gaussians by name"])
+    (model(X).square().mean() + model.kl(PRIORS["gaussians by name"])).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [whole, kernels, flows])
+def test_transforms_of_a_divergence_before_anything_is_kept(make: Any) -> None:
+    _places.cache_clear()
+    model = make()
+    inner = Both(model)
+    own = {name: p.detach() for name, p in inner.named_parameters()}
+    stacked = {name: torch.stack([p, 1.1 * p]) for name, p in own.items()}
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        model.draws = 0
+        return torch.func.functional_call(inner, params, (X,))
+
+    found = torch.func.vmap(torch.func.grad(loss), randomness="same")(stacked)
+    for i in range(2):
+        alone = torch.func.grad(loss)({name: p[i] for name, p in stacked.items()})
+        for name, grad in alone.items():
+            torch.testing.assert_close(found[name][i], grad)
+
+
+class Both(nn.Module):
+    """A loss with the KL in it, as a module."""
+
+    def __init__(self, model: Variational) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().mean() + 0.1 * self.model.kl()
+
+
+def test_kernels_of_one_weight_lie_end_to_end() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)).double()
+    families = {"*.weight": posterity.KernelGaussian, "*": DiagonalGaussian}
+    model, plain = (
+        variational(layers, family=each, std_init=0.2, seed=4) for each in (families, DiagonalGaussian)
+    )
+    x = torch.randn(5, 3, 2, 2).double()
+    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(model.kl(), plain.kl())
+    assert ["0.weight", "1.weight"] in [list(each.leaves) for each in model._end_to_end()]
+
+
+@pytest.mark.parametrize("how", [{"steps": 0}, {"conv": "input"}, {"conv": "kernel"}], ids=str)
+def test_flows_of_any_form_lie_end_to_end(how: dict[str, Any]) -> None:
+    """The first convolution has one input, and so one scale."""
+    model = variational(convolutions(), family=partial(posterity.mnf, **how), std_init=0.2, seed=4)
+    expected, grads = alone(model, IsotropicGaussian())
+    loss = model(X).square().mean() + 0.1 * model.kl()
+    torch.testing.assert_close(loss, expected["loss"])
+    for mine, theirs in zip(torch.autograd.grad(loss, wanted(model)), grads, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Stop(torch.autograd.Function):
+    """What passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("make", [whole, kernels, flows])
+def test_weights_that_no_gradient_comes_back_to_have_none(make: Any) -> None:
+    model = make()
+    drawn = model._draw_one()
+    x = torch.ones((), dtype=torch.double, requires_grad=True)
+    (x + sum(Stop.apply(w).sum() for w in drawn.values())).backward()
+    assert x.grad == 1.0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_second_derivatives_and_draws_before_one_backward_pass() -> None:

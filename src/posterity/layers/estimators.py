@@ -24,9 +24,10 @@ References: Kingma, Salimans, Welling: "Variational Dropout and the Local Repara
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
+from functools import lru_cache
 from typing import Any, Literal, Protocol, Self, TypeAlias, final
 
 import torch
@@ -37,9 +38,9 @@ from posterity.layers.stacks import autocast_dtype
 from posterity.torch_private import (
     DisableTorchFunctionSubclass,
     apply_of,
-    functorch,
-    temporarily_pop_interpreter_stack,
+    lasting,
     threshold_backward,
+    transforms,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -214,20 +215,6 @@ def drawn_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, A
     return args, kwargs, drawn
 
 
-def transforms() -> list[int]:
-    """The levels of the transforms of torch.func that are running."""
-    return [each.level() for each in functorch.get_interpreter_stack() or ()]
-
-
-@contextmanager
-def outermost(count: int) -> Iterator[None]:
-    """Inside, only the outermost transforms of torch.func run, so many of them."""
-    with ExitStack() as left:
-        for _ in transforms()[count:]:
-            left.enter_context(temporarily_pop_interpreter_stack())
-        yield
-
-
 def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, int | None] | None) -> Any:
     """The outputs of a layer whose weight or bias is a stand-in; NotImplemented if no estimator serves it.
 
@@ -366,10 +353,7 @@ def _spread(values: Tensor, call: Multiplying) -> Tensor:
 
 @final
 class Square(torch.autograd.Function):
-    """The square, with half its gradient: :class:`Root` has the other half.
-
-    What lies between is linear, and either would take a pass more over gradients as large as inputs are.
-    """
+    """The square, whose gradient takes one pass over what may be as large as inputs are."""
 
     generate_vmap_rule = True
 
@@ -383,16 +367,13 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x: Tensor = ctx.saved_tensors[0]
-        return grad * x
+        (x,) = ctx.saved_tensors
+        return torch.addcmul(_zero(x.device, x.dtype), grad, x, value=2.0)
 
 
 @final
 class Root(torch.autograd.Function):
-    """The square root, with twice its gradient for the sake of :class:`Square`.
-
-    There is none at 0, where padding and pruned weights are, or below, by rounding.
-    """
+    """The square root, with no gradient at 0, where padding and pruned weights are, or below, by rounding."""
 
     generate_vmap_rule = True
 
@@ -407,8 +388,16 @@ class Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (root,) = ctx.saved_tensors
-        into: Tensor = threshold_backward(grad / root, root, 0.0)
+        slope = torch.addcdiv(_zero(root.device, root.dtype), grad, root, value=0.5)
+        into: Tensor = threshold_backward(slope, root, 0.0)
         return into
+
+
+@lru_cache(maxsize=64)
+@lasting()
+def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What products with a factor are added to: they are one operation then."""
+    return torch.zeros((), device=device, dtype=dtype)
 
 
 square, square_root = apply_of(Square), apply_of(Root)

@@ -8,6 +8,7 @@ drawn weights apart in one more. What lies between is a leaf like any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast, final
 
 import torch
@@ -18,6 +19,7 @@ from posterity.noise import Domain, Noise
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.priors import Density, IsotropicGaussian
+from posterity.torch_private import lasts
 
 L = TypeVar("L", bound=Leaf)
 # Numbers that a CPU works on at once: of more, its cache would hold none when the next operation comes.
@@ -61,7 +63,7 @@ class EndToEnd:
         self._layout = Layout(list(leaves), [leaf.shape for leaf in leaves.values()], align=1)
         self._noise: dict[tuple[str, str], Layout] = {}
         self._masks: dict[str, tuple[_Masks, Tensor | None]] = {}
-        self._prior: tuple[list[Leaf | Density], list[int], DiagonalGaussian] | None = None
+        self._prior: tuple[list[object], list[float], DiagonalGaussian] | None = None
 
     def leaf(self) -> Leaf:
         """All of the weights, as they are now, as one leaf."""
@@ -143,10 +145,13 @@ class EndToEnd:
         ]
         if len(fixed) < len(priors):
             return None
-        versions = [each._version for prior in fixed for each in _tensors(prior)]
-        if self._prior is None or not _same(self._prior[0], priors) or self._prior[1] != versions:
-            self._prior = list(priors), versions, self._side_by_side(fixed, leaf.shape)
-        return self._prior[2]
+        parts: list[object] = [*priors, *chain.from_iterable(map(_tensors, fixed))]
+        numbers = list(chain.from_iterable(map(_numbers, fixed)))
+        known = self._prior
+        if known is None or not _same(known[0], parts) or known[1] != numbers:
+            known = parts, numbers, self._side_by_side(fixed, leaf.shape)
+            self._prior = known if lasts() else None
+        return known[2]
 
     @torch.no_grad()
     def _side_by_side(self, priors: Sequence[Any], shape: torch.Size) -> DiagonalGaussian:
@@ -175,7 +180,9 @@ class EndToEnd:
                 else mask.reshape(-1)
                 for leaf, mask in zip(self.leaves.values(), own, strict=True)
             ]
-            known = self._masks[name] = (own, versions), torch.cat(parts)
+            known = (own, versions), torch.cat(parts)
+            if lasts():
+                self._masks[name] = known
         return known[1]
 
 
@@ -216,6 +223,13 @@ def _tensors(prior: object) -> list[Tensor]:
     if not isinstance(prior, Leaf):
         return []
     return [each for each in (prior.loc, cast("DiagonalGaussian", prior).raw, prior.keep) if each is not None]
+
+
+def _numbers(prior: object) -> list[float]:
+    """What changes with a prior."""
+    if isinstance(prior, IsotropicGaussian):
+        return [prior.mean, prior.std]
+    return [each._version for each in _tensors(prior)]
 
 
 def _same(a: Sequence[object], b: Sequence[object]) -> bool:

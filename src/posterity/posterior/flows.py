@@ -18,6 +18,7 @@ from torch.nn.functional import softplus
 from posterity.flat import Layout, of_shapes
 from posterity.posterior.algebra import full_precision
 from posterity.posterior.scaled import Scales
+from posterity.torch_private import lasting
 
 
 class Stack(NamedTuple):
@@ -89,7 +90,7 @@ class Flows(Scales):
         )
         steps = [step for flow in flows for step in (*flow.steps, *flow.auxiliary.steps)]
         masks = torch.cat([*(step.mask for step in steps), first.raw.new_ones(1, dtype=torch.bool)])
-        stays = masks.take(self.places.masks)
+        stays = masks.index_select(0, self.places.masks).view(-1, *self.places.real.shape)
         opened = torch.zeros_like(stays, dtype=first.raw.dtype).masked_fill_(stays, math.inf)
         numbers = [each for flow in flows for each in flow.numbers()]
         padded: Any = _Padded.apply(self.places, of_shapes(tuple(each.shape for each in numbers)), *numbers)  # type: ignore[no-untyped-call]
@@ -157,7 +158,7 @@ class Places:
             the place behind the last of these, where there is a zero.
         back: The inverse.
         owners: Number of the stack that each of the flows' tensors is in.
-        masks: The same for the masks of all steps, ``[steps, L, 1, W]``.
+        masks: The same for the masks of all steps, ``[steps · L · W]``.
         real: 0 where there is padding, else 1, ``[L, 1, W]``.
         share: One over the number of weights that a scale has, ``[L, 1, 1]``.
     """
@@ -192,7 +193,8 @@ class Places:
 
         steps = form.steps + form.auxiliary_steps
         masks = torch.full((steps, self.count, 1, self.wide), steps * sum(sizes))
-        rows, real = torch.zeros(self.count, self.wide, dtype=torch.long), masks[0] < 0
+        rows = torch.zeros(self.count, self.wide, dtype=torch.long)
+        real = torch.zeros(self.count, 1, self.wide, dtype=torch.bool)
         at, first = [], 0
         for row, size in enumerate(sizes):
             own = torch.arange(first, first + size)
@@ -200,7 +202,7 @@ class Places:
             rows[row, :size], real[row, :, :size] = own, True
             at.append((own - first + row * self.wide).view(scales[row]).expand(weights[row]).reshape(-1))
             first += size
-        self.masks, self.real = masks.to(device), real.to(device, dtype)
+        self.masks, self.real = masks.view(-1).to(device), real.to(device, dtype)
         self._rows, self._at = rows.view(-1).to(device), torch.cat(at).to(device)
         per = [size / shape.numel() for size, shape in zip(sizes, weights, strict=True)]
         self.share = torch.tensor(per, dtype=dtype).view(-1, 1, 1).to(device)
@@ -220,12 +222,12 @@ class Places:
         for part, shape, scales in zip(parts, self.weights, self.scales, strict=True):
             shared = [axis for axis, size in enumerate(scales, 1) if size == 1]
             each = part.reshape(-1, *shape)
-            found.append((each.sum(shared) if shared else each).flatten(1))
+            found.append((each.sum(shared, keepdim=True) if shared else each).flatten(1))
         return self.rows(torch.cat(found, 1))
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
+@lasting()
 def _places(
     scales: tuple[torch.Size, ...],
     weights: tuple[torch.Size, ...],
@@ -274,7 +276,7 @@ class _Padded(torch.autograd.Function):
     @staticmethod
     def forward(places: Places, layout: Layout, *numbers: Tensor) -> tuple[Tensor, ...]:
         flat = torch.cat([*(each.reshape(-1) for each in numbers), numbers[0].new_zeros(1)])
-        parts = torch.split(flat.take(places.index), places.sizes)
+        parts = torch.split(flat.index_select(0, places.index), places.sizes)
         return tuple(part.view(shape) for part, shape in zip(parts, places.parts, strict=True))
 
     @staticmethod
@@ -284,10 +286,12 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        places, like = ctx.places, next(grad for grad in grads if grad is not None)
+        places, like = ctx.places, next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            return (None,) * (2 + len(places.owners))
         sizes = zip(grads, places.sizes, strict=True)
         every = [like.new_zeros(size) if grad is None else grad.reshape(-1) for grad, size in sizes]
-        views = ctx.layout.views(torch.cat(every).take(places.back))
+        views = ctx.layout.views(torch.cat(every).index_select(0, places.back))
         # What nothing has used has no gradient, as the auxiliary density with a prior that has scales too.
         used = (grads[owner] is not None for owner in places.owners)
         return None, None, *(view if own else None for view, own in zip(views, used, strict=True))

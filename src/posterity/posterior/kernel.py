@@ -127,7 +127,7 @@ class KernelGaussian(Leaf):
         below = concatenate(of_shapes(taken), [leaf.below for leaf in leaves])
         joined = cls.__new__(cls)
         Leaf.__init__(joined, loc.shape)
-        joined.loc, joined.raw, joined.below = loc, raw, below.view(-1, 1, first.below.shape[-1])
+        joined.loc, joined.raw, joined.below = loc, raw, below.view(len(loc), 1, first.below.shape[-1])
         own = {name: None if mask is None else mask.view(loc.shape) for name, mask in masks.items()}
         joined._buffers.update(own, _row=first._row, _column=first._column, _of_row=first._of_row)
         joined._diagonal = softplus(raw)
@@ -236,13 +236,13 @@ class KernelGaussian(Leaf):
         self.raw.copy_(inverse_softplus(diagonal).reshape(self.shape))
         self.below.copy_((lower / diagonal[..., None])[..., self._row, self._column])
 
-    @full_precision
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
         if not self.below.numel():  # kernels of one weight, by the rounding of a diagonal Gaussian
             return torch.addcmul(self.loc, self.diagonal(), noise[""])
         mean, deviation = self._deviation(noise)
         return mean + deviation
 
+    @full_precision
     def _deviation(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         eps = noise[""]
         if not self.below.numel():  # kernels of one weight

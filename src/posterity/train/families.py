@@ -130,7 +130,7 @@ class DrawnOther(Other):
         """Weights of some samples."""
         leaf = self.blocks.leaf()
         weights = leaf.draw(self.blocks.noise(leaf, rows, **step.at))
-        by_leaf = self.blocks.apart(weights.detach().flatten(1))
+        by_leaf = self.blocks.apart(weights.detach().reshape(len(weights), leaf.shape.numel()))
         for own, params, values in zip(
             self.blocks.leaves.values(), self.by_leaf, by_leaf.values(), strict=True
         ):
@@ -172,5 +172,5 @@ class DrawnOther(Other):
             for p, shape in zip(params, own.shapes, strict=True):
                 grad = grads.get(p)
                 parts.append(weights.new_zeros(rows, *shape) if grad is None else grad.reshape(rows, *shape))
-            found.append(own.join(parts).flatten(1))
+            found.append(own.join(parts).reshape(rows, own.shape.numel()))
         return torch.cat(found, 1).view(weights.shape)

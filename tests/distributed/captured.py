@@ -146,5 +146,26 @@ def unreached(rank: int, world: int) -> Any:
     return {"said": [str(each.message) for each in said], "graphs": len(step._graphs), "made": len(made)}
 
 
+def handed_over(make: Callable[..., Any], rank: int, world: int) -> Any:
+    """Processes that have replayed different steps go on from what they have learned."""
+    step, opt, found = make(world=world)
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        graphs = compiled.CapturedStep(step)
+        for call in range(8):
+            graphs(*batch(call, rank))
+        before = {key: value.clone() for key, value in found().items()}
+        if isinstance(opt, posterity.VariationalOptimizer):
+            opt.load_posterior(opt.posterior())
+        else:
+            step = posterity.compile_step(step.learner.model, loss_of, opt, num_data=N)
+        step(*batch(8, rank))
+        return {"before": before, "after": found()}
+
+
 CASES["unreached"] = unreached
+CASES |= {
+    "handed over rule": partial(handed_over, partial(by_rule, "mesh", "ivon")),
+    "handed over gradient": partial(handed_over, partial(by_gradient, "weight", None)),
+}
 FOUR: dict[str, Callable[..., Any]] = {}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distributed.captured import BAD, CASES
+from posterity.distributed import fingerprint
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("captured")])
@@ -54,3 +55,24 @@ def test_steps_that_do_not_reach_all_parameters_are_not_captured(two: list[dict[
         assert found["graphs"] == found["made"] == 0
         (message,) = found["said"]
         assert "'unused' has no gradient in this process, and may have one in others" in message
+
+
+@pytest.mark.parametrize("way", ["rule", "gradient"])
+def test_posteriors_that_differ_by_rounding_are_handed_over(two: list[dict[str, Any]], way: str) -> None:
+    first, last = (each[f"handed over {way}"] for each in two)
+    assert not isinstance(first, str), first
+    before, after = first["before"], first["after"]
+    assert any(not torch.equal(value, last["before"][key]) for key, value in before.items())
+    assert any(not torch.equal(value, after[key]) for key, value in before.items())
+    torch.testing.assert_close(after, last["after"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_fingerprint_sees_past_rounding_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mine, other = torch.randn(2, 1000, generator=generator)
+    assert fingerprint(mine) == fingerprint(mine + 1e-6 * other)
+    for unlike in (other, mine + 0.01 * other, 1.01 * mine, mine.view(10, 100), mine * torch.nan):
+        assert fingerprint(mine) != fingerprint(unlike)
+    assert fingerprint(torch.arange(1000)) != fingerprint(torch.arange(1000) + 1)
+    assert fingerprint(mine * torch.nan) == fingerprint(mine * torch.nan)
+    assert fingerprint(mine) != "nothing"

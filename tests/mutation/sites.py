@@ -296,7 +296,7 @@ _SETTINGS = [
     ),
     Site(
         "posteriors that differ by rounding are refused",
-        "distributed.py",
+        "posterity/distributed.py",
         "abs(a - b) <= _ROUNDING * max(pairs[-1])",
         "abs(a - b) <= 0.0",
         ("distributed/test_captured.py::test_a_fingerprint_sees_past_rounding_alone",),

@@ -163,7 +163,33 @@ def handed_over(make: Callable[..., Any], rank: int, world: int) -> Any:
         return {"before": before, "after": found()}
 
 
+def shown(rule: str, bad: int, rank: int, world: int) -> Any:
+    """A bad step of which the posterior is asked for before the next call: whether that and calls raise."""
+    base, opt, _ = by_rule("mesh", rule, world)
+    found = {"raised": list[bool]()}
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        step = compiled.CapturedStep(base)
+        for call in range(bad):
+            step(*batch(call, rank))
+        x, y = batch(bad, rank)
+        replays = [len(graph.ran) for graph in step._graphs.values()]
+        step(x * (torch.nan if rank else 1.0), y)
+        found["replayed"] = replays != [len(graph.ran) for graph in step._graphs.values()]
+        rest: list[Callable[[], Any]] = [
+            partial(step, *batch(call, rank)) for call in range(bad + 1, bad + 4)
+        ]
+        for each in (opt.posterior, *rest):
+            try:
+                each()
+                found["raised"].append(False)
+            except FloatingPointError:
+                found["raised"].append(True)
+    return found
+
+
 CASES["unreached"] = unreached
+CASES |= {f"shown {rule}": partial(shown, rule, bad) for rule, bad in (("vogn", 2), ("noisy-kfac", 3))}
 CASES |= {
     "handed over rule": partial(handed_over, partial(by_rule, "mesh", "ivon")),
     "handed over gradient": partial(handed_over, partial(by_gradient, "weight", None)),

@@ -48,6 +48,15 @@ def test_a_bad_batch_of_one_process_is_raised_by_the_next_call_of_all(
         assert "not touched" in said[wrong[0]]
 
 
+@pytest.mark.parametrize("rule", ["vogn", "noisy-kfac"])
+def test_a_bad_batch_is_raised_by_the_posterior_of_all(two: list[dict[str, Any]], rule: str) -> None:
+    for each in two:
+        found = each[f"shown {rule}"]
+        assert not isinstance(found, str), found
+        assert found["raised"] == [True, False, False, False]
+    assert {each[f"shown {rule}"]["replayed"] for each in two} == {True, False}
+
+
 def test_steps_that_do_not_reach_all_parameters_are_not_captured(two: list[dict[str, Any]]) -> None:
     for each in two:
         found = each["unreached"]

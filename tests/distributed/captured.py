@@ -146,5 +146,52 @@ def unreached(rank: int, world: int) -> Any:
     return {"said": [str(each.message) for each in said], "graphs": len(step._graphs), "made": len(made)}
 
 
+def handed_over(make: Callable[..., Any], rank: int, world: int) -> Any:
+    """Processes that have replayed different steps go on from what they have learned."""
+    step, opt, found = make(world=world)
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        graphs = compiled.CapturedStep(step)
+        for call in range(8):
+            graphs(*batch(call, rank))
+        before = {key: value.clone() for key, value in found().items()}
+        if isinstance(opt, posterity.VariationalOptimizer):
+            opt.load_posterior(opt.posterior())
+        else:
+            step = posterity.compile_step(step.learner.model, loss_of, opt, num_data=N)
+        step(*batch(8, rank))
+        return {"before": before, "after": found()}
+
+
+def shown(rule: str, bad: int, rank: int, world: int) -> Any:
+    """A bad step of which the posterior is asked for before the next call: whether that and calls raise."""
+    base, opt, _ = by_rule("mesh", rule, world)
+    found = {"raised": list[bool]()}
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        step = compiled.CapturedStep(base)
+        for call in range(bad):
+            step(*batch(call, rank))
+        x, y = batch(bad, rank)
+        replays = [len(graph.ran) for graph in step._graphs.values()]
+        step(x * (torch.nan if rank else 1.0), y)
+        found["replayed"] = replays != [len(graph.ran) for graph in step._graphs.values()]
+        rest: list[Callable[[], Any]] = [
+            partial(step, *batch(call, rank)) for call in range(bad + 1, bad + 4)
+        ]
+        for each in (opt.posterior, *rest):
+            try:
+                each()
+                found["raised"].append(False)
+            except FloatingPointError:
+                found["raised"].append(True)
+    return found
+
+
 CASES["unreached"] = unreached
+CASES |= {f"shown {rule}": partial(shown, rule, bad) for rule, bad in (("vogn", 2), ("noisy-kfac", 3))}
+CASES |= {
+    "handed over rule": partial(handed_over, partial(by_rule, "mesh", "ivon")),
+    "handed over gradient": partial(handed_over, partial(by_gradient, "weight", None)),
+}
 FOUR: dict[str, Callable[..., Any]] = {}

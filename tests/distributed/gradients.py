@@ -180,7 +180,7 @@ def unlike(what: str, rank: int, world: int) -> Any:
     m = made()
     if rank and what == "weights":
         with torch.no_grad():
-            m.module[0].bias[0] += 1e-9
+            m.module[0].bias[0] += 1e-2
     opt = torch.optim.Adam(m.parameters(), lr=0.1 * (1 + rank * (what == "lr")))
     more = {"num_data": 96 + rank * (what == "num_data")}
     step = posterity.compile_step(m, loss_of, opt, **more)

@@ -290,7 +290,7 @@ def unlike(what: str, rank: int, world: int) -> Any:
     rule = "vogn" if odd and what == "rule" else "ivon"
     if odd and what == "weights":
         with torch.no_grad():
-            net[0].bias[0] += 1e-9
+            net[0].bias[0] += 1e-2
     if odd and what == "model":
         net = nn.Sequential(net, nn.Linear(3, 3)).double()
     kind = {"ivon": posterity.IVON, "vogn": posterity.VOGN}[rule]

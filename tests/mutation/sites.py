@@ -295,6 +295,20 @@ _SETTINGS = [
         ("distributed/test_captured.py::test_a_bad_batch_of_one_process_is_raised_by_the_next_call_of_all",),
     ),
     Site(
+        "of several processes those without a graph show a posterior after a bad batch, and others raise",
+        "posterity/train/compiled.py",
+        "            self.step.learner.postponed(self)\n",
+        "",
+        ("distributed/test_captured.py::test_a_bad_batch_is_raised_by_the_posterior_of_all",),
+    ),
+    Site(
+        "posteriors that differ by rounding are refused",
+        "posterity/distributed.py",
+        "abs(a - b) <= _ROUNDING * max(pairs[-1])",
+        "abs(a - b) <= 0.0",
+        ("distributed/test_captured.py::test_a_fingerprint_sees_past_rounding_alone",),
+    ),
+    Site(
         "IVON's default averages its Hessian over too few steps",
         "posterity/presets.toml",
         "betas = [0.9, 0.9999]\nclip_radius",

@@ -121,11 +121,12 @@ class Image(nn.Module):
 
 
 @layer_rules
-@pytest.mark.parametrize("norm", ["before", "after", "after a convolution", "none"])
+@pytest.mark.parametrize("norm", ["before", "after", "after, without weights", "after a convolution", "none"])
 def test_a_norm_beside_the_first_layer_makes_up_for_the_scale(rule: Rule, norm: str) -> None:
     layers: dict[str, list[nn.Module]] = {
         "before": [nn.BatchNorm1d(5)],
         "after": [nn.Linear(5, 5), nn.LayerNorm(5)],
+        "after, without weights": [nn.Linear(5, 5), nn.LayerNorm(5, elementwise_affine=False)],
         "after a convolution": [Image(), nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten()],
         "none": [Image(), nn.Conv2d(1, 2, 1), nn.Flatten()],
     }

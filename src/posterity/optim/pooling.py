@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from posterity.buffers import writable
 from posterity.curvature import Kronecker
-from posterity.distributed import World, fingerprint
+from posterity.distributed import Fingerprint, World, fingerprint
 from posterity.flat import largest
 from posterity.optim.statistics import Accumulator
 from posterity.optim.step import due, multiplies
@@ -325,7 +325,7 @@ def _refuse_unlike(opt: VariationalOptimizer) -> None:
     opt.world.refuse_others(states, "the state")
 
 
-def _described(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str | Fingerprint:
     """What is the same in all processes: of a sharded tensor, how it is sharded."""
     own: Any = tensor
     return f"{list(own.shape)} {own.placements}" if is_sharded(tensor) else fingerprint(tensor)

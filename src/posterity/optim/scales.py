@@ -44,8 +44,8 @@ class Scales:
         self._errors: Tensor | None = None
 
     def add_layer(self, call: LayerCall) -> None:
-        """Look at a layer, if it is one of the first two whose weights are trained."""
-        if len(self._layers) == 2 or not (call.weight is not None and innermost(call.weight).requires_grad):
+        """Look at a layer, if it is one of the first two without frozen weights; norms may have none."""
+        if len(self._layers) == 2 or not (call.weight is None or innermost(call.weight).requires_grad):
             return
         if not self._layers and isinstance(call, Linear | Conv) and type(call.input) is Tensor:
             self._inputs = innermost(call.input).detach().float().square().mean()

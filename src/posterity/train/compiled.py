@@ -174,7 +174,7 @@ class CapturedStep:
             self._seen.add(key)
             return loss
         graph.used = self._calls
-        loss = graph(tensors, count, self._settle)
+        loss = graph(tensors, count, self.wait)
         if graph.world is not None:
             self._settle_last = graph.settle
         return loss
@@ -187,15 +187,16 @@ class CapturedStep:
         if self.step.learner.world is None:
             return self.step(*batch, count=count)
         self.step.learner.settle()
-        self._settle()
+        self.wait()
         try:
             return self.step(*batch, count=count)
         except FloatingPointError as error:
             self._settle_last = partial(_raise, error)
+            self.step.learner.postponed(self)
             (device,) = self.step.learner.devices()
             return torch.full((), torch.nan, device=device)
 
-    def _settle(self) -> None:
+    def wait(self) -> None:
         """Raise what the last step of several processes has to say."""
         last, self._settle_last = self._settle_last, None
         if last is not None:
@@ -203,7 +204,7 @@ class CapturedStep:
 
     def _capture(self, key: Any, batch: tuple[Any, ...], count: float | None) -> Graph | None:
         self.step.learner.settle()
-        self._settle()
+        self.wait()
         self._drop(key)
         try:
             self._graphs[key] = Graph(self.step, batch, count)

@@ -235,6 +235,9 @@ class ByGradient(Learner):
         mean = weighted / total + (poison if captured else 0.0)
         return torch.as_tensor(mean, dtype=losses.dtype, device=losses.device)[None]
 
+    def postponed(self, step: Any) -> None:
+        """The next call raises it."""
+
     def together(self, behind: Behind) -> Behind:
         """The optimiser does not ask."""
         return behind

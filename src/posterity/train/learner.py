@@ -136,6 +136,10 @@ class Learner(ABC):
         """Take that in, once it is added up; the losses of all processes."""
 
     @abstractmethod
+    def postponed(self, step: Any) -> None:
+        """Take note of a captured step whose ``wait()`` raises an error of this one, as replays do."""
+
+    @abstractmethod
     def together(self, behind: Behind) -> Behind:
         """What is behind a step of all processes, after ``unpack``; an eager step counts by itself."""
 

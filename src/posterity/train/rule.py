@@ -101,6 +101,10 @@ class ByRule(Learner):
         (loss,), self._terms = unpack(self.opt, sent, [losses])
         return loss[None]
 
+    def postponed(self, step: Any) -> None:
+        """What shows or saves the posterior raises it, too."""
+        self.opt.graphs.add(step)
+
     def together(self, behind: Behind) -> Behind:
         """Examples and terms of all."""
         sums = self.opt.sums

@@ -237,6 +237,18 @@ def test_a_model_that_ran_in_inference_mode_can_be_trained(estimator: Any) -> No
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("make", [whole, pruned, kernels, flows])
+def test_the_divergence_may_have_a_backward_pass_of_its_own(make: Any) -> None:
+    model = make()
+    for part in (model(X).square().mean(), 0.1 * model.kl()):
+        part.backward()
+    found = [p.grad for p in wanted(model)]
+    model.draws = 0
+    loss = model(X).square().mean() + 0.1 * model.kl()
+    for mine, theirs in zip(found, torch.autograd.grad(loss, wanted(model)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("make", [whole, kernels, flows])
 def test_transforms_of_a_divergence_before_anything_is_kept(make: Any) -> None:
     _places.cache_clear()

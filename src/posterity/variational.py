@@ -339,7 +339,7 @@ class Variational(nn.Module):
         # Most leaves have no modules, through which parameters() would walk.
         leaves = self.posterior.blocks.values()
         own = (leaf.parameters() if leaf._modules else leaf._parameters.values() for leaf in leaves)
-        return [p._version for p in chain.from_iterable(own) if p is not None]
+        return [now for p in chain.from_iterable(own) if p is not None for now in (id(p), p._version)]
 
 
 @takes(module=MODULE, std_scale=NUMBER, std_init=NUMBER, deterministic=FILTER, seed=WHOLE, prior=_A_PRIOR)

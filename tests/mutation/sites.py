@@ -785,6 +785,30 @@ _POSTERIORS = [
         ("posterior/test_end_to_end.py::test_priors_that_are_replaced_or_changed_in_place_are_seen",),
     ),
     Site(
+        "leaves end to end keep masks that transforms have made",
+        f"{_Q}/end_to_end.py",
+        "            if lasts():\n",
+        "            if True:\n",
+        (
+            "posterior/test_end_to_end.py::test_transforms_of_a_divergence_before_anything_is_kept",
+            "posterior/test_end_to_end.py::test_a_model_that_ran_in_inference_mode_can_be_trained",
+        ),
+    ),
+    Site(
+        "places of flows belong to a transform",
+        "posterity/torch_private.py",
+        "with outermost(0), torch.inference_mode(False):",
+        "with torch.inference_mode(False):",
+        ("posterior/test_end_to_end.py::test_transforms_of_a_divergence_before_anything_is_kept",),
+    ),
+    Site(
+        "a draw and a KL of flows end to end share what the first backward pass frees",
+        f"{_Q}/flows.py",
+        'eps, std = self.places.rows(noise), softplus(self.values["raw"])',
+        'eps, std = self.places.rows(noise), self.__dict__.setdefault("s", softplus(self.values["raw"]))',
+        ("posterior/test_end_to_end.py::test_the_divergence_may_have_a_backward_pass_of_its_own",),
+    ),
+    Site(
         "leaves end to end ignore a mask that has changed",
         f"{_Q}/end_to_end.py",
         "not _same(known[0][0], own) or known[0][1] != versions",
@@ -971,6 +995,13 @@ _ESTIMATORS = [
         "grad, root, value=0.5)",
         "grad, root, value=1.0)",
         ("exact/test_estimators.py::test_gradients_of_local_are_the_papers",),
+    ),
+    Site(
+        "the square of local's inputs has half its gradient",
+        "posterity/layers/estimators.py",
+        "grad, x, value=2.0)",
+        "grad, x, value=1.0)",
+        ("exact/test_estimators.py::test_second_derivatives",),
     ),
     Site(
         "flipout has a sign for every position",

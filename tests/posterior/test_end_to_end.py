@@ -216,6 +216,15 @@ def test_priors_that_are_replaced_or_changed_in_place_are_seen() -> None:
     assert len({*seen}) == 6
 
 
+@pytest.mark.parametrize("make", [whole, kernels])
+def test_a_parameter_that_is_replaced_has_no_divergence_of_old_weights(make: Any) -> None:
+    model = make()
+    model(X)
+    leaf = model.posterior.block("2.weight")
+    leaf.raw = nn.Parameter(leaf.raw.detach() + 1.0)  # of the same version
+    torch.testing.assert_close(model.kl(), kl(model.posterior, model.prior), rtol=1e-12, atol=1e-12)
+
+
 def test_numbers_of_a_prior_that_change_are_seen() -> None:
     model, biases = whole(), IsotropicGaussian(2.0)
     prior = ByName({"*.bias": biases, "*": IsotropicGaussian(0.3)})
@@ -235,6 +244,18 @@ def test_a_model_that_ran_in_inference_mode_can_be_trained(estimator: Any) -> No
         model.kl(PRIORS["gaussians by name"])
     (model(X).square().mean() + model.kl(PRIORS["gaussians by name"])).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [whole, pruned, kernels, flows])
+def test_the_divergence_may_have_a_backward_pass_of_its_own(make: Any) -> None:
+    model = make()
+    for part in (model(X).square().mean(), 0.1 * model.kl()):
+        part.backward()
+    found = [p.grad for p in wanted(model)]
+    model.draws = 0
+    loss = model(X).square().mean() + 0.1 * model.kl()
+    for mine, theirs in zip(found, torch.autograd.grad(loss, wanted(model)), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("make", [whole, kernels, flows])

@@ -269,6 +269,28 @@ def _(q: Tilted, p: IsotropicGaussian, noise: Mapping[str, Tensor]) -> Tensor:
     return (q.draw(noise) / p.std).square().sum((-2, -1)).mean() - q.shape.numel() * q.log_std
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_leaf_of_any_family_may_be_one_number(samples: int) -> None:
+    net = Sloped()
+    m = variational(net, family={"slope": Tilted, "*": DiagonalGaussian}, prior=ScaleMixture())
+    opt = torch.optim.SGD(m.parameters(), lr=0.1)
+    step = posterity.compile_step(m, loss_fn, opt, num_data=5, mc_samples=samples)
+    before = net.slope.detach().clone()
+    step(torch.randn(5, 4), torch.arange(5) % 3)
+    assert net.slope != before
+
+
+class Sloped(nn.Module):
+    """With a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.slope = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slope * self.fc(x)
+
+
 @pytest.mark.parametrize(("samples", "chunk"), [(1, None), (3, None), (3, 2), (3, 1)])
 @pytest.mark.parametrize("prior", ["gaussian", "mixture"])
 def test_leaves_of_any_family_are_drawn_beside_the_diagonal_ones(

@@ -269,6 +269,8 @@ class Leaf(nn.Module, ABC):
     def end_to_end(cls, leaves: Sequence[Self], layout: Layout, masks: Mapping[str, Tensor | None]) -> Self:
         """Leaves of one kind as one, of the weights ``[size]`` that a layout has, in any shape.
 
+        Making it saves nothing for a backward pass: a loss and a KL may each have their own.
+
         Args:
             leaves: Each of a single tensor.
             layout: Of their weights, without padding.

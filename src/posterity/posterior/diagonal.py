@@ -108,9 +108,7 @@ class DiagonalGaussian(Leaf):
         """All weights of some leaves in a row."""
         parts = zip(*((leaf.loc, leaf.raw) for leaf in leaves), strict=True)
         loc, raw = (concatenate(layout, own) for own in parts)
-        stores_raw = leaves[0].stores_raw
-        std = softplus(raw) if stores_raw else None
-        return cls.made_of(loc, raw, keep=masks["keep"], held=masks["held"], std=std, stores_raw=stores_raw)
+        return cls.made_of(loc, raw, **masks, stores_raw=leaves[0].stores_raw)
 
     @property
     def kind(self) -> object:

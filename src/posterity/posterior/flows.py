@@ -100,14 +100,13 @@ class Flows(Scales):
             for number, masks in enumerate(zip(stays.to(opened.dtype), opened, strict=True))
         ]
         self.steps, self.of_auxiliary = stacks[: form.steps], stacks[form.steps :]
-        self.std = softplus(self.values["raw"])
 
     @full_precision
     def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Scales ``[L, n, W]`` from normals ``[n, size]``, and log q(z) ``[n]`` of all of a draw."""
-        eps = self.places.rows(noise)
-        z, log_det = through(self.steps, torch.addcmul(self.values["centre"], self.std, eps))
-        return z, self._total(base_logs(eps, self.std)) - log_det
+        eps, std = self.places.rows(noise), softplus(self.values["raw"])
+        z, log_det = through(self.steps, torch.addcmul(self.values["centre"], std, eps))
+        return z, self._total(base_logs(eps, std)) - log_det
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Of flows one by one only."""

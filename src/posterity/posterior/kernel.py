@@ -77,7 +77,6 @@ class KernelGaussian(Leaf):
     _row: Tensor
     _column: Tensor
     _of_row: Tensor
-    _diagonal: Tensor | None = None
 
     def __init__(self, mean: Tensor, factor: Tensor | float, *, keep: Tensor | None = None) -> None:
         if not mean.is_floating_point():
@@ -130,7 +129,6 @@ class KernelGaussian(Leaf):
         joined.loc, joined.raw, joined.below = loc, raw, below.view(len(loc), 1, first.below.shape[-1])
         own = {name: None if mask is None else mask.view(loc.shape) for name, mask in masks.items()}
         joined._buffers.update(own, _row=first._row, _column=first._column, _of_row=first._of_row)
-        joined._diagonal = softplus(raw)
         return joined
 
     @property
@@ -147,7 +145,7 @@ class KernelGaussian(Leaf):
 
     def diagonal(self) -> Tensor:
         """The diagonal of L, in the block's shape: stds given the weights before them in their kernel."""
-        return softplus(self.raw) if self._diagonal is None else self._diagonal
+        return softplus(self.raw)
 
     def std(self) -> Tensor:
         """Standard deviation of each weight, whatever the others are."""

@@ -159,7 +159,6 @@ class ScaledGaussian(Leaf):
 
     estimators = frozenset({"weight", "local", "flipout"})
     raw: Tensor
-    _std: Tensor | None = None
 
     def __init__(
         self, mean: Tensor, std: Tensor | float, scales: Scales, *, keep: Tensor | None = None
@@ -189,7 +188,7 @@ class ScaledGaussian(Leaf):
         loc, raw = (concatenate(layout, own) for own in parts)
         joined = cls.__new__(cls)
         Leaf.__init__(joined, loc.shape)
-        joined.loc, joined.raw, joined._std = loc, raw, softplus(raw)
+        joined.loc, joined.raw = loc, raw
         joined._buffers.update(masks)
         first = leaves[0].scales
         joined.scales = first.end_to_end([leaf.scales for leaf in leaves], [leaf.shape for leaf in leaves])
@@ -230,7 +229,7 @@ class ScaledGaussian(Leaf):
 
     def filled_std(self) -> Tensor:
         """Standard deviation of each weight given z = 1, also of those that do not vary."""
-        return softplus(self.raw) if self._std is None else self._std
+        return softplus(self.raw)
 
     def moments_given(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Means and stds of the weights for scales, as if all varied."""

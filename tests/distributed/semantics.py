@@ -89,6 +89,23 @@ def shares(rank: int, world: int, start: int = 0, stop: int = STEPS) -> list[tup
     ]
 
 
+def steepness(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A loss whose gradients do not depend on the weights."""
+    return (net(x) * (1 + nn.functional.one_hot(y, 3))).sum(1).mean()
+
+
+def in_parts(rule: str, rank: int, world: int) -> Any:
+    """Shares of which one is cut into two parts, and the other is not."""
+    torch.manual_seed(0)
+    net = nn.Linear(5, 3).double()
+    more = {"mesh": init_device_mesh("cpu", (world,))} if world > 1 else {}
+    opt = RULES[rule](net, mc_samples=1, seed=7, **more)
+    step = posterity.compile_step(net, steepness, opt, parts=world)
+    for x, y in batches():
+        loss = step(*(share(each[:9], rank, world, [5, 4] if more else None) for each in (x, y)))
+    return learned(opt, 0.0 * loss)
+
+
 def said(call: Callable[[], Any]) -> str:
     """What is raised, in words."""
     try:
@@ -430,6 +447,7 @@ CASES |= {
     "variational unseeded": partial(variational, None),
     "unlike-draws": unlike_draws,
 }
+CASES |= {f"parts {rule}": partial(in_parts, rule) for rule in ("bgd", "vogn", "noisy-kfac")}
 CASES |= {f"predicted {keep}": partial(predicted, keep) for keep in (True, False, None)}
 CASES["wrappers"] = refused_wrappers
 CASES |= {

@@ -28,6 +28,7 @@ from distributed.semantics import (
     FOUR,
     branches,
     by_gradient,
+    in_parts,
     moments,
     normed,
     posterior,
@@ -223,6 +224,17 @@ def test_buffers_are_those_of_the_first_process(two: Found, way: str) -> None:
         found = {name.removeprefix("module."): value for name, value in each[f"statistics {way}"].items()}
         for name, value in net.named_buffers():
             assert torch.equal(found[name], value), f"{name} in process {rank}"
+
+
+@pytest.mark.parametrize("case", cases("parts"))
+def test_shares_in_unlike_numbers_of_parts(two: Found, case: str) -> None:
+    alone = in_parts(case.split()[1], 0, 1)
+    for each in two:
+        assert not isinstance(each[case], str), each[case]
+        for key, value in each[case].items():
+            torch.testing.assert_close(value, two[0][case][key], rtol=0, atol=0)
+            if "bgd" not in case:  # whose stds move by the noise
+                torch.testing.assert_close(value, alone[key], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", cases("unlike"))

@@ -302,6 +302,13 @@ _SETTINGS = [
         ("distributed/test_captured.py::test_a_bad_batch_is_raised_by_the_posterior_of_all",),
     ),
     Site(
+        "squares of a share in more parts weigh more",
+        "posterity/optim/pooling.py",
+        "square = here * here / local.parts",
+        "square = here * here",
+        ("distributed/test_semantics.py::test_shares_in_unlike_numbers_of_parts",),
+    ),
+    Site(
         "posteriors that differ by rounding are refused",
         "posterity/distributed.py",
         "abs(a - b) <= _ROUNDING * max(pairs[-1])",

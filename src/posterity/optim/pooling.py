@@ -75,14 +75,18 @@ def pack(opt: VariationalOptimizer, losses: list[Tensor], behind: float | Tensor
     if idle:
         here = 0.0
     every = [local.of(flat, None) for flat in flats]
+    square = here * here / local.parts  # others may have cut their batches into more parts, or fewer
     for each in every:
         each.clean()
         each.both.index_fill_(1, each.group.between, 0.0)  # others judge what lies between blocks, too
         each.both[0].mul_(here)
-        each.both[1].mul_(here if opt.collects is None else here * here)
-    local.layers = {key: replace(each, S=each.S * here * here) for key, each in local.layers.items()}
+        each.both[1].mul_(here if opt.collects is None else square)
+    local.layers = {
+        key: replace(each, A=each.A * local.parts, S=each.S * square, examples=each.examples * local.parts)
+        for key, each in local.layers.items()
+    }
     used = [float(i in each.used) for each in every for i in range(len(each.group.params))]
-    counts = [float(local.inputs or 0), float(local.inputs is None), float(local.examples)]
+    counts = [float(local.inputs or 0) * local.weight, float(local.inputs is None), float(local.examples)]
     numbers, poisons = [*counts, *_sign(local), *used], [each.poison for each in every]
     meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons)
     # In a step without the second statistic all have zeros there.
@@ -123,16 +127,17 @@ def unpack(
                 sums.poison += 0.0 * largest(sums.both)
         everywhere = everywhere[len(flat.params) :]
         sums.both[0].div_(total)
-        sums.both[1].mul_(1.0 / total if opt.collects is None else squared)
+        sums.both[1].mul_(1.0 / total if opt.collects is None else squared * local.parts)
         opt.sums.take(sums, union)
     if not captured:
-        opt.sums.add_weighted(_layers(opt, local, squared, some=signs * signs != squares * world.size))
+        layers = _layers(opt, local, squared, some=signs * signs != squares * world.size)
+        opt.sums.add_weighted({key: replace(each, S=each.S * local.parts) for key, each in layers.items()})
     opt.sums.samples += local.samples
     opt.sums.weight, opt.sums.parts = local.weight, local.parts
     if local.examples or not captured:  # of a step that collects nothing there is no tensor either
         opt.sums.examples += examples / world.split
     uncounted = local.inputs is None if captured else unknown
-    opt.sums.add_inputs(None if uncounted else inputs / world.split)
+    opt.sums.add_inputs(None if uncounted else inputs / (world.split * local.weight))
     local.clear()
     mean = weighted / total + (poison if captured else 0.0)  # else the host says which gradient it is
     return [torch.as_tensor(mean, dtype=each.dtype, device=each.device) for each in losses[:1]], total

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import by_gradient
 import reproduced
 from first_try import first_try
 from reproduced import (
@@ -258,13 +259,13 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "vogn": reproduced.vogn,
         "sparse": reproduced.sparse,
         "units": reproduced.units,
-        "trade-off": reproduced.trade_off,
+        "trade-off": by_gradient.trade_off,
         "random labels": reproduced.random_labels,
-        "best trials": reproduced.best_trials,
-        "pruning trials": reproduced.pruning_trials,
-        "incremental": reproduced.incremental,
-        "bandit": reproduced.bandit,
-        "networks": reproduced.networks,
+        "best trials": by_gradient.best_trials,
+        "pruning trials": by_gradient.pruning_trials,
+        "incremental": by_gradient.incremental,
+        "bandit": by_gradient.bandit,
+        "networks": by_gradient.networks,
         "five epochs": reproduced.five_epochs,
     },
     "docs/trust.md": {"looks": reproduced.looked_at},

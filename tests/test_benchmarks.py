@@ -557,7 +557,7 @@ def test_tables_of_sparse_nets_show_what_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("scripts")
 def test_tables_of_gradient_methods_show_runs_and_trials(tmp_path: Path) -> None:
-    import reproduced
+    import by_gradient
 
     def leave(study: str, setting: str, method: str, metrics: Any, trial: Any = None, seed: int = 0) -> None:
         (tmp_path / study).mkdir(exist_ok=True)
@@ -579,15 +579,15 @@ def test_tables_of_gradient_methods_show_runs_and_trials(tmp_path: Path) -> None
             {"accuracy": 0.98 + 0.01 * seed, "nll": 0.04, "ece": 0.004},
             seed=seed,
         )
-    assert "| mnist | FFG | 98.5 ± 0.7, 0.040 ± 0.000, 0.004 ± 0.000 |" in reproduced.incremental(tmp_path)
+    assert "| mnist | FFG | 98.5 ± 0.7, 0.040 ± 0.000, 0.004 ± 0.000 |" in by_gradient.incremental(tmp_path)
     leave("bbb-bandit", "mushrooms", "thompson", {"regret": 3295.0, "reward_share": 0.838})
-    assert reproduced.bandit(tmp_path).splitlines()[-1] == (
+    assert by_gradient.bandit(tmp_path).splitlines()[-1] == (
         "| Thompson sampling | 3295 | 83.8 | 8,000 mushrooms, 1 seed |"
     )
     some = [{"networks": count, "accuracy": 0.99, "nll": 0.1 / count} for count in (1, 2, 5, 10, 100)]
     leave("uncertainty-samples", "mnist", "mnf", {"by_networks": some})
     leave("uncertainty-samples", "mnist", "adam", {"by_networks": some[:1]})
-    mnf, adam = reproduced.networks(tmp_path).splitlines()[2:]
+    mnf, adam = by_gradient.networks(tmp_path).splitlines()[2:]
     assert mnf.startswith("| MNF | 99.00, 0.1000 | 99.00, 0.0500 | 99.00, 0.0200 |")
     assert adam == "| Adam | 99.00, 0.1000 | – | – | – | – | 9 epochs, 1 seed |"
     for value, error in ((0.5, 0.0172), (2.0, 0.0247)):
@@ -599,19 +599,19 @@ def test_tables_of_gradient_methods_show_runs_and_trials(tmp_path: Path) -> None
             {"kl_factor": value},
         )
     leave("sparse-lenet", "300-100 chosen", "sparse-vd", None, {"kl_factor": 8.0})
-    assert reproduced.trade_off(tmp_path).splitlines()[-1] == (
+    assert by_gradient.trade_off(tmp_path).splitlines()[-1] == (
         "| 300-100 | sparse VD | kl factor 0.5, 2, 8 | 1.72 at 5.0×; 2.47 at 20.0×; diverged |"
     )
     for width in ("400", "800", "1200"):
         for lr in (0.1, 0.2):
             leave("bbb-mnist", width, "bbb", {"averaged_accuracy": 0.98 + lr / 100}, {"lr": lr})
     leave("bbb-mnist", "400", "sgd", {"averaged_accuracy": 0.9}, {"lr": 0.1})  # not at every width yet
-    assert reproduced.best_trials(tmp_path).splitlines()[2:] == ["| BBB | 1.80 | 1.80 | 1.80 |"]
+    assert by_gradient.best_trials(tmp_path).splitlines()[2:] == ["| BBB | 1.80 | 1.80 | 1.80 |"]
     curve = {"fractions": [0.0, 0.5, 0.75, 0.9, 0.95, 0.98], "errors": [0.01, 0.02, 0.03, 0.9, 0.04, 0.05]}
     tried = {"std_init": 0.05, "kl_factor": 0.3}
     leave("bbb-mnist", "1200 to prune by Adam", "bbb-mixture", {"pruning": {"average": curve}}, tried)
     leave("bbb-mnist", "1200 to prune by SGD", "bbb-mixture", None, tried)
-    assert reproduced.pruning_trials(tmp_path).splitlines()[2:] == [
+    assert by_gradient.pruning_trials(tmp_path).splitlines()[2:] == [
         "| Adam | 0.05 | 0.3 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 |",
         "| SGD | 0.05 | 0.3 | diverged | – | – | – | – |",
     ]

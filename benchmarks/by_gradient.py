@@ -1,0 +1,109 @@
+"""Tables of gradient methods and of trials, in Markdown, from the records in ``results`` alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from reproduced import NAMES, RECORDS, WIDTHS, Record, calibration, lengths, load, metric
+from tables import spread, table
+
+
+def trade_off(folder: Path = RECORDS) -> str:
+    """Trials of nets with most weights removed: error on held-out images, and compression."""
+    found: dict[tuple[str, str], dict[float, Record]] = {}
+    for path in sorted((folder / "sparse-lenet").glob("trial-*.json")):
+        record = json.loads(path.read_text())
+        (value,) = record["trial"].values()
+        found.setdefault((record["setting"].split()[0], record["method"]), {})[value] = record
+    rows = []
+    for setting, method in sorted(found, key=lambda row: (row[0], [*NAMES].index(row[1]))):
+        tried = found[setting, method]
+        (name,) = next(iter(tried.values()))["trial"]
+        values = ", ".join(f"{value:.3g}" for value in sorted(tried))
+        cells = (
+            "diverged"
+            if record["diverged"]
+            else f"{100 * record['metrics']['error']:.2f} at {record['metrics']['compression']:.1f}×"
+            for _, record in sorted(tried.items())
+        )
+        rows.append([setting, NAMES[method], f"{name.replace('_', ' ')} {values}", "; ".join(cells)])
+    return table(["net", "method", "tried", "error on held-out images, %, and compression"], rows)
+
+
+def best_trials(folder: Path = RECORDS) -> str:
+    """The least error on held-out images of each method's trials of Bayes by Backprop's tables."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for path in sorted((folder / "bbb-mnist").glob("trial-*.json")):
+        record = json.loads(path.read_text())
+        if record["diverged"] is None and record["setting"] in WIDTHS:
+            found.setdefault((record["setting"], record["method"]), []).append(record)
+    rows = []
+    for method in NAMES:
+        if all((width, method) in found for width in WIDTHS):
+            best = [
+                min(1.0 - record["metrics"]["averaged_accuracy"] for record in found[width, method])
+                for width in WIDTHS
+            ]
+            rows.append([NAMES[method], *(f"{100 * each:.2f}" for each in best)])
+    return table(["least error of four trials, %", *(f"2×{width}" for width in WIDTHS)], rows)
+
+
+def pruning_trials(folder: Path = RECORDS) -> str:
+    """Trials of nets that are to be pruned: errors on held-out images with ever more removed."""
+    rows = []
+    for path in sorted((folder / "bbb-mnist").glob("trial-*to-prune*.json")):
+        record = json.loads(path.read_text())
+        name = record["setting"].rpartition(" ")[2]
+        tried = [f"{record['trial'][key]:g}" for key in ("std_init", "kl_factor")]
+        if record["diverged"]:
+            rows.append([name, *tried, "diverged", *["–"] * 4])
+            continue
+        curve = record["metrics"]["pruning"]["average"]
+        errors = dict(zip(curve["fractions"], curve["errors"], strict=True))
+        rows.append([name, *tried, *(f"{100 * errors[share]:.2f}" for share in (0.0, 0.5, 0.75, 0.95, 0.98))])
+    head = ["by", "stds begin at", "KL's factor", "whole", "−50 %", "−75 %", "−95 %", "−98 %"]
+    return table(head, rows)
+
+
+def incremental(folder: Path = RECORDS) -> str:
+    """Parts of the data one by one: accuracy, NLL and ECE on all classes after the last."""
+    rows = [
+        [setting, NAMES[method], calibration(records), lengths(records)]
+        for study in ("incremental-mnist", "incremental-cifar10", "incremental-pretrained")
+        for (setting, method), records in load(folder, study).items()
+    ]
+    return table(["data", "method", "accuracy in %, NLL, ECE", "runs (epochs a part)"], rows)
+
+
+def bandit(folder: Path = RECORDS) -> str:
+    """Mushrooms: regret after the last, and the share of what an oracle gets."""
+    rows = [
+        [
+            NAMES[method],
+            metric("regret", 0)(records),
+            metric("reward_share", 1, 100)(records),
+            f"{records[0]['n']:,} mushrooms, {len(records)} seed{'s' if len(records) > 1 else ''}",
+        ]
+        for (_, method), records in load(folder, "bbb-bandit").items()
+    ]
+    return table(["agent", "regret", "reward, % of an oracle's", "runs"], rows)
+
+
+def networks(folder: Path = RECORDS) -> str:
+    """Accuracy and NLL by the number of networks."""
+    counts = (1, 2, 5, 10, 100)
+    rows = []
+    for (_, method), records in load(folder, "uncertainty-samples").items():
+        by_count = [{row["networks"]: row for row in run["metrics"]["by_networks"]} for run in records]
+        cells = [
+            ", ".join(
+                spread((each[count][key] for each in by_count), digits, scale)
+                for key, digits, scale in (("accuracy", 2, 100), ("nll", 4, 1.0))
+            )
+            if all(count in each for each in by_count)
+            else "–"
+            for count in counts
+        ]
+        rows.append([NAMES[method], *cells, lengths(records)])
+    return table(["accuracy in %, NLL of networks:", *map(str, counts), "runs"], rows)

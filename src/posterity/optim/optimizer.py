@@ -9,7 +9,6 @@ method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from posterity.arguments import described, instance, takes
 from posterity.buffers import StepBuffers
+from posterity.caller import warn
 from posterity.curvature import Collector
 from posterity.distributed import World, several
 from posterity.names import NameFilter, padding_rows, select
@@ -318,7 +318,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.cache.groups()
         leaves = handover.leaves(self, groups.names_in(model, self.named()))
         if complaint := self.unfit(leaves.values()):
-            warnings.warn(complaint, watch.PosteriorWarning, stacklevel=2)
+            warn(complaint, watch.PosteriorWarning)
         return Factorised(leaves)
 
     def unfit(self, leaves: Iterable[Leaf]) -> str | None:

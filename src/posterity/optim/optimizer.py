@@ -226,7 +226,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
         Args:
             samples: By their numbers here.
-            of: How many this process takes at once; ``own_samples`` if not given.
+            of: How many each process takes at once, at most; ``own_samples`` if not given.
         """
         return self.world.numbered(samples, of or self.own_samples())
 

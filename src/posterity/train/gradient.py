@@ -286,7 +286,7 @@ class ByGradient(Learner):
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights of all blocks."""
         self._origins = []
-        self._ahead = self._world.rank * round(1 / weight) if self._world else 0
+        self._ahead = self._world.rank * self.parts * self._samples if self._world else 0
         drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
         sources = [block.draw(rows, weight, step, drawn) for block in self.blocks.drawn()]
         return drawn._replace(sources=sources)

@@ -428,7 +428,7 @@ def _leaf_by(family: Any, p: Tensor, std: float) -> Leaf:
         "cfg or mnf"
     )
     kind = isinstance(family, type)
-    if not callable(family) or (kind and not issubclass(family, Leaf)):
+    if not callable(family) or isinstance(family, nn.Module) or (kind and not issubclass(family, Leaf)):
         raise TypeError(refusal)
     try:
         leaf = family(p, std)

@@ -362,6 +362,11 @@ def test_bad_input_is_refused(options: dict[str, object], message: str) -> None:
         laplace.fit(nn.Linear(4, 3), loader, **rest)
 
 
+def test_a_grid_of_one_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="grid holds the prior precisions to choose from, not 3: pass a list"):
+        laplace.fit(nn.Linear(4, 3), (X, Y), validation=(X, Y), grid=3)
+
+
 def test_data_without_targets_are_refused() -> None:
     for data, message in (
         (TensorDataset(X, Y), "a Dataset gives single examples: pass DataLoader"),

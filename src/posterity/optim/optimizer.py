@@ -219,7 +219,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def own_samples(self) -> int:
         """Weight samples that this process takes of its share of a batch."""
-        return self.world.share(self.param_groups[0]["mc_samples"])
+        return self.world.share(int(self.param_groups[0]["mc_samples"]))  # 2.0 equals a 2 that was checked
 
     def numbered(self, samples: range, of: int | None = None) -> range:
         """The numbers of some of this process's samples among those of all processes.

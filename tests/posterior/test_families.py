@@ -308,6 +308,10 @@ def test_weights_of_other_shapes_or_too_few_are_refused() -> None:
         kl(q, ScaleMixture(), weights={"weight": torch.zeros(1, 2, 3)})
     with pytest.raises(ValueError, match=r"'weight' has shape \(3,\), and the posterior's is \(2, 3\)"):
         q.log_prob({"weight": torch.zeros(3), "bias": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"'weight' has leading dimensions \(4,\) and 'bias' \(\): give all"):
+        q.log_prob({"weight": torch.zeros(4, 2, 3), "bias": torch.zeros(2)})
+    with pytest.raises(TypeError, match="'bias' must be given numbers, not booleans"):
+        q.log_prob({"weight": torch.zeros(2, 3), "bias": torch.ones(2, dtype=torch.bool)})
     with pytest.raises(ValueError, match=r"std of shape \(3,\) does not broadcast to means of shape \(2,\)"):
         DiagonalGaussian(torch.zeros(2), torch.ones(3))
 

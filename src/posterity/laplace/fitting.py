@@ -119,6 +119,7 @@ def fit(
         torch.Size([40, 3])
     """
     _check(likelihood, noise_variance, temperature, num_data=num_data, batch_size=batch_size, samples=samples)
+    temperature = float(temperature)  # a fraction does not multiply a tensor
     if validation is not None and prior_precision is None:
         prior_precision = "validation"
     if (prior_precision == "validation") != (validation is not None):

@@ -1,11 +1,15 @@
 """The scalings of the KL."""
 
+import gc
+import io
 import math
+import weakref
 
 import pytest
 import torch
+from torch import nn
 
-from posterity import blundell, elbo, warmup
+from posterity import blundell, elbo, variational, warmup
 
 NLL, KL = torch.tensor(0.3), torch.tensor(50.0)
 
@@ -62,3 +66,35 @@ def test_bad_numbers_are_refused() -> None:
     for given in ({"start": -1.0}, {"start": math.nan}, {"end": -0.5}, {"end": math.inf}):
         with pytest.raises(ValueError, match="start and end must be 0 or more, and finite, not"):
             warmup(10, **given)
+
+
+def test_a_saved_kl_is_a_number_alone() -> None:
+    value, file = variational(nn.Linear(4, 2)).kl(), io.BytesIO()
+    assert not value.__dict__
+    torch.save(value, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), value)
+
+
+def test_a_kl_keeps_no_model_alive() -> None:
+    model = variational(nn.Linear(4, 2))
+    value, alive = model.kl(), weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    elbo(torch.tensor(0.3, requires_grad=True), value, num_data=10).backward()
+
+
+def test_a_model_that_keeps_its_kl_is_freed() -> None:
+    model = variational(nn.Linear(4, 2))
+    model.last, alive = model.kl(), weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+def test_a_compiled_loss_takes_a_kl() -> None:
+    nll, value = torch.tensor(0.3, requires_grad=True), variational(nn.Linear(4, 2)).kl()
+    loss = torch.compile(elbo, backend="eager", fullgraph=True)
+    assert torch.equal(loss(nll, value, num_data=10), elbo(nll, value, num_data=10))

@@ -6,7 +6,6 @@ All of it is a handful of reductions per tensor, cheap enough for every epoch.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posterity.arguments import instance, takes
+from posterity.caller import warn
 from posterity.optim import VariationalOptimizer
 from posterity.optim.state import members
 from posterity.optim.watch import PosteriorWarning
@@ -128,7 +128,7 @@ def check(
     if optimizer is not None and (unfit := optimizer.unfit(posterior.blocks.values())):
         found.append(unfit)
     if found:
-        warnings.warn("; ".join(found), PosteriorWarning, stacklevel=3)
+        warn("; ".join(found), PosteriorWarning)
     return health
 
 

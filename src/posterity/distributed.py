@@ -92,7 +92,10 @@ class World:
         return samples // self.split
 
     def numbered(self, samples: range, own: int) -> range:
-        """The numbers of some of this process's samples among those of all, which draw ``own`` each."""
+        """The numbers of some of this process's samples among those of all, which draw up to ``own`` each.
+
+        All give the same ``own``, also one that draws fewer: else two would draw the same noise.
+        """
         if self.mesh is None:
             return samples
         window, first = divmod(samples.start, own)

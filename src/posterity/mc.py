@@ -7,7 +7,6 @@ are moved by the first sample alone. Models that cannot be vectorised fall back 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias, cast
 from weakref import WeakSet
@@ -18,6 +17,7 @@ from torch.func import functional_call, jvp, vmap
 
 from posterity import buffers
 from posterity.arguments import MODULE, TENSORS, TEXT, WHOLE, described, is_dense, takes
+from posterity.caller import warn
 from posterity.inputs import Pick, arguments, batches, is_loader, moved, tensor_of
 from posterity.layers import Intercept
 from posterity.replica import origin, replica
@@ -233,11 +233,10 @@ def _warn_of_loop(model: nn.Module, reason: str) -> None:
     """Once for a model: it is not vectorised again."""
     model = origin(model)
     _unstackable.add(model)
-    warnings.warn(
+    warn(
         f"{getattr(model, 'title', type(model).__name__)} cannot be vectorised over weight samples "
         f"({reason}); "
-        "running one sample after another instead",
-        stacklevel=5,
+        "running one sample after another instead"
     )
 
 

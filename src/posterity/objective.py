@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
+from weakref import WeakMethod
 
+import torch
 from torch import Tensor
 
 from posterity.arguments import NUMBER, TENSOR, WHOLE, Kind, described, is_number, takes
 
 Factor: TypeAlias = float | Callable[[int], float]
-# The attribute of a KL that has the function.
-_HEARD_BY = "_posterity_heard_by"
+# The entry of a KL's node in the autograd graph: unlike an attribute of the tensor it is not saved with it.
+_HEARD_BY = "posterity_heard_by"
 _FACTOR = Kind("a number, or a function of the step", lambda factor: is_number(factor) or callable(factor))
 
 
@@ -47,15 +49,23 @@ def elbo(
         raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
     if nll.numel() != 1 and divergence.shape != nll.shape:
         raise ValueError(f"nll is one number, the batch's mean, not {list(nll.shape)}")
-    if nll.requires_grad and nll.numel() == 1 and hasattr(divergence, _HEARD_BY):
-        getattr(divergence, _HEARD_BY)(nll)
+    if nll.requires_grad and nll.numel() == 1 and not torch.compiler.is_compiling():
+        method = _notes(divergence).get(_HEARD_BY)
+        if method is not None and (hear := method()) is not None:
+            hear(nll)
     return nll + (factor_at(factor, step) / num_data) * divergence
 
 
 def heard_by(divergence: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
-    """The same KL; a function is called with the NLL of a loop that it comes to."""
-    setattr(divergence, _HEARD_BY, hear)
+    """The same KL; a method is called with the NLL of a loop that it comes to, while its object is alive."""
+    _notes(divergence)[_HEARD_BY] = WeakMethod(hear)
     return divergence
+
+
+def _notes(tensor: Tensor) -> dict[str, Any]:
+    """What may be noted at a tensor's node; nothing lasts where it has none."""
+    # torch's types take the property for a method.
+    return {} if tensor.grad_fn is None else cast(dict[str, Any], tensor.grad_fn.metadata)
 
 
 def refuse_num_data(num_data: int) -> None:

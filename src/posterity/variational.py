@@ -196,8 +196,7 @@ class Variational(nn.Module):
         estimator that draws none for all examples they are always others, the same for one forward pass.
         """
         value = self._divergence(self.prior if prior is None else prior)
-        alone = not value.requires_grad or torch.compiler.is_compiling()
-        return value if alone else heard_by(value, self._hear)
+        return value if torch.compiler.is_compiling() else heard_by(value, self._hear)
 
     def _divergence(self, prior: Prior) -> Tensor:
         leaf = next(iter(self.posterior.blocks.values()))
@@ -429,7 +428,7 @@ def _leaf_by(family: Any, p: Tensor, std: float) -> Leaf:
         "cfg or mnf"
     )
     kind = isinstance(family, type)
-    if not callable(family) or (kind and not issubclass(family, Leaf)):
+    if not callable(family) or isinstance(family, nn.Module) or (kind and not issubclass(family, Leaf)):
         raise TypeError(refusal)
     try:
         leaf = family(p, std)

@@ -679,3 +679,12 @@ def test_parameter_outputs_and_other_collectors_do_no_harm(rule: Rule) -> None:
     with opt.sampled_params():
         model(X)[0].square().mean().backward()
     opt.step(batch_size=16)
+
+
+@rules
+def test_a_float_that_is_a_whole_number_of_samples_will_do(rule: Rule) -> None:
+    model = net()
+    opt = rule.make(model)
+    opt.step(lambda: loss_fn(model))
+    opt.param_groups[0]["mc_samples"] = float(opt.param_groups[0]["mc_samples"])
+    opt.step(lambda: loss_fn(model))

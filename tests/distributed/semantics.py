@@ -11,6 +11,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from torch.nn.utils import clip_grad_norm_
 import posterity
 from distributed.runs import BATCH, RULES, STEPS, batches, learned, loss_of, model, share
 from posterity import VariationalOptimizer
+from posterity.train import gradient as gradients
+from posterity.train import rule as rules
 
 CLIP = 0.01
 WAYS = ("mesh", "ddp")
@@ -104,6 +107,40 @@ def in_parts(rule: str, rank: int, world: int) -> Any:
     for x, y in batches():
         loss = step(*(share(each[:9], rank, world, [5, 4] if more else None) for each in (x, y)))
     return learned(opt, 0.0 * loss)
+
+
+def watched(seen: list[int], call: Callable[..., Any], numbers: Callable[..., range]) -> Callable[..., Any]:
+    """A function that keeps numbers of the noise it is called for."""
+
+    def watching(*args: Any, **more: Any) -> Any:
+        seen.extend(numbers(*args, **more))
+        return call(*args, **more)
+
+    return watching
+
+
+def numbers_in_parts(rank: int, world: int) -> Any:
+    """Numbers of the noise of shares that are cut into four parts and into two, by a rule and a gradient."""
+    torch.manual_seed(0)
+    opt = RULES["ivon"](
+        nn.Linear(5, 3).double(), mc_samples=2, seed=7, mesh=init_device_mesh("cpu", (world,))
+    )
+    m = posterity.variational(nn.Linear(5, 3).double(), seed=7, estimator="flipout")
+    adam = torch.optim.Adam(m.parameters())
+    by_rule = posterity.compile_step(opt.module, steepness, opt, parts=4)
+    by_adam = posterity.compile_step(m, steepness, adam, parts=4, mc_samples=2, num_data=96)
+    found: dict[str, list[int]] = {"rule": [], "gradient": []}
+    draw = watched(found["rule"], rules.draw, lambda opt, samples, weight: samples)
+    of_gradient = watched(
+        found["gradient"],
+        gradients.parameters_of,
+        lambda *args, ahead, **_: range(args[3].start + ahead, args[3].stop + ahead),
+    )
+    x, y = (share(each[:10], rank, world, [4, 6]) for each in next(iter(batches())))
+    with patch.object(rules, "draw", draw), patch.object(gradients, "parameters_of", of_gradient):
+        by_rule(x, y)
+        by_adam(x, y)
+    return found
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -447,6 +484,7 @@ CASES |= {
     "variational unseeded": partial(variational, None),
     "unlike-draws": unlike_draws,
 }
+CASES["numbers"] = numbers_in_parts
 CASES |= {f"parts {rule}": partial(in_parts, rule) for rule in ("bgd", "vogn", "noisy-kfac")}
 CASES |= {f"predicted {keep}": partial(predicted, keep) for keep in (True, False, None)}
 CASES["wrappers"] = refused_wrappers

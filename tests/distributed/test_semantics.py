@@ -226,6 +226,12 @@ def test_buffers_are_those_of_the_first_process(two: Found, way: str) -> None:
             assert torch.equal(found[name], value), f"{name} in process {rank}"
 
 
+def test_shares_in_unlike_numbers_of_parts_have_noise_of_their_own(two: Found) -> None:
+    first, second = (each["numbers"] for each in two)
+    assert first == {"rule": list(range(8)), "gradient": list(range(8))}
+    assert second == {"rule": list(range(8, 12)), "gradient": list(range(8, 12))}
+
+
 @pytest.mark.parametrize("case", cases("parts"))
 def test_shares_in_unlike_numbers_of_parts(two: Found, case: str) -> None:
     alone = in_parts(case.split()[1], 0, 1)

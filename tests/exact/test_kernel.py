@@ -71,6 +71,21 @@ def test_kl_of_all_pairs_equals_torch_distributions(shape: tuple[int, ...]) -> N
         torch.testing.assert_close(kl(q, IsotropicGaussian(2.0, mean=0.3)), kl_divergence(whole(q), prior))
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 32), (2, 2, 33), (1, 2, 8, 10)])
+def test_draws_and_stds_of_large_kernels(shape: tuple[int, ...]) -> None:
+    q, eps = kernel(shape), random(4, *shape, seed=8)
+    moved = torch.einsum("ocpq,nocq->nocp", q.lower(), eps.flatten(3)).reshape(eps.shape)
+    torch.testing.assert_close(q.draw(eps), q.loc + moved)
+    torch.testing.assert_close(q.std().flatten(2), torch.linalg.vector_norm(q.lower(), dim=-1))
+
+
+@pytest.mark.parametrize("size", [16, 24])
+def test_indices_of_large_kernels_grow_as_their_factors(size: int) -> None:
+    positions = size**2
+    q = KernelGaussian(torch.zeros(1, 1, size, size), 0.1)
+    assert sum(each.numel() for each in q.buffers()) <= 20 * positions**2
+
+
 def test_kl_of_a_posterior_that_barely_moved_keeps_its_digits() -> None:
     start = KernelGaussian(torch.zeros(8, 4, 3, 3), 0.1)
     moved = start.copy()

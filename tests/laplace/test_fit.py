@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -360,6 +361,16 @@ def test_bad_input_is_refused(options: dict[str, object], message: str) -> None:
     rest = {name: value for name, value in options.items() if name != "loader"}
     with pytest.raises(ValueError, match=message):
         laplace.fit(nn.Linear(4, 3), loader, **rest)
+
+
+def test_a_temperature_may_be_any_number() -> None:
+    found = laplace.fit(nn.Linear(4, 3), (X, Y), temperature=Fraction(1, 2))
+    assert found.temperature == 0.5
+
+
+def test_a_grid_of_one_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="grid holds the prior precisions to choose from, not 3: pass a list"):
+        laplace.fit(nn.Linear(4, 3), (X, Y), validation=(X, Y), grid=3)
 
 
 def test_data_without_targets_are_refused() -> None:

@@ -65,7 +65,9 @@ def said(run: Callable[[], None]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
-    return [str(each.message) for each in caught if each.category is ScaleWarning]
+    found = [each for each in caught if each.category is ScaleWarning]
+    assert all(each.filename == __file__ for each in found)  # where the step is called
+    return [str(each.message) for each in found]
 
 
 ways = pytest.mark.parametrize("way", [by_closure, by_context, by_stack])

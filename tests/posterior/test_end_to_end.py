@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,7 +17,7 @@ import posterity
 from posterity import ByName, DiagonalGaussian, IsotropicGaussian, ScaleMixture, Variational, kl, variational
 from posterity.noise import Domain
 from posterity.posterior.end_to_end import end_to_end
-from posterity.posterior.flows import _places
+from posterity.posterior.flows import Places
 
 
 def net() -> nn.Module:
@@ -260,7 +262,6 @@ def test_the_divergence_may_have_a_backward_pass_of_its_own(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [whole, kernels, flows])
 def test_transforms_of_a_divergence_before_anything_is_kept(make: Any) -> None:
-    _places.cache_clear()
     model = make()
     inner = Both(model)
     own = {name: p.detach() for name, p in inner.named_parameters()}
@@ -322,6 +323,25 @@ class Stop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> None:
         return None
+
+
+def test_indices_of_flows_are_made_once_and_go_with_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[weakref.ref[Places]]()
+    make = Places.__init__
+
+    def watched(self: Places, *args: Any) -> None:
+        made.append(weakref.ref(self))
+        make(self, *args)
+
+    monkeypatch.setattr(Places, "__init__", watched)
+    model = flows()
+    for _ in range(3):
+        (model(X).square().mean() + model.kl()).backward()
+    assert len(made) == 1
+    assert made[0]() is not None
+    del model
+    gc.collect()
+    assert made[0]() is None
 
 
 @pytest.mark.parametrize("make", [whole, kernels, flows])

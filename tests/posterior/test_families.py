@@ -308,13 +308,19 @@ def test_weights_of_other_shapes_or_too_few_are_refused() -> None:
         kl(q, ScaleMixture(), weights={"weight": torch.zeros(1, 2, 3)})
     with pytest.raises(ValueError, match=r"'weight' has shape \(3,\), and the posterior's is \(2, 3\)"):
         q.log_prob({"weight": torch.zeros(3), "bias": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"'weight' has leading dimensions \(4,\) and 'bias' \(\): give all"):
+        q.log_prob({"weight": torch.zeros(4, 2, 3), "bias": torch.zeros(2)})
+    with pytest.raises(TypeError, match="'bias' must be given numbers, not booleans"):
+        q.log_prob({"weight": torch.zeros(2, 3), "bias": torch.ones(2, dtype=torch.bool)})
     with pytest.raises(ValueError, match=r"std of shape \(3,\) does not broadcast to means of shape \(2,\)"):
         DiagonalGaussian(torch.zeros(2), torch.ones(3))
 
 
-@pytest.mark.parametrize("family", [MatrixGaussian, EigenGaussian, nn.Linear, lambda p, std: "leaf", "cfg"])
+@pytest.mark.parametrize(
+    "family", [MatrixGaussian, EigenGaussian, nn.Linear, lambda p, std: "leaf", "cfg", nn.Linear(3, 2)]
+)
 def test_a_family_that_makes_no_leaf_of_a_parameter_is_refused_by_name(family: Any) -> None:
-    name = getattr(family, "__name__", repr(family))
+    name = "a Linear" if isinstance(family, nn.Module) else getattr(family, "__name__", repr(family))
     with pytest.raises(TypeError, match=f"which {name} does not: take DiagonalGaussian, cfg or mnf$"):
         variational(nn.Linear(3, 2), family={"bias": DiagonalGaussian, "*": family})
 

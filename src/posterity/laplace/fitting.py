@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posterity.arguments import FILTER, FLAG, MODULE, NUMBER, TEXT, WHOLE, takes
+from posterity.arguments import FILTER, FLAG, MODULE, NUMBER, TEXT, WHOLE, described, takes
 from posterity.curvature import Uncollected, fisher
 from posterity.curvature.fisher import Kind, Likelihood, Structure, checked, chosen
 from posterity.inputs import Inputs, Pick, called, moved, pairs, random_numbers_kept, shown, tensor_of
@@ -119,12 +119,15 @@ def fit(
         torch.Size([40, 3])
     """
     _check(likelihood, noise_variance, temperature, num_data=num_data, batch_size=batch_size, samples=samples)
+    temperature = float(temperature)  # a fraction does not multiply a tensor
     if validation is not None and prior_precision is None:
         prior_precision = "validation"
     if (prior_precision == "validation") != (validation is not None):
         raise ValueError("validation= is for prior_precision='validation', which needs it: give both")
     chosen_by = "marginal" if prior_precision is None else prior_precision
     priors: Sequence[Prior] = grid if chosen_by == "validation" else [chosen_by]
+    if not isinstance(priors, Iterable):
+        raise TypeError(f"grid holds the prior precisions to choose from, not {described(grid)}: pass a list")
     if not priors:
         raise ValueError("grid is empty: give the prior precisions to choose from")
     for each in priors:

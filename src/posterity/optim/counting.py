@@ -13,7 +13,6 @@ of the mean per example, whatever the rule.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from posterity.arguments import described, is_dense, is_number
+from posterity.caller import warn
 from posterity.layers import Intercept
 from posterity.layers.losses import Notes
 from posterity.optim.scales import Scales
@@ -42,6 +42,7 @@ class CountWarning(UserWarning):
     """A loss is a mean over something else than examples, and ``count=`` was not given.
 
     Example:
+        >>> import warnings
         >>> warnings.filterwarnings("error", category=CountWarning)  # stop at the first step
     """
 
@@ -268,9 +269,8 @@ class LossTerms:
             name, terms, own = wrong[0]
             count = f"{terms * (batch_size or own) / own:g}"
             other = f", or batch_size={count} if these are its examples" if terms < own else ""
-            warnings.warn(
+            warn(
                 f"{name} is a mean over {terms:g} terms, and {self._rule} takes it for the mean over "
                 f"{own:g} examples: pass count={count} to the step{other}, see docs/loss.md",
                 CountWarning,
-                stacklevel=6,
             )

@@ -9,7 +9,6 @@ method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from posterity.arguments import described, instance, takes
 from posterity.buffers import StepBuffers
+from posterity.caller import warn
 from posterity.curvature import Collector
 from posterity.distributed import World, several
 from posterity.names import NameFilter, padding_rows, select
@@ -219,14 +219,14 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def own_samples(self) -> int:
         """Weight samples that this process takes of its share of a batch."""
-        return self.world.share(self.param_groups[0]["mc_samples"])
+        return self.world.share(int(self.param_groups[0]["mc_samples"]))  # 2.0 equals a 2 that was checked
 
     def numbered(self, samples: range, of: int | None = None) -> range:
         """The numbers of some of this process's samples among those of all processes.
 
         Args:
             samples: By their numbers here.
-            of: How many this process takes at once; ``own_samples`` if not given.
+            of: How many each process takes at once, at most; ``own_samples`` if not given.
         """
         return self.world.numbered(samples, of or self.own_samples())
 
@@ -318,7 +318,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.cache.groups()
         leaves = handover.leaves(self, groups.names_in(model, self.named()))
         if complaint := self.unfit(leaves.values()):
-            warnings.warn(complaint, watch.PosteriorWarning, stacklevel=2)
+            warn(complaint, watch.PosteriorWarning)
         return Factorised(leaves)
 
     def unfit(self, leaves: Iterable[Leaf]) -> str | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import final
 
 from torch import Tensor
 
+from posterity.caller import warn
 from posterity.layers.calls import LayerCall
 from posterity.layers.conv import Conv
 from posterity.layers.linear import Linear
@@ -23,6 +23,7 @@ class ScaleWarning(UserWarning):
     """Inputs or targets are far from standardised, for which default settings are not made.
 
     Example:
+        >>> import warnings
         >>> warnings.filterwarnings("error", category=ScaleWarning)  # stop at the first step
     """
 
@@ -62,17 +63,15 @@ class Scales:
             0.0 if each is None else float(each) ** 0.5 for each in (self._inputs, self._errors)
         )
         if _LARGE < inputs < math.inf and not any(issubclass(each, _NORMS) for each in self._layers):
-            self._warn(
+            warn(
                 f"the inputs of the first layer have a root mean square of {inputs:.3g}, and default "
                 "settings are made for about 1: standardise inputs by the mean and the std of the training "
-                "data, or divide pixels by 255"
+                "data, or divide pixels by 255",
+                ScaleWarning,
             )
         if _LARGE < errors < math.inf:  # what is not finite is refused
-            self._warn(
+            warn(
                 f"mse_loss begins with a root mean square error of {errors:.3g}, and default settings "
-                "are made for about 1: standardise targets by the mean and the std of the training data"
+                "are made for about 1: standardise targets by the mean and the std of the training data",
+                ScaleWarning,
             )
-
-    @staticmethod
-    def _warn(message: str) -> None:
-        warnings.warn(message, ScaleWarning, stacklevel=8)  # who called step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from posterity.caller import warn
 from posterity.posterior import Leaf
 from posterity.torch_private import is_compiled
 
@@ -36,6 +36,7 @@ class DivergenceWarning(UserWarning):
     """The loss has run away from where it began, or has not come down at all.
 
     Example:
+        >>> import warnings
         >>> warnings.filterwarnings("error", category=DivergenceWarning)  # stop a sweep's run at once
     """
 
@@ -44,6 +45,7 @@ class PosteriorWarning(UserWarning):
     """A posterior that has not moved, whose noise does nothing, or whose noise is all there is.
 
     Example:
+        >>> import warnings
         >>> warnings.filterwarnings("error", category=PosteriorWarning)  # stop a sweep's run at once
     """
 
@@ -241,16 +243,12 @@ class LossWatch:
                 advice = self._otherwise
             if noisy:
                 advice = f"its stds outweigh its weights, {self.narrower}"
-            self._warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}")
+            warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}", DivergenceWarning)
 
     def _diverges(self, what: str) -> None:
         if not self._diverged:
             self._diverged = True
-            self._warn(f"{self.name} seems to diverge: {what}; lower lr, or {self.narrower}")
-
-    @staticmethod
-    def _warn(message: str) -> None:
-        warnings.warn(message, DivergenceWarning, stacklevel=9)  # who called step()
+            warn(f"{self.name} seems to diverge: {what}; lower lr, or {self.narrower}", DivergenceWarning)
 
     @property
     def learned(self) -> bool:
@@ -276,11 +274,9 @@ class Unfrozen:
             if p.grad is None or not p.requires_grad:
                 continue
             if self._versions.get(name) == p._version:
-                warnings.warn(
+                warn(
                     f"{name!r} has a gradient, and {rule} does not train it: it was frozen when {rule} was "
-                    "built; add it by add_param_group({'params': [...]}), or freeze it again",
-                    UserWarning,
-                    stacklevel=6,  # who called step()
+                    "built; add it by add_param_group({'params': [...]}), or freeze it again"
                 )
                 self._named = []
                 return

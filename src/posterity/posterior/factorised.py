@@ -112,11 +112,21 @@ class Factorised(Posterior):
     @takes(values=TENSORS)
     def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One value per weight, given by tensor, by block: the inverse of :meth:`split`."""
+        leads: dict[torch.Size, str] = {}
         for name, shape in self.shapes().items():
             if name not in values:
                 raise KeyError(f"{name!r} is missing: give values of every tensor of the posterior")
-            if (given := values[name].shape)[len(given) - len(shape) :] != shape:
+            given = values[name].shape
+            lead = given[: len(given) - len(shape)]
+            if given[len(lead) :] != shape:
                 raise ValueError(f"{name!r} has shape {tuple(given)}, and the posterior's is {tuple(shape)}")
+            leads.setdefault(lead, name)
+        if len(leads) > 1:
+            (one, first), (other, second) = list(leads.items())[:2]
+            raise ValueError(
+                f"{first!r} has leading dimensions {tuple(one)} and {second!r} {tuple(other)}: give all "
+                "values the same"
+            )
         return {
             block: leaf.join([values[name] for name in self.tensors[block]])
             for block, leaf in self.blocks.items()
@@ -144,6 +154,8 @@ class Factorised(Posterior):
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
         """Log-density of the given weights, summed over them; leading dimensions are kept."""
         values = self.join(params)
+        if other := [name for name in self.shapes() if params[name].dtype == torch.bool]:
+            raise TypeError(f"{other[0]!r} must be given numbers, not booleans")
         return torch.stack([leaf.log_prob(values[block]) for block, leaf in self.blocks.items()]).sum(0)
 
     def frozen(self) -> Factorised:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Flows(Scales):
         first = flows[0]
         form = Form(len(first.steps), len(first.auxiliary.steps), first.hidden, first.auxiliary.hidden)
         self.places = _places(
-            tuple(flow.shape for flow in flows), tuple(shapes), form, first.raw.device, first.raw.dtype
+            first, tuple(flow.shape for flow in flows), tuple(shapes), form, first.raw.device, first.raw.dtype
         )
         steps = [step for flow in flows for step in (*flow.steps, *flow.auxiliary.steps)]
         masks = torch.cat([*(step.mask for step in steps), first.raw.new_ones(1, dtype=torch.bool)])
@@ -225,16 +225,24 @@ class Places:
         return self.rows(torch.cat(found, 1))
 
 
-@lru_cache(maxsize=64)
+# By the first of the flows: indices on a device go when its model goes.
+_HELD: WeakKeyDictionary[Any, tuple[tuple[object, ...], Places]] = WeakKeyDictionary()
+
+
 @lasting()
 def _places(
+    first: Any,
     scales: tuple[torch.Size, ...],
     weights: tuple[torch.Size, ...],
     form: Form,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Places:
-    return Places(scales, weights, form, device, dtype)
+    key = scales, weights, form, device, dtype
+    held = _HELD.get(first)
+    if held is None or held[0] != key:
+        held = _HELD[first] = key, Places(*key)
+    return held[1]
 
 
 _VECTORS = ("centre", "raw", "c", "mean", "b1", "precision", "b2")

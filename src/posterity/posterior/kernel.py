@@ -31,6 +31,10 @@ from posterity.posterior.algebra import divided, full_precision
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
 
+# Rows of L that are summed by one product. One matrix for all rows would grow as P³; adding by index is not
+# the same bit for bit at every run on a GPU.
+_BAND = 32
+
 
 def cfg(mean: Tensor, std: float) -> Leaf:
     """The family CFG: a :class:`KernelGaussian` for convolutions, a :class:`DiagonalGaussian` for the rest.
@@ -104,9 +108,9 @@ class KernelGaussian(Leaf):
                 "torch.linalg.cholesky"
             )
         self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
-        # Row and column of each number of ``below``, and a matrix that sums these by rows.
+        # Row and column of each number of ``below``, and a matrix that sums these by rows of one band.
         row, column = torch.tril_indices(positions, positions, -1, device=mean.device)
-        of_row = torch.eye(positions, dtype=mean.dtype, device=mean.device)[row]
+        of_row = torch.eye(min(positions, _BAND), dtype=mean.dtype, device=mean.device)[row % _BAND]
         for name, value in (("_row", row), ("_column", column), ("_of_row", of_row)):
             self.register_buffer(name, value, persistent=False)
         self.raw = nn.Parameter(mean.detach().new_empty(mean.shape))
@@ -218,7 +222,17 @@ class KernelGaussian(Leaf):
     @full_precision
     def _from_before(self) -> Tensor:
         """Variance of each weight that comes from those before it, over that which is its own."""
-        return (self._unit().square() @ self._of_row).reshape(self.shape)
+        return self._by_rows(self._unit().square()).reshape(self.shape)
+
+    def _by_rows(self, values: Tensor) -> Tensor:
+        """Sums over each row of L of what there is for each number of ``below``."""
+        positions = self.shape[2:].numel()
+        if positions <= _BAND:
+            return values @ self._of_row
+        first = range(0, positions, _BAND)
+        numbers = [sum(range(row, min(row + _BAND, positions))) for row in first]
+        bands = zip(torch.split(values, numbers, -1), torch.split(self._of_row, numbers), strict=True)
+        return torch.cat([some @ of_row for some, of_row in bands], -1)[..., :positions]
 
     def _strict(self) -> Tensor:
         """L below the diagonal, zero elsewhere and where a weight does not vary."""
@@ -247,7 +261,7 @@ class KernelGaussian(Leaf):
             return self.loc, self.diagonal() * eps
         # By numbers of ``below``, of which a whole matrix would have more than twice as many.
         products = self._unit() * eps.flatten(3).index_select(-1, self._column)
-        return self.loc, self.diagonal() * (eps + (products @ self._of_row).reshape(eps.shape))
+        return self.loc, self.diagonal() * (eps + self._by_rows(products).reshape(eps.shape))
 
 
 def _among(lower: Tensor, varying: Tensor) -> Tensor:

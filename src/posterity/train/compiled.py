@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, final
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from posterity import noise
 from posterity.arguments import FUNCTION, MODULE, NUMBER, WHOLE, takes
+from posterity.caller import warn
 from posterity.objective import Factor
 from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import runs_ahead_of
@@ -211,9 +211,7 @@ class CapturedStep:
         except Exception as error:
             if not self._failed:
                 reason = str(error).partition("\n")[0]
-                warnings.warn(
-                    f"this step cannot be captured ({reason}); it runs without a graph", stacklevel=3
-                )
+                warn(f"this step cannot be captured ({reason}); it runs without a graph")
             self._failed.add(key)
         return self._graphs.get(key)
 

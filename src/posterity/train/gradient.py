@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from posterity.caller import warn
 from posterity.distributed import World, several
 from posterity.estimators import parameters_of
 from posterity.layers.estimators import StandIn
@@ -285,7 +286,7 @@ class ByGradient(Learner):
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights of all blocks."""
         self._origins = []
-        self._ahead = self._world.rank * round(1 / weight) if self._world else 0
+        self._ahead = self._world.rank * self.parts * self._samples if self._world else 0
         drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
         sources = [block.draw(rows, weight, step, drawn) for block in self.blocks.drawn()]
         return drawn._replace(sources=sources)
@@ -436,10 +437,9 @@ class ByGradient(Learner):
                     if "step" in state:
                         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device)
         if not self._on_device():
-            warnings.warn(
+            warn(
                 f"steps of {type(self.optimizer).__name__} are not captured as CUDA graphs: build it with "
-                "capturable=True or fused=True if it has either",
-                stacklevel=4,
+                "capturable=True or fused=True if it has either"
             )
 
     def captures(self) -> bool:

@@ -50,12 +50,15 @@ class Learner(ABC):
         terms: Looks at the first losses.
         listens: Whether layers report to it in backward passes.
         estimates: Whether layers get stand-ins for weights, which have estimators of their own.
+        parts: Into which a share of a batch is cut at most; samples of several processes are numbered by it,
+            since each process knows its own share alone.
     """
 
     module: nn.Module
     batch_dim: int
     listens: bool
     estimates: bool = False
+    parts: int = 1
     sums: Accumulator
     terms: LossTerms
 

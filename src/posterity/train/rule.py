@@ -124,7 +124,7 @@ class ByRule(Learner):
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights by the rule's stds."""
         opt, one = self.opt, len(rows) == 1
-        sources = draw(opt, opt.numbered(rows, round(1 / weight)), weight)
+        sources = draw(opt, opt.numbered(rows, self.parts * opt.own_samples()), weight)
         weights: dict[Tensor, Tensor] = {}
         sinks: dict[Tensor, Sink] = {}
         wanted = multiplies(opt)

@@ -41,6 +41,7 @@ class TrainStep:
             raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {learner.batch_dim}")
         self.target, self.learner = _Loss(learner.module, loss_fn), learner
         self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
+        learner.parts = parts
         self._keeper = buffers.Keeper(self.target)
         self._ones: dict[tuple[object, ...], Tensor] = {}
         self.names: dict[Tensor, str] = {p: name for name, p in self.target.named_parameters()}

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from posterity.flat import Layout, of_shapes
+from posterity.fusing import fusible
 from posterity.posterior.algebra import full_precision
 from posterity.posterior.scaled import Scales
 from posterity.torch_private import lasting
@@ -72,6 +73,27 @@ def auxiliary_logs(z: Tensor, a: Tensor, mean: Tensor, b1: Tensor, precision: Te
     return 0.5 * (log_precision - log_precision.exp() * error.square() - math.log(2.0 * math.pi))
 
 
+@fusible
+def _drawn(
+    eps: Tensor, centre: Tensor, raw: Tensor, steps: Sequence[Stack], real: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scales ``[L, n, W]`` from normals, and log q(z) ``[n]`` of all of a draw."""
+    std = softplus(raw)
+    z, log_det = through(steps, torch.addcmul(centre, std, eps))
+    return z, (base_logs(eps, std) * real).sum((0, -1)) - log_det
+
+
+@fusible
+def _auxiliary(
+    z: Tensor, sums: Tensor, steps: Sequence[Stack], own: Sequence[Tensor], share: Tensor, real: Tensor
+) -> Tensor:
+    """log r(z | w), ``[n]``, given the sums of weights of each scale."""
+    z, log_det = through(steps, z)
+    c, *numbers = own
+    a = (sums * c).sum(-1, keepdim=True) * share
+    return (auxiliary_logs(z, a, *numbers) * real).sum((0, -1)) + log_det
+
+
 @final
 class Flows(Scales):
     """The scales of several layers: one row each of ``[L, n, W]``, W as many as the largest layer has.
@@ -104,9 +126,8 @@ class Flows(Scales):
     @full_precision
     def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Scales ``[L, n, W]`` from normals ``[n, size]``, and log q(z) ``[n]`` of all of a draw."""
-        eps, std = self.places.rows(noise), softplus(self.values["raw"])
-        z, log_det = through(self.steps, torch.addcmul(self.values["centre"], std, eps))
-        return z, self._total(base_logs(eps, std)) - log_det
+        values = self.values
+        return _drawn(self.places.rows(noise), values["centre"], values["raw"], self.steps, self.places.real)
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Of flows one by one only."""
@@ -115,20 +136,14 @@ class Flows(Scales):
     @full_precision
     def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
         """log r(z | w), ``[n]``, of weights ``[n, size]``."""
-        z, log_det = through(self.of_auxiliary, z)
         sums: Tensor = _Sums.apply(weights, self.places)  # type: ignore[no-untyped-call]
-        a = (sums * self.values["c"]).sum(-1, keepdim=True) * self.places.share
-        own = (self.values[name] for name in ("mean", "b1", "precision", "b2"))
-        return self._total(auxiliary_logs(z, a, *own)) + log_det
+        own = [self.values[name] for name in ("c", "mean", "b1", "precision", "b2")]
+        return _auxiliary(z, sums, self.of_auxiliary, own, self.places.share, self.places.real)
 
     def spread(self, z: Tensor) -> Tensor:
         """The scale of each weight, ``[n, size]``."""
         each: Tensor = _Spread.apply(z, self.places)  # type: ignore[no-untyped-call]
         return each
-
-    def _total(self, logs: Tensor) -> Tensor:
-        """The sum ``[n]`` over scales, without padding."""
-        return (logs * self.places.real).sum((0, -1))
 
 
 class Form(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from posterity.fusing import fusible
 from posterity.posterior.algebra import divided
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
@@ -45,12 +46,18 @@ def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: OfMarginals) -> Tensor:
     if isinstance(p, SparsityPrior):
         return q.total(p.divergence(mean, std))
     p_mean, p_std = (p.mean, p.std) if isinstance(p, IsotropicGaussian) else (p.mean(), p.filled_std())
+    return 0.5 * q.total(_normal_gaps(mean, std, p_mean, p_std))
+
+
+@fusible
+def _normal_gaps(mean: Tensor, std: Tensor, p_mean: Any, p_std: Any) -> Tensor:
+    """The terms of that sum."""
     growth, shift = (std - p_std) / p_std, (mean - p_mean) / p_std
-    gap = shift * shift + _spread_gap(growth)
+    gap: Tensor = shift * shift + _spread_gap(growth)
     if isinstance(p_std, Tensor):  # all but a point itself is infinitely far from it
         same = (std == 0) & (mean == p_mean)
         gap = torch.where(p_std > 0, gap, torch.where(same, 0.0, math.inf))
-    return 0.5 * q.total(gap)
+    return gap
 
 
 def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tensor:
@@ -98,16 +105,17 @@ class _SpreadGap(torch.autograd.Function):
 
 
 def _gap(growth: Tensor, look: bool = False) -> Tensor:
-    far = growth * (growth + 2.0) - 2.0 * torch.log1p(growth)
+    wide = growth + 2.0
+    far = torch.sub(growth * wide, torch.log1p(growth), alpha=2.0)
     small = growth.abs() < _SMALL
     if look and not bool(small.any()):  # what is left takes eight times as long
         return far
     # g − log(1 + g) = g s − 2 s³ (1/3 + s²/5 + …) with s = g / (2 + g); what is left out is below the last
     # digit for so small a g.
-    s = growth / (growth + 2.0)
+    s = growth / wide
     square = s * s
     tail = square * s * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square / 9)))
-    near = growth * growth + 2.0 * (growth * s - 2.0 * tail)
+    near = torch.sub(growth * torch.add(growth, s, alpha=2.0), tail, alpha=4.0)
     return torch.where(small, near, far)
 
 

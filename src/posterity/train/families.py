@@ -57,14 +57,16 @@ class Other(ABC):
     ) -> None:
         """Add the gradients of the leaves' own parameters, of the loss and of the KL."""
 
-    def finish(self, step: StepValues) -> None:
-        """Give the leaves' parameters their gradients."""
+    def finish(self, step: StepValues) -> Sequence[Tensor]:
+        """Give the leaves' parameters their gradients; these, in as few tensors as may be."""
         for p, grad in self.grads.items():
             give(p, grad)
+        return self.unsummed()
 
     def unsummed(self) -> Sequence[Tensor]:
-        """All gradients, since autograd makes them."""
-        return list(self.grads.values())
+        """All gradients, since autograd makes them; where these are parts of one tensor, that."""
+        wholes = [grad if grad._base is None else grad._base for grad in self.grads.values()]
+        return list({id(each): each for each in wholes}.values())
 
     def own(self) -> list[Tensor]:
         """The leaves' parameters that want gradients."""
@@ -152,16 +154,15 @@ class DrawnOther(Other):
         leaf, weights = source
         ends, seeds = list[Tensor](), list[Tensor]()
         if weights.requires_grad and any(grads.get(p) is not None for p in self.params):
+            found, scaled = self._end_to_end(grads, weights), step.scaled(weight)
             ends.append(weights)
-            seeds.append(
-                self._end_to_end(grads, weights) * (weight if step.scale is None else weight * step.scale)
-            )
+            seeds.append(found if scaled is None else found * scaled)
         if self._at_draw or rows.start == 0:
             part_of = len(rows) * weight if self._at_draw else 1.0
             value = self._kl(leaf, weights if self._at_draw else None, part_of, step)
             if value.requires_grad:
                 ends.append(value)
-                seeds.append(value.new_ones(()) * (part_of * step.share))
+                seeds.append(step.of_kl(value) if part_of == 1 else step.of_kl(value) * part_of)
         self._add(ends, seeds)
 
     def _end_to_end(self, grads: Mapping[Tensor, Tensor | None], weights: Tensor) -> Tensor:

@@ -154,16 +154,14 @@ def _(q: KernelGaussian, p: KernelGaussian) -> Tensor:
 @register_kl(ScaledGaussian, KernelGaussian, needs_draw=True)
 @register_kl(ScaledGaussian, LogUniform, needs_draw=True)  # ARD's variances cannot follow z
 def _(q: ScaledGaussian, p: OfMarginals | KernelGaussian, noise: Mapping[str, Tensor]) -> Tensor:
-    z, log_q = q.scales.draw(noise["z"])
-    mean, std = q.moments_given(z)
+    z, log_q, mean, std = q.scales_from(noise)
     gap = log_q - q.scales.log_auxiliary(z, q.around(mean, std, noise))
     return (_independent_kl(q, mean, std, p) + gap).mean()
 
 
 @register_kl(ScaledGaussian, Density, needs_draw=True)
 def _(q: ScaledGaussian, p: Density, noise: Mapping[str, Tensor]) -> Tensor:
-    z, log_q = q.scales.draw(noise["z"])
-    mean, std = q.moments_given(z)
+    z, log_q, mean, std = q.scales_from(noise)
     weights = q.around(mean, std, noise)
     gap = log_q - q.scales.log_auxiliary(z, weights)
     log_given = -0.5 * noise[""].square() - std.log() - 0.5 * math.log(2.0 * math.pi)

@@ -52,8 +52,9 @@ def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: OfMarginals) -> Tensor:
 @fusible
 def _normal_gaps(mean: Tensor, std: Tensor, p_mean: Any, p_std: Any) -> Tensor:
     """The terms of that sum."""
-    growth, shift = (std - p_std) / p_std, (mean - p_mean) / p_std
-    gap: Tensor = shift * shift + _spread_gap(growth)
+    gap = _spread_gap((std - p_std) / p_std)  # first: it takes the most memory
+    shift = (mean - p_mean) / p_std
+    gap = gap + shift * shift
     if isinstance(p_std, Tensor):  # all but a point itself is infinitely far from it
         same = (std == 0) & (mean == p_mean)
         gap = torch.where(p_std > 0, gap, torch.where(same, 0.0, math.inf))
@@ -105,18 +106,22 @@ class _SpreadGap(torch.autograd.Function):
 
 
 def _gap(growth: Tensor, look: bool = False) -> Tensor:
-    wide = growth + 2.0
-    far = torch.sub(growth * wide, torch.log1p(growth), alpha=2.0)
+    # In place, since all of a posterior's weights may be here at once.
+    far = (growth + 2.0).mul_(growth).sub_(torch.log1p(growth), alpha=2.0)
     small = growth.abs() < _SMALL
     if look and not bool(small.any()):  # what is left takes eight times as long
         return far
+    return torch.where(small, _small_gap(growth), far)
+
+
+def _small_gap(growth: Tensor) -> Tensor:
     # g − log(1 + g) = g s − 2 s³ (1/3 + s²/5 + …) with s = g / (2 + g); what is left out is below the last
     # digit for so small a g.
-    s = growth / wide
+    s = growth / (growth + 2.0)
     square = s * s
-    tail = square * s * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square / 9)))
-    near = torch.sub(growth * torch.add(growth, s, alpha=2.0), tail, alpha=4.0)
-    return torch.where(small, near, far)
+    series = (square / 9).add_(1 / 7).mul_(square).add_(1 / 5).mul_(square).add_(1 / 3)
+    tail = series.mul_(square).mul_(s)
+    return s.mul_(2.0).add_(growth).mul_(growth).sub_(tail, alpha=4.0)
 
 
 def _independent_kl(

@@ -39,7 +39,7 @@ MAY_IMPORT = {
         "precision",
         "sharding",
     },
-    "estimators": {"layers", "names", "noise", "posterior", "torch_private"},
+    "estimators": {"flat", "layers", "names", "noise", "posterior", "torch_private"},
     "objective": {"posterior"},
     "metrics": set(),
     "continual": set(),

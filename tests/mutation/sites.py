@@ -1014,7 +1014,7 @@ _ESTIMATORS = [
     Site(
         "flipout has a sign for every position",
         "posterity/layers/estimators.py",
-        "    return _spread(_ONE.copysign(noise).to(like.dtype), call)",
+        "    return _spread(signs.to(like.dtype), call)",
         "    return torch.ones_like(like).copysign(drawn.normal(what, like.shape))",
         (
             "statistical/test_estimators.py::test_outputs_of_one_example_are_correlated_as_under_drawn_weights_with_flipout",
@@ -1023,15 +1023,15 @@ _ESTIMATORS = [
     Site(
         "flipout has no signs",
         "posterity/layers/estimators.py",
-        "_ONE.copysign(noise)",
-        "torch.ones_like(noise)",
+        "_spread(signs.to(like.dtype), call)",
+        "_spread(torch.ones_like(signs).to(like.dtype), call)",
         ("statistical/test_estimators.py::test_examples_are_not_correlated",),
     ),
     Site(
         "flipout has one sign for all examples",
         "posterity/layers/estimators.py",
-        "drawn.normal(what, (call.examples, ",
-        "drawn.normal(what, (1, ",
+        "drawn.signs(what, (call.examples, ",
+        "drawn.signs(what, (1, ",
         ("exact/test_estimators.py::test_flipout_gives_each_example_its_own_weights",),
     ),
     Site(

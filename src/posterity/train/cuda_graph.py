@@ -154,6 +154,7 @@ class Graph:
             with self.live.inside(), learner.pooling():
                 with torch.cuda.stream(stream), warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's own
+                    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # too
                     for _ in range(2):
                         for _ in self._body():
                             pass  # nothing is sent: others do not wait for it, and all that moves is restored

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from posterity.fusing import fusing
 from posterity.optim import VariationalOptimizer
-from posterity.train.blocks import as_it_is
 from posterity.train.cuda_graph import DeviceNumbers, fused
 from posterity.train.learner import Replays
 
@@ -124,16 +124,13 @@ class GradientReplays(Replays):
         learner, draws = self._learner, self._learner.model.draws
         rates = [group["lr"] for group in self._groups]
         learner._share, learner._clock = self._share, self.clock
-        for each in learner.blocks.diagonal:
-            each.run = fused
         try:
             for group, rate in zip(self._groups, self._rates, strict=True):
                 group["lr"] = rate
-            yield
+            with fusing(fused):
+                yield
         finally:
             learner.model.draws = draws
-            for each in learner.blocks.diagonal:
-                each.run = as_it_is
             for group, rate in zip(self._groups, rates, strict=True):
                 group["lr"] = rate
 

@@ -304,8 +304,8 @@ _SETTINGS = [
     Site(
         "squares of a share in more parts weigh more",
         "posterity/optim/pooling.py",
-        "square = here * here / local.parts",
-        "square = here * here",
+        "more if opt.collects is None else more * more / local.parts",
+        "more if opt.collects is None else more * more",
         ("distributed/test_semantics.py::test_shares_in_unlike_numbers_of_parts",),
     ),
     Site(

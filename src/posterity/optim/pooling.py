@@ -11,7 +11,7 @@ process sends does not depend on whether it replays a graph.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, final
@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from posterity.buffers import writable
 from posterity.curvature import Kronecker
 from posterity.distributed import Fingerprint, World, fingerprint
-from posterity.flat import largest
 from posterity.optim.statistics import Accumulator
-from posterity.optim.step import due, multiplies
+from posterity.optim.step import due, multiplies, row
 from posterity.sharding import is_sharded
 from posterity.torch_private import foreach_copy_
 
@@ -76,11 +75,14 @@ def pack(opt: VariationalOptimizer, losses: list[Tensor], behind: float | Tensor
         here = 0.0
     every = [local.of(flat, None) for flat in flats]
     square = here * here / local.parts  # others may have cut their batches into more parts, or fewer
+    more = here / local.scale  # than they are multiplied by already
+    again = more if opt.collects is None else more * more / local.parts
     for each in every:
         each.clean()
         each.both.index_fill_(1, each.group.between, 0.0)  # others judge what lies between blocks, too
-        each.both[0].mul_(here)
-        each.both[1].mul_(here if opt.collects is None else square)
+        for flat, factor in ((each.grad, more), (each.second, again)):
+            if isinstance(factor, Tensor) or factor != 1.0:
+                flat.mul_(factor)
     local.layers = {
         key: replace(each, A=each.A * local.parts, S=each.S * square, examples=each.examples * local.parts)
         for key, each in local.layers.items()
@@ -88,7 +90,7 @@ def pack(opt: VariationalOptimizer, losses: list[Tensor], behind: float | Tensor
     used = [float(i in each.used) for each in every for i in range(len(each.group.params))]
     counts = [float(local.inputs or 0) * local.weight, float(local.inputs is None), float(local.examples)]
     numbers, poisons = [*counts, *_sign(local), *used], [each.poison for each in every]
-    meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons)
+    meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons, opt.numbers.row)
     # In a step without the second statistic all have zeros there.
     both = multiplies(opt) or (opt.collects is not None and due(opt.param_groups[0]))
     return [meta, *(each.both if both else each.grad for each in every)]
@@ -114,8 +116,9 @@ def unpack(
     captured = isinstance(total, Tensor)
     if not captured and not total:
         raise RuntimeError("no process has taken a gradient inside sampled_params() in this step")
+    share = 1.0 / total
     # Squares of one share's examples are gathered by all processes that its samples are split over.
-    squared = world.split / (total * total)
+    squared = share if opt.collects is None else world.split * share * share
     for flat in flats:
         sums = local.of(flat, None)
         if captured:
@@ -123,24 +126,26 @@ def unpack(
             union = sums.used
         else:
             union = {i for i in range(len(flat.params)) if everywhere[i]}
-            if sums.both.is_cuda:
-                sums.poison += 0.0 * largest(sums.both)
+            sums.poison += poison
         everywhere = everywhere[len(flat.params) :]
-        sums.both[0].div_(total)
-        sums.both[1].mul_(1.0 / total if opt.collects is None else squared * local.parts)
-        opt.sums.take(sums, union)
+        opt.sums.take(sums, union, share, squared if opt.collects is None else squared * local.parts)
     if not captured:
         layers = _layers(opt, local, squared, some=signs * signs != squares * world.size)
         opt.sums.add_weighted({key: replace(each, S=each.S * local.parts) for key, each in layers.items()})
     opt.sums.samples += local.samples
     opt.sums.weight, opt.sums.parts = local.weight, local.parts
     if local.examples or not captured:  # of a step that collects nothing there is no tensor either
-        opt.sums.examples += examples / world.split
+        opt.sums.examples += _over(examples, world.split)
     uncounted = local.inputs is None if captured else unknown
-    opt.sums.add_inputs(None if uncounted else inputs / (world.split * local.weight))
+    opt.sums.add_inputs(None if uncounted else _over(inputs, world.split * local.weight))
     local.clear()
-    mean = weighted / total + (poison if captured else 0.0)  # else the host says which gradient it is
+    mean = weighted * share + (poison if captured else 0.0)  # else the host says which gradient it is
     return [torch.as_tensor(mean, dtype=each.dtype, device=each.device) for each in losses[:1]], total
+
+
+def _over(number: Any, by: float) -> Any:
+    """A quotient; in a captured step it takes a kernel, unless it is by 1."""
+    return number if by == 1 else number / by
 
 
 def meeting(
@@ -149,24 +154,31 @@ def meeting(
     numbers: Sequence[float],
     device: torch.device,
     poisons: Sequence[Tensor] = (),
+    row: Callable[..., Tensor] = row,
 ) -> Tensor:
     """What processes tell each other of a step.
 
     It is what is behind the step; that times its mean loss; NaN if a sum is not finite, of which a captured
-    step would not know otherwise; and numbers. A capture cannot copy from the host: kernels write these, one
-    for each run of equal ones.
+    step would not know otherwise; and numbers.
+
+    Args:
+        here: What is behind the step.
+        losses: Of the samples.
+        numbers: Of this process.
+        device: Where all is wanted.
+        poisons: Of its sums.
+        row: Makes a tensor of numbers. A capture cannot copy them from the host.
     """
-    where: dict[str, Any] = {"dtype": torch.float64, "device": device}
-    mean = (
-        torch.stack([each.double() for each in losses]).mean().to(device)
-        if losses
-        else torch.zeros((), **where)
-    )
-    behind, poison = torch.ones((), **where) * here, torch.zeros((), **where)
-    for each in poisons:
-        poison = poison + each.to(poison)
-    runs = [torch.full((len(list(run)),), value, **where) for value, run in groupby(numbers)]
-    return torch.cat([torch.stack([behind, behind * mean, poison]), *runs])
+    meta = row([0.0 if isinstance(here, Tensor) else here, 0.0, 0.0, *numbers], device)
+    if isinstance(here, Tensor):
+        meta[0].copy_(here)
+    if losses:
+        every = losses[0] if len(losses) == 1 else torch.stack([each.to(meta) for each in losses])
+        mean = every.to(meta.device).mean(dtype=meta.dtype)
+        meta[1].copy_(mean * meta[0])
+    for poison in poisons:
+        meta[2].add_(poison.to(meta.device))
+    return meta
 
 
 def refuse_unreached(names: Sequence[str], params: Sequence[Tensor], used: Collection[int]) -> None:

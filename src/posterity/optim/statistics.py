@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class Sums:
         numbers: Finite if E[g], as :meth:`judged` finds it, and the sums are.
         poison: The second of them: on a GPU, NaN if a sum is not finite.
         used: Numbers of the blocks that had a gradient.
+        factor: What the second sum is still to be multiplied by: the rule does it, which reads it anyway.
         published: E[g] as it was put into ``p.grad``, if it was: flat, and its views.
     """
 
@@ -61,6 +62,7 @@ class Sums:
     numbers: Tensor
     poison: Tensor
     used: set[int] = field(default_factory=set)
+    factor: float | Tensor = 1.0
     published: tuple[Tensor, dict[int, Tensor]] | None = None
 
     @classmethod
@@ -153,6 +155,7 @@ class Accumulator:
     Attributes:
         samples: How many were absorbed: contexts, or the samples of a stack.
         weight: Of each.
+        scale: What sums of gradients are multiplied by as they are made; squares by its square.
         parts: Of the batch, of which every sample has seen one.
         losses: Of the samples, where they are known.
         examples: Seen by layers in all samples together, where a rule collects curvature; of several
@@ -166,7 +169,7 @@ class Accumulator:
 
     def clear(self) -> None:
         """Start the next step."""
-        self.samples, self.weight, self.parts = 0, 1.0, 1
+        self.samples, self.weight, self.scale, self.parts = 0, 1.0, 1.0, 1
         self.examples: float | Tensor = 0
         self.inputs: float | Tensor | None = 0.0
         self.losses: list[Tensor] = []
@@ -190,15 +193,24 @@ class Accumulator:
         """Count a sample that has seen no example."""
         self.samples, self.weight = self.samples + 1, weight
 
-    def take(self, sums: Sums, used: set[int]) -> None:
-        """Add the sums of a group, of which some blocks had a gradient somewhere."""
+    def take(self, sums: Sums, used: set[int], share: Any, factor: Any) -> None:
+        """Add the sums of a group, of which some blocks had a gradient somewhere.
+
+        Args:
+            sums: Of the group.
+            used: Numbers of these blocks.
+            share: What the first sum is multiplied by.
+            factor: The same for the second.
+        """
         sums.used, self._pooled = used, True
         if before := self._sums.get(sums.group):
-            before.both.add_(sums.both)
+            before.grad.add_(sums.grad, alpha=share)
+            before.second.add_(sums.second, alpha=factor / before.factor)
             before.poison += sums.poison
             before.used |= used
         else:
-            self._sums[sums.group] = sums
+            sums.grad.mul_(share)
+            sums.factor, self._sums[sums.group] = factor, sums
 
     def add_inputs(self, examples: float | Tensor | None) -> None:
         """Add the examples in a module's inputs, if they can be counted."""
@@ -246,7 +258,10 @@ class Accumulator:
         self._scaled = True
         behind = self.examples * self.weight
         for sums in self:
-            sums.second.mul_(behind)
+            if isinstance(behind, Tensor):
+                sums.factor = sums.factor * behind
+            else:  # a rule would be compiled for every number
+                sums.second.mul_(behind)
         self.layers = {
             key: replace(each, A=each.A / each.examples, S=each.S * behind)
             for key, each in self.layers.items()

@@ -73,9 +73,18 @@ class Numbers:
         """What processes have added up, number by number."""
         return list(sums.tolist())
 
+    def row(self, values: Sequence[float], device: torch.device) -> Tensor:
+        """Numbers that processes are to add up, in one tensor."""
+        return row(values, device)
+
     def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of a rule and more, as it is run for this rule."""
         return partial(function, rule)
+
+
+def row(values: Sequence[float], device: torch.device) -> Tensor:
+    """Numbers in one tensor, in double precision."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 # Draw.
@@ -101,7 +110,7 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
             flat.layout,
             seed=group["seed"],
             step=numbers.clock,
-            weight=weight,
+            weight=weight * opt.local.scale,
             device=flat.device,
             dtype=flat.mean.dtype,
             room=flat.room,
@@ -149,6 +158,7 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         if any(grad.is_sparse for grad in grads if grad is not None):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
         if weight and any(grad is not None for grad in grads):
+            expect(opt, drawn, calls.examples(), weight)
             absorb(opt, grads, drawn, 1, weight)
             opt.local.add_inputs(calls.examples())
             used = True
@@ -192,6 +202,17 @@ def _if_any(context: AbstractContextManager[object]) -> Iterator[None]:
 
 
 # Absorb.
+
+
+def expect(opt: VariationalOptimizer, drawn: Sequence[Draw], examples: float | None, weight: float) -> None:
+    """Before the first gradients of a step that processes add up: weight them by the examples they are of.
+
+    Where that is not the weight in the end, it is corrected as sums are sent.
+    """
+    if opt.pools and not opt.local.samples:
+        opt.local.scale = float(examples or 1.0)
+    for each in drawn:
+        each.noise.weight = weight * opt.local.scale
 
 
 def collecting(
@@ -263,14 +284,14 @@ def absorb(
     sums.weight = weight
     for flat, own in by_group:
         if own:
-            sums.of(flat, noises.get(flat)).add(own, noises.get(flat), weight)
+            sums.of(flat, noises.get(flat)).add(own, noises.get(flat), weight * sums.scale)
     if reports is None:
         return
     for flat, own in by_group:
         names = flat.layout.names
         if squares := {i: reports.sums[names[i]] for i in own if names[i] in reports.sums}:
             each = sums.of(flat, None)
-            flat.add(squares, each.second, weight, each.poison)
+            flat.add(squares, each.second, weight * sums.scale**2, each.poison)
     sums.examples += reports.examples
     sums.add_layers(reports.blocks)
     reports.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
@@ -360,6 +381,7 @@ def _run_rule(
             own,
             _part(grad, span),
             None if opt.by_adam(group) else _part(sums.second, span if collected else slice(0)),
+            sums.factor,
             *behind,
             numbers.updates(flat.params[i], counts[i]),
             group,
@@ -385,6 +407,7 @@ def move(
     state: State,
     grad: Tensor,
     second: Tensor | None,
+    factor: float | Tensor,
     batch_size: float,
     scale: float | Tensor | None,
     step: int | Tensor,
@@ -400,6 +423,8 @@ def move(
         new_mean, new_state = adam_update(mean, state, grad, step, group)
     else:
         none = second[:0]
+        if isinstance(factor, Tensor) or factor != 1.0:
+            second = factor * second
         if scale is not None:  # of a mean over other things than examples
             grad, second = scale * grad, (scale if rule.collects is None else scale * scale) * second
         noise, squares = (second, none) if rule.collects is None else (none, second)

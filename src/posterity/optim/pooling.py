@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from posterity.buffers import writable
 from posterity.curvature import Kronecker
 from posterity.distributed import Fingerprint, World, fingerprint
+from posterity.optim.overlap import Flight, whole
 from posterity.optim.statistics import Accumulator
-from posterity.optim.step import due, multiplies, row
+from posterity.optim.step import row
 from posterity.sharding import is_sharded
 from posterity.torch_private import foreach_copy_
 
@@ -39,8 +40,20 @@ _UNWRAPPED = (
     "no_sync() in one context with the last, or give the optimiser mesh="
 )
 
+_CHANGED = (
+    "overlap=True has sent gradients that were changed afterwards inside sampled_params(): put all backward "
+    "passes of a step but the last inside no_sync(), and clip after the context; nothing was learned"
+)
+_FAILED = "another process raised an error inside sampled_params(), and nothing was learned from this step"
 
-def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None = None) -> list[Tensor]:
+
+def pool(
+    opt: VariationalOptimizer,
+    losses: list[Tensor],
+    behind: float | None = None,
+    flight: Flight | None = None,
+    failed: bool = False,
+) -> list[Tensor]:
     """Add what all processes have gathered since this was last called to the sums of the step.
 
     Every process calls it, also one that has seen no example.
@@ -49,51 +62,57 @@ def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None =
         opt: The optimiser.
         losses: Of this process's samples, where they are known.
         behind: What its loss is a mean of, if the user says so; else it is weighted by its examples.
+        flight: What was sent already, if sums are sent in pieces.
+        failed: Whether this process has no step to take, so that none has.
 
     Returns:
         The mean loss of all processes, if there are any.
     """
-    sent = pack(opt, losses, behind)
-    opt.world.add_up(*sent)
+    sent = pack(opt, losses, behind, flight, failed)
+    if flight is None:
+        opt.world.add_up(*sent)
+    else:
+        flight.land([*sent[1:], sent[0]])
     return unpack(opt, sent, losses)[0]
 
 
 @torch.no_grad()
-def pack(opt: VariationalOptimizer, losses: list[Tensor], behind: float | Tensor | None) -> list[Tensor]:
+def pack(
+    opt: VariationalOptimizer,
+    losses: list[Tensor],
+    behind: float | Tensor | None,
+    flight: Flight | None = None,
+    failed: bool = False,
+) -> list[Tensor]:
     """What a process brings to a sum over all: counts and its loss, then the sums of each group.
 
     Args:
         opt: The optimiser.
         losses: Of its samples, where they are known.
         behind: What its loss is a mean of, if the user says so: a tensor in a captured step.
+        flight: What was sent already, if sums are sent in pieces.
+        failed: Whether this process has no step to take.
     """
     local, flats = opt.local, list(opt.cache.latest)
     idle = not any(sums.used for sums in local)
-    own = opt.param_groups[0].get("batch_size") or 1
-    here: Any = local.counted() or local.seen_by_layers() or own if behind is None else behind
-    if idle:
-        here = 0.0
+    here: Any = 0.0 if idle else opt.behind_here(behind)
     every = [local.of(flat, None) for flat in flats]
-    square = here * here / local.parts  # others may have cut their batches into more parts, or fewer
-    more = here / local.scale  # than they are multiplied by already
-    again = more if opt.collects is None else more * more / local.parts
     for each in every:
         each.clean()
-        each.both.index_fill_(1, each.group.between, 0.0)  # others judge what lies between blocks, too
-        for flat, factor in ((each.grad, more), (each.second, again)):
-            if isinstance(factor, Tensor) or factor != 1.0:
-                flat.mul_(factor)
+    left = whole(opt, every) if flight is None else flight.route()[flight.sent :]
+    for piece in left:
+        piece.multiply(local.missing(here, opt.collects is not None))
+    square = here * here / local.parts
     local.layers = {
         key: replace(each, A=each.A * local.parts, S=each.S * square, examples=each.examples * local.parts)
         for key, each in local.layers.items()
     }
     used = [float(i in each.used) for each in every for i in range(len(each.group.params))]
     counts = [float(local.inputs or 0) * local.weight, float(local.inputs is None), float(local.examples)]
+    counts += [float(failed), float(flight is not None and flight.changed(here))]
     numbers, poisons = [*counts, *_sign(local), *used], [each.poison for each in every]
     meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons, opt.numbers.row)
-    # In a step without the second statistic all have zeros there.
-    both = multiplies(opt) or (opt.collects is not None and due(opt.param_groups[0]))
-    return [meta, *(each.both if both else each.grad for each in every)]
+    return [meta, *(tensor for piece in left for tensor in piece.sent)]
 
 
 @torch.no_grad()
@@ -112,8 +131,12 @@ def unpack(
     """
     world, local, flats = opt.world, opt.local, list(opt.cache.latest)
     found = opt.numbers.read(sent[0])
-    total, weighted, poison, inputs, unknown, examples, signs, squares, *everywhere = found
+    total, weighted, poison, inputs, unknown, examples, failed, changed, signs, squares, *everywhere = found
     captured = isinstance(total, Tensor)
+    if not captured and (failed or changed):
+        opt.buffers.undo()
+        opt.zero_grad()
+        raise RuntimeError(_FAILED if failed else _CHANGED)
     if not captured and not total:
         raise RuntimeError("no process has taken a gradient inside sampled_params() in this step")
     share = 1.0 / total

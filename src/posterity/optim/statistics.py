@@ -48,13 +48,13 @@ class Sums:
 
     Attributes:
         group: Whose gradients.
-        both: Σ g, and Σ g·eps or the squares that were collected, flat; blocks without a gradient may hold
-            anything.
+        both: Σ g, and Σ g·eps or the squares that were collected, flat.
         numbers: Finite if E[g], as :meth:`judged` finds it, and the sums are.
         poison: The second of them: on a GPU, NaN if a sum is not finite.
         used: Numbers of the blocks that had a gradient.
         factor: What the second sum is still to be multiplied by: the rule does it, which reads it anyway.
         published: E[g] as it was put into ``p.grad``, if it was: flat, and its views.
+        overwritten: Whether blocks without a gradient, and what lies between blocks, may hold anything.
     """
 
     group: FlatGroup
@@ -64,6 +64,7 @@ class Sums:
     used: set[int] = field(default_factory=set)
     factor: float | Tensor = 1.0
     published: tuple[Tensor, dict[int, Tensor]] | None = None
+    overwritten: bool = False
 
     @classmethod
     def empty(cls, group: FlatGroup, overwritten: bool) -> Sums:
@@ -72,7 +73,7 @@ class Sums:
         if overwritten:
             both = torch.empty(2, size, dtype=dtype, device=group.device)
             numbers = torch.zeros(2, dtype=dtype, device=group.device)
-            return cls(group, both, numbers, numbers[1])
+            return cls(group, both, numbers, numbers[1], overwritten=True)
         flat = torch.zeros(2 * size + 2, dtype=dtype, device=group.device)
         return cls(group, flat[:-2].view(2, size), flat[-2:], flat[-1])
 
@@ -108,7 +109,10 @@ class Sums:
             self.group.add(whole, self.grad, weight, self.poison)
 
     def clean(self) -> None:
-        """Write zeros in blocks without a gradient, which may hold anything."""
+        """Write zeros where there may be anything."""
+        if not self.overwritten:
+            return
+        self.both.index_fill_(1, self.group.between, 0.0)
         for i in set(range(len(self.group.params))) - self.used:
             self.both[:, self.group.layout.span(i)] = 0.0
 
@@ -228,6 +232,16 @@ class Accumulator:
     def seen_by_layers(self) -> float | None:
         """The same, as layers saw them."""
         return _whole(float(self.examples) * self.weight * self.parts) if self.examples else None
+
+    def missing(self, here: Any, squares: bool) -> tuple[Any, Any]:
+        """What both sums are still to be multiplied by, so that they weigh as what is behind the step.
+
+        Args:
+            here: What is behind it.
+            squares: Whether the second is of squares. Others may have cut their batches into more parts.
+        """
+        more = here / self.scale
+        return more, more * more / self.parts if squares else more
 
     def add_layers(self, layers: Mapping[str, Kronecker]) -> None:
         """Add factors of the loss as the backward pass saw it."""

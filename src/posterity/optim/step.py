@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +28,7 @@ from posterity.sharding import gradient
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
+    from posterity.optim.overlap import Flight
 
 
 class Draw(NamedTuple):
@@ -125,10 +126,18 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
 
 
 @contextmanager
-def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterator[None]:
+def one_sample(
+    opt: VariationalOptimizer, number: int, weight: float, flight: Flight | None = None
+) -> Iterator[None]:
     """Inside, the model has drawn weights; gradients that were taken there are absorbed.
 
     Whatever is raised inside, the means come back, and nothing is absorbed. So it is without a weight.
+
+    Args:
+        opt: The optimiser.
+        number: Of the sample.
+        weight: Of the sample; 0 if nothing is to be learned from it.
+        flight: What sends gradients as soon as they are there.
     """
     params = opt.parameters()
     before = [p.grad for p in params]
@@ -148,6 +157,8 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             if grad is not None:
                 p.grad = None
         opt.entered = 0
+        if flight is not None:
+            flight.listen(drawn, calls.examples, weight)
         if opt.module is not None and weight:
             handle = opt.module.register_forward_hook(calls, with_kwargs=True)
         terms = opt.terms.watch(opt.module, lambda: calls.last) if weight else nullcontext()
@@ -158,9 +169,11 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         if any(grad.is_sparse for grad in grads if grad is not None):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
         if weight and any(grad is not None for grad in grads):
-            expect(opt, drawn, calls.examples(), weight)
-            absorb(opt, grads, drawn, 1, weight)
-            opt.local.add_inputs(calls.examples())
+            begun = flight is not None and flight.here is not None
+            if not begun:
+                expect(opt, drawn, calls.examples(), weight)
+                opt.local.add_inputs(calls.examples())
+            absorb(opt, grads, drawn, 1, weight, flight.absorbed if flight else ())
             used = True
         elif weight and opt.world.mesh is not None:  # others may have examples in this context
             opt.local.skip(weight)
@@ -172,6 +185,8 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         failed = False
     finally:
         calls.inside = False
+        if flight is not None:
+            flight.close()
         if handle is not None:
             handle.remove()
         if not used:  # an error, or a forward pass alone: as if nothing had happened
@@ -252,6 +267,7 @@ def absorb(
     drawn: Sequence[Draw],
     samples: int,
     weight: float,
+    done: Collection[Tensor] = (),
 ) -> None:
     """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
@@ -264,6 +280,7 @@ def absorb(
         drawn: The weights.
         samples: How many.
         weight: Of each.
+        done: Parameters whose gradients are added already.
     """
     sums, collector = opt.local, opt.collector
     found = {p: grad for p, grad in zip(opt.parameters(), grads, strict=True) if grad is not None}
@@ -283,8 +300,8 @@ def absorb(
     sums.samples += samples
     sums.weight = weight
     for flat, own in by_group:
-        if own:
-            sums.of(flat, noises.get(flat)).add(own, noises.get(flat), weight * sums.scale)
+        if more := {i: grad for i, grad in own.items() if flat.params[i] not in done} if done else own:
+            sums.of(flat, noises.get(flat)).add(more, noises.get(flat), weight * sums.scale)
     if reports is None:
         return
     for flat, own in by_group:

@@ -101,7 +101,9 @@ class World:
 
     def add_up(self, *tensors: Tensor) -> None:
         """Replace tensors by their sums over all processes."""
-        self.end([(tensor, self.begin(tensor)) for tensor in tensors])
+        for tensor in tensors:
+            for group in self._groups:
+                distributed.all_reduce(tensor, group=group)
 
     def begin(self, tensor: Tensor) -> Any:
         """Begin to replace a tensor by its sum; what :meth:`end` takes beside it."""

@@ -67,6 +67,24 @@ def loop(
     return {"learned": moments(opt), "events": events}
 
 
+def split(rule: str, rank: int, world: int) -> Any:
+    """Two samples of each share, one in each of two processes."""
+    net = model()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "mc"))
+    opt = built(rule, world, net, mesh=mesh, mc_samples=2)
+    with small_pieces():
+        for x, y in pairs(rank // 2, world // 2):
+            opt.zero_grad()
+            with opt.sampled_params():
+                if rank != 1:  # which has its examples later than the others
+                    loss_of(net, x, y).backward()
+                else:
+                    with opt.no_sync():
+                        loss_of(net, x, y).backward()
+            opt.step()
+    return moments(opt)
+
+
 def by_closure(rule: str, samples: int, rank: int, world: int, by: str = "", **more: Any) -> Any:
     """All samples of a step travel with its last."""
     net = model()
@@ -189,4 +207,6 @@ CASES |= {
     for rule in ("bgd", "ivon")
     for what in ("input", "raises", "raises early", "again", "clipped", "zeroed")
 }
-FOUR: dict[str, Callable[..., Any]] = {}
+FOUR: dict[str, Callable[..., Any]] = {
+    f"overlap split {rule}": partial(split, rule) for rule in ("bgd", "ivon")
+}

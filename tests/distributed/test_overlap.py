@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import posterity
-from distributed.overlap import CASES
+from distributed.overlap import CASES, FOUR
 from distributed.runs import STEPS, alone
 from distributed.test_semantics import learned_in, one
 from distributed.test_together import compare
@@ -70,6 +70,11 @@ def test_a_spoilt_step_of_one_process_is_refused_by_all(two: Found, case: str) -
         assert not found["hooks"]
     assert two[0][case]["collectives"] == two[1][case]["collectives"]
     compare(learned_in(two, case, "learned"), case, one(rule, "mesh", leave=(1,)))
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_samples_of_a_share_are_split_over_processes(four: Found, case: str) -> None:
+    compare(four, case, alone(case.split()[2], 2, 2))
 
 
 def test_overlap_without_a_mesh_is_refused() -> None:

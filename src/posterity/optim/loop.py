@@ -74,10 +74,12 @@ def sending(opt: VariationalOptimizer, behind: float | None = None) -> Iterator[
     flight = _flight(opt, behind)
     try:
         yield flight
-    except Exception:
-        if flight is not None and flight.works:
+    except BaseException as error:
+        if flight is not None and flight.works and isinstance(error, Exception):
             with suppress(RuntimeError):  # that of all processes
                 pool(opt, [], behind, flight, failed=True)
+        elif flight is not None and flight.here is not None:
+            opt.zero_grad()  # what was to be sent is in the sums of the step
         raise
 
 

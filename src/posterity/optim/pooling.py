@@ -355,7 +355,8 @@ def _refuse_unlike(opt: VariationalOptimizer) -> None:
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
-    opt.world.refuse_others({"rule": type(opt).__name__, **settings}, "the optimiser's")
+    own = {"rule": type(opt).__name__, "overlap": opt.overlap}
+    opt.world.refuse_others({**own, **settings}, "the optimiser's")
     opt.world.refuse_others({name: _described(p) for name, p in opt.named()}, "the parameter")
     states = {
         f"{key} of {name}": _described(value)

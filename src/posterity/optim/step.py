@@ -172,8 +172,9 @@ def one_sample(
             begun = flight is not None and flight.here is not None
             if not begun:
                 expect(opt, drawn, calls.examples(), weight)
-                opt.local.add_inputs(calls.examples())
             absorb(opt, grads, drawn, 1, weight, flight.absorbed if flight else ())
+            if not begun:
+                opt.local.add_inputs(calls.examples())
             used = True
         elif weight and opt.world.mesh is not None:  # others may have examples in this context
             opt.local.skip(weight)

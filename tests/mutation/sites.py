@@ -254,16 +254,16 @@ _SETTINGS = [
     ),
     Site(
         "processes add up gradients alone, each with its own products of these and noise",
-        f"{_OPTIM}/pooling.py",
+        f"{_OPTIM}/overlap.py",
         "both = multiplies(opt) or (opt.collects",
         "both = (opt.collects",
         ("distributed/test_together.py::test_two_processes_learn_what_one_learns",),
     ),
     Site(
         "processes send sums of products that no rule wants",
-        f"{_OPTIM}/pooling.py",
-        "*(each.both if both else each.grad for each in every)",
-        "*(each.both for each in every)",
+        f"{_OPTIM}/overlap.py",
+        "[each.both if both else each.grad]",
+        "[each.both]",
         ("test_benchmarks.py::test_steps_between_estimates_of_the_hessian_send_the_gradient_alone",),
     ),
     Site(
@@ -303,10 +303,24 @@ _SETTINGS = [
     ),
     Site(
         "squares of a share in more parts weigh more",
-        "posterity/optim/pooling.py",
-        "square = here * here / local.parts",
-        "square = here * here",
+        "posterity/optim/statistics.py",
+        "more * more / self.parts if squares else more",
+        "more * more if squares else more",
         ("distributed/test_semantics.py::test_shares_in_unlike_numbers_of_parts",),
+    ),
+    Site(
+        "gradients that change after they were sent are lost",
+        f"{_OPTIM}/overlap.py",
+        "p.grad is not grad or grad._version != then",
+        "False",
+        ("distributed/test_overlap.py::test_a_spoilt_step_of_one_process_is_refused_by_all",),
+    ),
+    Site(
+        "pieces that are sent early do not weigh as what is behind the step",
+        f"{_OPTIM}/overlap.py",
+        "        piece.multiply(opt.local.missing(here, squares=False))\n",
+        "",
+        ("distributed/test_overlap.py::test_overlap_does_not_change_what_is_learned",),
     ),
     Site(
         "posteriors that differ by rounding are refused",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count
 from operator import is_
@@ -31,6 +31,7 @@ from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
 from posterity.optim.pooling import SharedBuffers, meeting, refuse_unreached, share_buffers
 from posterity.optim.statistics import Accumulator
+from posterity.optim.step import row
 from posterity.optim.watch import UNTOUCHED
 from posterity.posterior import ByName, Density, Posterior, kl
 from posterity.posterior.matching import prior_of
@@ -97,6 +98,7 @@ class ByGradient(Learner):
         self._behind = Behind(0)
         self._share: float | Tensor = self._share_now()
         self._clock: int | Tensor = model.draws
+        self._row: Callable[..., Tensor] = row
         self._found: list[object] = []
         self._quiet = False
         self._world: World | None = None
@@ -207,7 +209,8 @@ class ByGradient(Learner):
         used = [i in mine.used for mine in plain for i in range(len(mine.group.params))]
         used += [p in block.grads for block, p in self._others]
         poisons = [mine.poison for mine in self.sums]
-        meta = meeting(here, [losses.mean() * scale], list(map(float, used)), losses.device, poisons)
+        numbers, mean = list(map(float, used)), [losses.mean() * scale]
+        meta = meeting(here, mean, numbers, losses.device, poisons, self._row)
         sums = [*(mine.grad for mine in plain), *(mine.both for mine in diagonal)]
         return [meta, *sums, *self._joined.flats]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -106,6 +106,20 @@ class World:
         """Replace tensors by their sums over all processes."""
         for tensor in tensors:
             for group in self._groups:
+                distributed.all_reduce(tensor, group=group)
+
+    def begin(self, tensor: Tensor) -> Any:
+        """Begin to replace a tensor by its sum; what :meth:`end` takes beside it."""
+        if self._groups:
+            return distributed.all_reduce(tensor, group=self._groups[0], async_op=True)
+        return None
+
+    def end(self, works: Sequence[tuple[Tensor, Any]]) -> None:
+        """Wait for what was begun, in its order, until all tensors are their sums."""
+        for tensor, work in works:
+            if work is not None:
+                work.wait()
+            for group in self._groups[1:]:
                 distributed.all_reduce(tensor, group=group)
 
     def worst(self, numbers: Tensor) -> None:

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posterity import noise
+from posterity.flat import of_names
 from posterity.layers.estimators import Drawn, Estimator, StandIn
 from posterity.layers.stacks import inside, level_of, stack
 from posterity.names import first_match
 from posterity.noise import Domain
-from posterity.posterior import Factorised, Leaf
+from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.end_to_end import EndToEnd, alike
 from posterity.torch_private import outermost, transforms
+
+_ONE = torch.ones((), device="cpu")  # a kernel on a GPU has it as a number
 
 
 def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimator]) -> dict[str, Estimator]:
@@ -54,22 +57,21 @@ def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimato
 def together(
     posterior: Mapping[str, Leaf], estimators: Mapping[str, Estimator], kind: Callable[[str], object]
 ) -> list[EndToEnd]:
-    """Blocks whose draws are made at once: vectors, which have many layers and few numbers; others alone.
+    """Blocks whose draws are made at once: vectors, and diagonal leaves of more dimensions; others alone.
 
     Args:
         posterior: Leaves by block.
         estimators: By block.
         kind: Of a block: leaves that agree in it may be one; None for one that stays alone.
     """
-    groups = alike(
-        posterior,
-        lambda name: (
-            (estimators[name], kind(name))
-            if len(posterior[name].shape) < 2 and kind(name) is not None
-            else name
-        ),
-    )
-    return list(map(EndToEnd, groups))
+
+    def key(name: str) -> object:
+        leaf, own = posterior[name], kind(name)
+        vector = len(leaf.shape) < 2  # of a normalisation, say, which has no estimator and gets the one draw
+        alone = own is None or not (vector or isinstance(leaf, DiagonalGaussian))
+        return name if alone else (estimators[name], own, vector)
+
+    return list(map(EndToEnd, alike(posterior, key)))
 
 
 def parameters_of(
@@ -133,7 +135,7 @@ class BlockDraws:
     ) -> None:
         self.blocks, self.estimator, self.batch_dim = blocks, estimator, batch_dim
         self._block, self._first = next(iter(blocks.leaves.items()))
-        # Several blocks are vectors, which have no scales.
+        # Several blocks have no scales.
         self.transforms, self.scaled_axis = transforms(), self._first.scaled_axis
         self._samples, self._level = samples, level
         self._by_example = range(samples.start + ahead, samples.stop + ahead)
@@ -152,12 +154,29 @@ class BlockDraws:
         with self._outside():
             return self._placed(self._normal(name, shape))
 
+    def signs(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The signs of such normals, 1 or -1; those that the last pass has asked for are made at once."""
+        known = self.blocks.signs
+        with self._outside():
+            if known.get(name) == shape and (found := self._signs.get(name)) is not None:
+                return self._placed(found)
+            known[name] = torch.Size(shape)
+            return self._placed(_ONE.copysign(self._normal(name, shape)))
+
     def scales(self, examples: int) -> Tensor:
         """Scales of ``scaled_axis`` for each example, ``[examples, size]``."""
         with self._outside():
             drawn = self._normal(f"{self._block}|z", (examples, *self._first.noise_shapes["z"]))
             scales = self._first.example_scales(drawn.flatten(0, 1))
             return self._placed(scales.view(*drawn.shape[:2], scales.shape[1]))
+
+    @cached_property
+    def _signs(self) -> dict[str, Tensor]:
+        known = dict(self.blocks.signs)
+        layout = of_names(tuple(known), tuple(known.values()))
+        like: dict[str, Any] = {"device": self._first.device, "dtype": self._first.dtype}
+        values = noise.Noise(self._by_example, layout, **like, **self._at).values
+        return dict(zip(known, layout.stacked(_ONE.copysign(values), len(self._by_example)), strict=True))
 
     def _normal(self, name: str, shape: Sequence[int]) -> Tensor:
         like: dict[str, Any] = {"device": self._first.device, "dtype": self._first.dtype}

@@ -168,6 +168,12 @@ def of_shapes(shapes: tuple[tuple[int, ...], ...]) -> Layout:
     return Layout([""] * len(shapes), shapes, align=1)
 
 
+@lru_cache(maxsize=256)
+def of_names(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
+    """The layout of whole blocks."""
+    return Layout(names, shapes)
+
+
 @final
 class _Concatenate(torch.autograd.Function):
     generate_vmap_rule = True

@@ -52,6 +52,7 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # The modes that are entered in this thread: a collector joins the one that is there.
 function_modes = cast("Callable[[], list[TorchFunctionMode]]", _get_current_function_mode_stack)
 # One launch for many tensors.
+foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_addcmul_ = torch._foreach_addcmul_
 foreach_copy_ = torch._foreach_copy_

@@ -204,10 +204,10 @@ for _rule in ("bgd", "ivon", "vogn", "noisy-kfac"):
 
 
 def main() -> None:
-    from distributed import captured, gradients, semantics, sharded
+    from distributed import captured, gradients, overlap, semantics, sharded
 
     folder, rank, world, *chosen = sys.argv[1:]
-    more = (semantics, sharded, gradients, captured)
+    more = (semantics, sharded, gradients, captured, overlap)
     cases = dict(CASES if world == "2" else FOUR)
     for each in more:
         cases |= each.CASES if world == "2" else each.FOUR

@@ -110,6 +110,16 @@ def test_flipout_gives_each_example_its_own_weights(net: str) -> None:
     )
 
 
+def test_signs_that_are_drawn_at_once_are_those_drawn_one_by_one() -> None:
+    net, x, _ = NETS["conv2d"]
+    later = made(net, "flipout")
+    later(x.double())
+    for examples in (3, 2, 2):  # known shapes, other shapes, and these again
+        first = made(net, "flipout")
+        first.draws = later.draws
+        torch.testing.assert_close(first(x[:examples].double()), later(x[:examples].double()), rtol=0, atol=0)
+
+
 def test_local_has_the_moments_of_linear_outputs() -> None:
     model, x = made(nn.Linear(4, 6), "local"), TEXT.double()
     with torch.no_grad():

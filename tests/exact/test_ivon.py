@@ -90,7 +90,7 @@ def test_groups_have_their_own_settings_in_a_compiled_rule() -> None:
             mean, momentum, hess, grad, second = values
             state = {"momentum": momentum, "hess": hess}
             step, ok = torch.tensor(3, device=device), torch.tensor(True, device=device)
-            run(mean, state, grad, second, 0, None, step, group, None, ok)
+            run(mean, state, grad, second, 1.0, 0, None, step, group, None, ok)
             results.append(values)
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
@@ -109,7 +109,7 @@ def test_a_compiled_rule_serves_all_optimisers_and_sizes() -> None:
         mean, momentum, hess, grad, second = torch.rand(5, size, device=device)
         step, ok = torch.tensor(3, device=device), torch.tensor(True, device=device)
         state = {"momentum": momentum, "hess": hess}
-        more = (examples, scale / examples, step, opt.param_groups[0], None, ok)
+        more = (1.0, examples, scale / examples, step, opt.param_groups[0], None, ok)
         fused.fused(move, IVON)(mean, state, grad, second, *more)
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(counts)) == 1, counts
@@ -128,7 +128,7 @@ def test_many_settings_of_one_rule_leave_another_compiled(monkeypatch: pytest.Mo
     def graphs(opt: IVON | VOGN) -> int:
         mean, momentum, hess, grad, second = torch.rand(5, 300, device=device)
         state, number = {"momentum": momentum, "hess": hess}, torch.tensor(3, device=device)
-        given = (mean, state, grad, second, 0, None, number, opt.param_groups[0], None, True)
+        given = (mean, state, grad, second, 1.0, 0, None, number, opt.param_groups[0], None, True)
         fused.fused(move, type(opt))(*given)
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 

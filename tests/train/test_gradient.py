@@ -7,6 +7,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Self
 
 import pytest
@@ -29,6 +30,7 @@ from posterity import (
     variational,
     warmup,
 )
+from posterity.fusing import fusing
 from posterity.optim.state import FlatGroup
 from posterity.posterior.kernel import KernelGaussian
 from posterity.posterior.scaled import ScaledGaussian
@@ -621,6 +623,27 @@ def test_replays_draw_leaves_of_one_kind_as_one(monkeypatch: pytest.MonkeyPatch,
         results.append(everything(m, opt) | {"losses": torch.stack(losses)})
         assert len(made) == graphs
     near(*results, rtol=1e-5)
+
+
+def test_captured_steps_compile_what_is_marked_for_it() -> None:
+    compiled: set[str] = set()
+
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled.add(function.__name__)
+        return function
+
+    results = []
+    for fuse in (nullcontext(), fusing(compiler)):
+        torch.manual_seed(0)
+        m = variational(Pictures().double(), family=posterity.mnf, std_init=0.1, seed=3)
+        opt = torch.optim.Adam(m.parameters(), lr=0.01)
+        step = posterity.compile_step(m, loss_fn, opt, num_data=N)
+        x = torch.randn(12, 12, generator=torch.Generator().manual_seed(1)).double()
+        with fuse:
+            losses = [step(x, Y).detach() for _ in range(2)]
+        results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+    near(*results)
+    assert compiled == {"_drawn", "_auxiliary", "_normal_gaps", "_with_divergence"}
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -46,7 +46,6 @@ from posterity.torch_private import (
     tree_unflatten,
 )
 
-_ONE = torch.ones((), device="cpu")  # a kernel on a GPU has it as a number
 Estimator: TypeAlias = Literal["weight", "local", "flipout"]
 
 
@@ -73,6 +72,9 @@ class Draws(Protocol):
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
         """Standard normals that belong to a name."""
+
+    def signs(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Random signs that belong to a name."""
 
     def scales(self, examples: int) -> Tensor:
         """Scales ``[examples, size]`` of ``scaled_axis``, which ``parts`` are without."""
@@ -133,6 +135,10 @@ class Drawn:
     def normal(self, what: str, shape: Sequence[int]) -> Tensor:
         """Standard normals of its own, for a purpose."""
         return self.draws.normal(f"{self.name}|{what}", shape)
+
+    def signs(self, what: str, shape: Sequence[int]) -> Tensor:
+        """Random signs of its own, for a purpose."""
+        return self.draws.signs(f"{self.name}|{what}", shape)
 
     def value(self) -> Tensor:
         """The one draw of the weights."""
@@ -337,8 +343,8 @@ def _with_signs(
 
 def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
     """1 or -1 for each example and channel, of inputs or outputs: they broadcast to these."""
-    noise = drawn.normal(what, (call.examples, like.shape[call.channel_axis]))
-    return _spread(_ONE.copysign(noise).to(like.dtype), call)
+    signs = drawn.signs(what, (call.examples, like.shape[call.channel_axis]))
+    return _spread(signs.to(like.dtype), call)
 
 
 def _spread(values: Tensor, call: Multiplying) -> Tensor:

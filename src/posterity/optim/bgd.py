@@ -101,6 +101,7 @@ class BGD(VariationalOptimizer):
         deterministic_lr: Adam's learning rate for those.
         batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.
         mesh: Processes that draw weights of their own, each for its share of a batch.
+        overlap: Whether these send gradients while the backward pass runs.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -135,6 +136,7 @@ class BGD(VariationalOptimizer):
         deterministic_lr: float = 1e-3,
         batch_dim: int = 0,
         mesh: DeviceMesh | None = None,
+        overlap: bool = False,
         seed: int | None = None,
     ) -> None:
         given = {"std_scale": std_scale, "std_init": std_init, "lr": lr, "mc_samples": mc_samples}
@@ -148,6 +150,7 @@ class BGD(VariationalOptimizer):
             deterministic_lr=deterministic_lr,
             batch_dim=batch_dim,
             mesh=mesh,
+            overlap=overlap,
         )
 
     def check(self, group: Group) -> None:

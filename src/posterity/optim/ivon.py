@@ -90,6 +90,7 @@ class IVON(VariationalOptimizer):
         deterministic_lr: Adam's learning rate for those.
         batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.
         mesh: Processes that draw weights of their own, each for its share of a batch.
+        overlap: Whether these send gradients while the backward pass runs.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -131,6 +132,7 @@ class IVON(VariationalOptimizer):
         deterministic_lr: float = 1e-3,
         batch_dim: int = 0,
         mesh: DeviceMesh | None = None,
+        overlap: bool = False,
         seed: int | None = None,
     ) -> None:
         given = {"num_data": num_data, "lr": lr, "prior_precision": prior_precision, "betas": betas}
@@ -145,6 +147,7 @@ class IVON(VariationalOptimizer):
             deterministic_lr=deterministic_lr,
             batch_dim=batch_dim,
             mesh=mesh,
+            overlap=overlap,
         )
 
     def check(self, group: Group) -> None:

@@ -6,7 +6,7 @@ What happens inside a context, and what a rule makes of the sums, is in :mod:`po
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posterity.arguments import described, is_dense
 from posterity.optim import checks, counting
+from posterity.optim.overlap import Flight
 from posterity.optim.pooling import complete, mean_loss, pool, share_buffers, summed
 from posterity.optim.step import apply, one_sample
 from posterity.sharding import gradient
@@ -44,33 +45,64 @@ def sampled(opt: VariationalOptimizer) -> Iterator[None]:
     elif opt.taken():
         opt.ledger.refuse_changed(opt.named())
     taken = opt.taken()
-    with _next_sample(opt), opt.watch.listen(None if opt.sharded else opt.module) as heard:
+    with (
+        sending(opt) as flight,
+        _next_sample(opt, flight),
+        opt.watch.listen(None if opt.sharded else opt.module) as heard,
+    ):
         yield
     if opt.taken() > taken:
         if heard is not None:
             opt.watch.hear(heard.found, 1 / opt.own_samples())
         if opt.pools and not opt.apart:
-            pool(opt, [])
+            pool(opt, [], flight=flight)
         if opt.local is opt.sums or not opt.local.samples:
             opt.sums.publish()
         opt.ledger.remember(opt.parameters())
 
 
-def _next_sample(opt: VariationalOptimizer) -> AbstractContextManager[None]:
+@contextmanager
+def sending(opt: VariationalOptimizer, behind: float | None = None) -> Iterator[Flight | None]:
+    """Around the last context of a step: its gradients are sent as they are made, with ``overlap=True``.
+
+    If this process raises then, it sends the rest all the same, and all others raise: so they stay in step.
+
+    Args:
+        opt: The optimiser.
+        behind: What the loss is a mean of, if the user says so.
+    """
+    flight = _flight(opt, behind)
+    try:
+        yield flight
+    except BaseException as error:
+        if flight is not None and flight.works and isinstance(error, Exception):
+            with suppress(RuntimeError):  # that of all processes
+                pool(opt, [], behind, flight, failed=True)
+        elif flight is not None and flight.here is not None:
+            opt.zero_grad()  # what was to be sent is in the sums of the step
+        raise
+
+
+def _flight(opt: VariationalOptimizer, behind: float | None = None) -> Flight | None:
+    return Flight(opt, behind) if opt.overlap and opt.pools else None
+
+
+def _next_sample(opt: VariationalOptimizer, flight: Flight | None) -> AbstractContextManager[None]:
     weight = 1 / opt.own_samples()
     if opt.taken() == 0:
         opt.refuse_foreign()
     elif weight != (opt.local if opt.local.samples else opt.sums).weight:
         raise RuntimeError("mc_samples was changed while samples wait: call step() or zero_grad() first")
-    return one_sample(opt, opt.taken(), weight)
+    return one_sample(opt, opt.taken(), weight, flight)
 
 
 def run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind: float | None) -> Tensor:
     """Run a closure under ``mc_samples`` weight samples; its mean loss, over ``behind`` terms."""
     params = opt.parameters()
     losses: list[Tensor] = []
-    for _ in range(opt.own_samples()):
-        with _next_sample(opt), torch.enable_grad():
+    for left in reversed(range(opt.own_samples())):
+        last = nullcontext() if left else sending(opt, behind)
+        with last as flight, _next_sample(opt, flight), torch.enable_grad():
             loss = closure()
             if not isinstance(loss, Tensor | float | int):
                 raise TypeError(f"the closure must return the loss, not {type(loss).__name__}")
@@ -83,7 +115,7 @@ def run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(_number(loss))
     if opt.pools:
-        losses = pool(opt, losses, behind)
+        losses = pool(opt, losses, behind, flight)
     elif opt.world.size > 1:
         losses = mean_loss(opt, losses)
     opt.sums.publish()
@@ -94,7 +126,7 @@ def run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind
 def close(opt: VariationalOptimizer) -> None:
     """After the contexts of a step: add up what no_sync() has kept back, and refuse an unfinished step."""
     if opt.local is not opt.sums and opt.local.samples:
-        pool(opt, [])
+        pool(opt, [], flight=_flight(opt))
         opt.sums.publish()
     checks.refuse_partial(opt.param_groups, opt.sums, type(opt).__name__)
 

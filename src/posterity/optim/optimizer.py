@@ -68,6 +68,7 @@ class VariationalOptimizer(Optimizer, ABC):
         batch_dim: The axis that counts examples in the module's inputs and in those of its layers.
         mesh: Processes that each draw weights of their own for their share of a batch, where no wrapper
             averages gradients; see :mod:`posterity.distributed`.
+        overlap: Whether these send gradients while the backward pass runs.
 
     Attributes:
         needs_batch_size: Whether the rule asks for the number of examples behind a step.
@@ -119,13 +120,16 @@ class VariationalOptimizer(Optimizer, ABC):
         deterministic_lr: float | None = 1e-3,
         batch_dim: int = 0,
         mesh: DeviceMesh | None = None,
+        overlap: bool = False,
     ) -> None:
         if not isinstance(batch_dim, int) or batch_dim < 0:
             raise ValueError(f"batch_dim must be a whole number of at least 0, not {batch_dim}")
+        if overlap and mesh is None:
+            raise ValueError("overlap=True is for processes with mesh=: a wrapper sends gradients by itself")
         if isinstance(params, DistributedDataParallel):
             params = unwrapped(params, type(self).__name__, self.collects is not None, mesh)
         self.module = params if isinstance(params, nn.Module) else None
-        self.batch_dim, self.mesh = batch_dim, mesh
+        self.batch_dim, self.mesh, self.overlap = batch_dim, mesh, overlap
         self.deterministic_lr = deterministic_lr
         given = groups.named_groups(params)
         chosen = select([name for group in given for name, _ in group["params"]], deterministic)
@@ -220,6 +224,13 @@ class VariationalOptimizer(Optimizer, ABC):
     def own_samples(self) -> int:
         """Weight samples that this process takes of its share of a batch."""
         return self.world.share(int(self.param_groups[0]["mc_samples"]))  # 2.0 equals a 2 that was checked
+
+    def behind_here(self, behind: Any = None) -> Any:
+        """What this process's loss is a mean of: as the user says, or as many examples as were counted."""
+        if behind is not None:
+            return behind
+        own = self.param_groups[0].get("batch_size") or 1
+        return self.local.counted() or self.local.seen_by_layers() or own
 
     def numbered(self, samples: range, of: int | None = None) -> range:
         """The numbers of some of this process's samples among those of all processes.
@@ -385,7 +396,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         self.refuse_inside("copying an optimiser")
         self.settle()
-        kept = ("module", "batch_dim", "mesh", "deterministic_lr", "seeded")
+        kept = ("module", "batch_dim", "mesh", "overlap", "deterministic_lr", "seeded")
         own = {name: getattr(self, name) for name in kept}
         return {**super().__getstate__(), **own}
 

@@ -11,7 +11,7 @@ process sends does not depend on whether it replays a graph.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, final
@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from posterity.buffers import writable
 from posterity.curvature import Kronecker
 from posterity.distributed import Fingerprint, World, fingerprint
-from posterity.flat import largest
+from posterity.optim.overlap import Flight, whole
 from posterity.optim.statistics import Accumulator
-from posterity.optim.step import due, multiplies
+from posterity.optim.step import row
 from posterity.sharding import is_sharded
 from posterity.torch_private import foreach_copy_
 
@@ -40,8 +40,20 @@ _UNWRAPPED = (
     "no_sync() in one context with the last, or give the optimiser mesh="
 )
 
+_CHANGED = (
+    "overlap=True has sent gradients that were changed afterwards inside sampled_params(): put all backward "
+    "passes of a step but the last inside no_sync(), and clip after the context; nothing was learned"
+)
+_FAILED = "another process raised an error inside sampled_params(), and nothing was learned from this step"
 
-def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None = None) -> list[Tensor]:
+
+def pool(
+    opt: VariationalOptimizer,
+    losses: list[Tensor],
+    behind: float | None = None,
+    flight: Flight | None = None,
+    failed: bool = False,
+) -> list[Tensor]:
     """Add what all processes have gathered since this was last called to the sums of the step.
 
     Every process calls it, also one that has seen no example.
@@ -50,48 +62,57 @@ def pool(opt: VariationalOptimizer, losses: list[Tensor], behind: float | None =
         opt: The optimiser.
         losses: Of this process's samples, where they are known.
         behind: What its loss is a mean of, if the user says so; else it is weighted by its examples.
+        flight: What was sent already, if sums are sent in pieces.
+        failed: Whether this process has no step to take, so that none has.
 
     Returns:
         The mean loss of all processes, if there are any.
     """
-    sent = pack(opt, losses, behind)
-    opt.world.add_up(*sent)
+    sent = pack(opt, losses, behind, flight, failed)
+    if flight is None:
+        opt.world.add_up(*sent)
+    else:
+        flight.land([*sent[1:], sent[0]])
     return unpack(opt, sent, losses)[0]
 
 
 @torch.no_grad()
-def pack(opt: VariationalOptimizer, losses: list[Tensor], behind: float | Tensor | None) -> list[Tensor]:
+def pack(
+    opt: VariationalOptimizer,
+    losses: list[Tensor],
+    behind: float | Tensor | None,
+    flight: Flight | None = None,
+    failed: bool = False,
+) -> list[Tensor]:
     """What a process brings to a sum over all: counts and its loss, then the sums of each group.
 
     Args:
         opt: The optimiser.
         losses: Of its samples, where they are known.
         behind: What its loss is a mean of, if the user says so: a tensor in a captured step.
+        flight: What was sent already, if sums are sent in pieces.
+        failed: Whether this process has no step to take.
     """
     local, flats = opt.local, list(opt.cache.latest)
     idle = not any(sums.used for sums in local)
-    own = opt.param_groups[0].get("batch_size") or 1
-    here: Any = local.counted() or local.seen_by_layers() or own if behind is None else behind
-    if idle:
-        here = 0.0
+    here: Any = 0.0 if idle else opt.behind_here(behind)
     every = [local.of(flat, None) for flat in flats]
-    square = here * here / local.parts  # others may have cut their batches into more parts, or fewer
     for each in every:
         each.clean()
-        each.both.index_fill_(1, each.group.between, 0.0)  # others judge what lies between blocks, too
-        each.both[0].mul_(here)
-        each.both[1].mul_(here if opt.collects is None else square)
+    left = whole(opt, every) if flight is None else flight.route()[flight.sent :]
+    for piece in left:
+        piece.multiply(local.missing(here, opt.collects is not None))
+    square = here * here / local.parts
     local.layers = {
         key: replace(each, A=each.A * local.parts, S=each.S * square, examples=each.examples * local.parts)
         for key, each in local.layers.items()
     }
     used = [float(i in each.used) for each in every for i in range(len(each.group.params))]
     counts = [float(local.inputs or 0) * local.weight, float(local.inputs is None), float(local.examples)]
+    counts += [float(failed), float(flight is not None and flight.changed(here))]
     numbers, poisons = [*counts, *_sign(local), *used], [each.poison for each in every]
-    meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons)
-    # In a step without the second statistic all have zeros there.
-    both = multiplies(opt) or (opt.collects is not None and due(opt.param_groups[0]))
-    return [meta, *(each.both if both else each.grad for each in every)]
+    meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons, opt.numbers.row)
+    return [meta, *(tensor for piece in left for tensor in piece.sent)]
 
 
 @torch.no_grad()
@@ -110,12 +131,17 @@ def unpack(
     """
     world, local, flats = opt.world, opt.local, list(opt.cache.latest)
     found = opt.numbers.read(sent[0])
-    total, weighted, poison, inputs, unknown, examples, signs, squares, *everywhere = found
+    total, weighted, poison, inputs, unknown, examples, failed, changed, signs, squares, *everywhere = found
     captured = isinstance(total, Tensor)
+    if not captured and (failed or changed):
+        opt.buffers.undo()
+        opt.zero_grad()
+        raise RuntimeError(_FAILED if failed else _CHANGED)
     if not captured and not total:
         raise RuntimeError("no process has taken a gradient inside sampled_params() in this step")
+    share = 1.0 / total
     # Squares of one share's examples are gathered by all processes that its samples are split over.
-    squared = world.split / (total * total)
+    squared = share if opt.collects is None else world.split * share * share
     for flat in flats:
         sums = local.of(flat, None)
         if captured:
@@ -123,24 +149,26 @@ def unpack(
             union = sums.used
         else:
             union = {i for i in range(len(flat.params)) if everywhere[i]}
-            if sums.both.is_cuda:
-                sums.poison += 0.0 * largest(sums.both)
+            sums.poison += poison
         everywhere = everywhere[len(flat.params) :]
-        sums.both[0].div_(total)
-        sums.both[1].mul_(1.0 / total if opt.collects is None else squared * local.parts)
-        opt.sums.take(sums, union)
+        opt.sums.take(sums, union, share, squared if opt.collects is None else squared * local.parts)
     if not captured:
         layers = _layers(opt, local, squared, some=signs * signs != squares * world.size)
         opt.sums.add_weighted({key: replace(each, S=each.S * local.parts) for key, each in layers.items()})
     opt.sums.samples += local.samples
     opt.sums.weight, opt.sums.parts = local.weight, local.parts
     if local.examples or not captured:  # of a step that collects nothing there is no tensor either
-        opt.sums.examples += examples / world.split
+        opt.sums.examples += _over(examples, world.split)
     uncounted = local.inputs is None if captured else unknown
-    opt.sums.add_inputs(None if uncounted else inputs / (world.split * local.weight))
+    opt.sums.add_inputs(None if uncounted else _over(inputs, world.split * local.weight))
     local.clear()
-    mean = weighted / total + (poison if captured else 0.0)  # else the host says which gradient it is
+    mean = weighted * share + (poison if captured else 0.0)  # else the host says which gradient it is
     return [torch.as_tensor(mean, dtype=each.dtype, device=each.device) for each in losses[:1]], total
+
+
+def _over(number: Any, by: float) -> Any:
+    """A quotient; in a captured step it takes a kernel, unless it is by 1."""
+    return number if by == 1 else number / by
 
 
 def meeting(
@@ -149,24 +177,31 @@ def meeting(
     numbers: Sequence[float],
     device: torch.device,
     poisons: Sequence[Tensor] = (),
+    row: Callable[..., Tensor] = row,
 ) -> Tensor:
     """What processes tell each other of a step.
 
     It is what is behind the step; that times its mean loss; NaN if a sum is not finite, of which a captured
-    step would not know otherwise; and numbers. A capture cannot copy from the host: kernels write these, one
-    for each run of equal ones.
+    step would not know otherwise; and numbers.
+
+    Args:
+        here: What is behind the step.
+        losses: Of the samples.
+        numbers: Of this process.
+        device: Where all is wanted.
+        poisons: Of its sums.
+        row: Makes a tensor of numbers. A capture cannot copy them from the host.
     """
-    where: dict[str, Any] = {"dtype": torch.float64, "device": device}
-    mean = (
-        torch.stack([each.double() for each in losses]).mean().to(device)
-        if losses
-        else torch.zeros((), **where)
-    )
-    behind, poison = torch.ones((), **where) * here, torch.zeros((), **where)
-    for each in poisons:
-        poison = poison + each.to(poison)
-    runs = [torch.full((len(list(run)),), value, **where) for value, run in groupby(numbers)]
-    return torch.cat([torch.stack([behind, behind * mean, poison]), *runs])
+    meta = row([0.0 if isinstance(here, Tensor) else here, 0.0, 0.0, *numbers], device)
+    if isinstance(here, Tensor):
+        meta[0].copy_(here)
+    if losses:
+        every = losses[0] if len(losses) == 1 else torch.stack([each.to(meta) for each in losses])
+        mean = every.to(meta.device).mean(dtype=meta.dtype)
+        meta[1].copy_(mean * meta[0])
+    for poison in poisons:
+        meta[2].add_(poison.to(meta.device))
+    return meta
 
 
 def refuse_unreached(names: Sequence[str], params: Sequence[Tensor], used: Collection[int]) -> None:
@@ -320,7 +355,8 @@ def _refuse_unlike(opt: VariationalOptimizer) -> None:
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
-    opt.world.refuse_others({"rule": type(opt).__name__, **settings}, "the optimiser's")
+    own = {"rule": type(opt).__name__, "overlap": opt.overlap}
+    opt.world.refuse_others({**own, **settings}, "the optimiser's")
     opt.world.refuse_others({name: _described(p) for name, p in opt.named()}, "the parameter")
     states = {
         f"{key} of {name}": _described(value)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -48,12 +48,13 @@ class Sums:
 
     Attributes:
         group: Whose gradients.
-        both: Σ g, and Σ g·eps or the squares that were collected, flat; blocks without a gradient may hold
-            anything.
+        both: Σ g, and Σ g·eps or the squares that were collected, flat.
         numbers: Finite if E[g], as :meth:`judged` finds it, and the sums are.
         poison: The second of them: on a GPU, NaN if a sum is not finite.
         used: Numbers of the blocks that had a gradient.
+        factor: What the second sum is still to be multiplied by: the rule does it, which reads it anyway.
         published: E[g] as it was put into ``p.grad``, if it was: flat, and its views.
+        overwritten: Whether blocks without a gradient, and what lies between blocks, may hold anything.
     """
 
     group: FlatGroup
@@ -61,7 +62,9 @@ class Sums:
     numbers: Tensor
     poison: Tensor
     used: set[int] = field(default_factory=set)
+    factor: float | Tensor = 1.0
     published: tuple[Tensor, dict[int, Tensor]] | None = None
+    overwritten: bool = False
 
     @classmethod
     def empty(cls, group: FlatGroup, overwritten: bool) -> Sums:
@@ -70,7 +73,7 @@ class Sums:
         if overwritten:
             both = torch.empty(2, size, dtype=dtype, device=group.device)
             numbers = torch.zeros(2, dtype=dtype, device=group.device)
-            return cls(group, both, numbers, numbers[1])
+            return cls(group, both, numbers, numbers[1], overwritten=True)
         flat = torch.zeros(2 * size + 2, dtype=dtype, device=group.device)
         return cls(group, flat[:-2].view(2, size), flat[-2:], flat[-1])
 
@@ -106,7 +109,10 @@ class Sums:
             self.group.add(whole, self.grad, weight, self.poison)
 
     def clean(self) -> None:
-        """Write zeros in blocks without a gradient, which may hold anything."""
+        """Write zeros where there may be anything."""
+        if not self.overwritten:
+            return
+        self.both.index_fill_(1, self.group.between, 0.0)
         for i in set(range(len(self.group.params))) - self.used:
             self.both[:, self.group.layout.span(i)] = 0.0
 
@@ -153,6 +159,7 @@ class Accumulator:
     Attributes:
         samples: How many were absorbed: contexts, or the samples of a stack.
         weight: Of each.
+        scale: What sums of gradients are multiplied by as they are made; squares by its square.
         parts: Of the batch, of which every sample has seen one.
         losses: Of the samples, where they are known.
         examples: Seen by layers in all samples together, where a rule collects curvature; of several
@@ -166,7 +173,7 @@ class Accumulator:
 
     def clear(self) -> None:
         """Start the next step."""
-        self.samples, self.weight, self.parts = 0, 1.0, 1
+        self.samples, self.weight, self.scale, self.parts = 0, 1.0, 1.0, 1
         self.examples: float | Tensor = 0
         self.inputs: float | Tensor | None = 0.0
         self.losses: list[Tensor] = []
@@ -190,15 +197,24 @@ class Accumulator:
         """Count a sample that has seen no example."""
         self.samples, self.weight = self.samples + 1, weight
 
-    def take(self, sums: Sums, used: set[int]) -> None:
-        """Add the sums of a group, of which some blocks had a gradient somewhere."""
+    def take(self, sums: Sums, used: set[int], share: Any, factor: Any) -> None:
+        """Add the sums of a group, of which some blocks had a gradient somewhere.
+
+        Args:
+            sums: Of the group.
+            used: Numbers of these blocks.
+            share: What the first sum is multiplied by.
+            factor: The same for the second.
+        """
         sums.used, self._pooled = used, True
         if before := self._sums.get(sums.group):
-            before.both.add_(sums.both)
+            before.grad.add_(sums.grad, alpha=share)
+            before.second.add_(sums.second, alpha=factor / before.factor)
             before.poison += sums.poison
             before.used |= used
         else:
-            self._sums[sums.group] = sums
+            sums.grad.mul_(share)
+            sums.factor, self._sums[sums.group] = factor, sums
 
     def add_inputs(self, examples: float | Tensor | None) -> None:
         """Add the examples in a module's inputs, if they can be counted."""
@@ -216,6 +232,16 @@ class Accumulator:
     def seen_by_layers(self) -> float | None:
         """The same, as layers saw them."""
         return _whole(float(self.examples) * self.weight * self.parts) if self.examples else None
+
+    def missing(self, here: Any, squares: bool) -> tuple[Any, Any]:
+        """What both sums are still to be multiplied by, so that they weigh as what is behind the step.
+
+        Args:
+            here: What is behind it.
+            squares: Whether the second is of squares. Others may have cut their batches into more parts.
+        """
+        more = here / self.scale
+        return more, more * more / self.parts if squares else more
 
     def add_layers(self, layers: Mapping[str, Kronecker]) -> None:
         """Add factors of the loss as the backward pass saw it."""
@@ -246,7 +272,10 @@ class Accumulator:
         self._scaled = True
         behind = self.examples * self.weight
         for sums in self:
-            sums.second.mul_(behind)
+            if isinstance(behind, Tensor):
+                sums.factor = sums.factor * behind
+            else:  # a rule would be compiled for every number
+                sums.second.mul_(behind)
         self.layers = {
             key: replace(each, A=each.A / each.examples, S=each.S * behind)
             for key, each in self.layers.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +28,7 @@ from posterity.sharding import gradient
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
+    from posterity.optim.overlap import Flight
 
 
 class Draw(NamedTuple):
@@ -73,9 +74,18 @@ class Numbers:
         """What processes have added up, number by number."""
         return list(sums.tolist())
 
+    def row(self, values: Sequence[float], device: torch.device) -> Tensor:
+        """Numbers that processes are to add up, in one tensor."""
+        return row(values, device)
+
     def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of a rule and more, as it is run for this rule."""
         return partial(function, rule)
+
+
+def row(values: Sequence[float], device: torch.device) -> Tensor:
+    """Numbers in one tensor, in double precision."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 # Draw.
@@ -101,7 +111,7 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
             flat.layout,
             seed=group["seed"],
             step=numbers.clock,
-            weight=weight,
+            weight=weight * opt.local.scale,
             device=flat.device,
             dtype=flat.mean.dtype,
             room=flat.room,
@@ -116,10 +126,18 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
 
 
 @contextmanager
-def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterator[None]:
+def one_sample(
+    opt: VariationalOptimizer, number: int, weight: float, flight: Flight | None = None
+) -> Iterator[None]:
     """Inside, the model has drawn weights; gradients that were taken there are absorbed.
 
     Whatever is raised inside, the means come back, and nothing is absorbed. So it is without a weight.
+
+    Args:
+        opt: The optimiser.
+        number: Of the sample.
+        weight: Of the sample; 0 if nothing is to be learned from it.
+        flight: What sends gradients as soon as they are there.
     """
     params = opt.parameters()
     before = [p.grad for p in params]
@@ -139,6 +157,8 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
             if grad is not None:
                 p.grad = None
         opt.entered = 0
+        if flight is not None:
+            flight.listen(drawn, calls.examples, weight)
         if opt.module is not None and weight:
             handle = opt.module.register_forward_hook(calls, with_kwargs=True)
         terms = opt.terms.watch(opt.module, lambda: calls.last) if weight else nullcontext()
@@ -149,8 +169,12 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         if any(grad.is_sparse for grad in grads if grad is not None):
             raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
         if weight and any(grad is not None for grad in grads):
-            absorb(opt, grads, drawn, 1, weight)
-            opt.local.add_inputs(calls.examples())
+            begun = flight is not None and flight.here is not None
+            if not begun:
+                expect(opt, drawn, calls.examples(), weight)
+            absorb(opt, grads, drawn, 1, weight, flight.absorbed if flight else ())
+            if not begun:
+                opt.local.add_inputs(calls.examples())
             used = True
         elif weight and opt.world.mesh is not None:  # others may have examples in this context
             opt.local.skip(weight)
@@ -162,6 +186,8 @@ def one_sample(opt: VariationalOptimizer, number: int, weight: float) -> Iterato
         failed = False
     finally:
         calls.inside = False
+        if flight is not None:
+            flight.close()
         if handle is not None:
             handle.remove()
         if not used:  # an error, or a forward pass alone: as if nothing had happened
@@ -192,6 +218,17 @@ def _if_any(context: AbstractContextManager[object]) -> Iterator[None]:
 
 
 # Absorb.
+
+
+def expect(opt: VariationalOptimizer, drawn: Sequence[Draw], examples: float | None, weight: float) -> None:
+    """Before the first gradients of a step that processes add up: weight them by the examples they are of.
+
+    Where that is not the weight in the end, it is corrected as sums are sent.
+    """
+    if opt.pools and not opt.local.samples:
+        opt.local.scale = float(examples or 1.0)
+    for each in drawn:
+        each.noise.weight = weight * opt.local.scale
 
 
 def collecting(
@@ -231,6 +268,7 @@ def absorb(
     drawn: Sequence[Draw],
     samples: int,
     weight: float,
+    done: Collection[Tensor] = (),
 ) -> None:
     """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
@@ -243,6 +281,7 @@ def absorb(
         drawn: The weights.
         samples: How many.
         weight: Of each.
+        done: Parameters whose gradients are added already.
     """
     sums, collector = opt.local, opt.collector
     found = {p: grad for p, grad in zip(opt.parameters(), grads, strict=True) if grad is not None}
@@ -262,15 +301,15 @@ def absorb(
     sums.samples += samples
     sums.weight = weight
     for flat, own in by_group:
-        if own:
-            sums.of(flat, noises.get(flat)).add(own, noises.get(flat), weight)
+        if more := {i: grad for i, grad in own.items() if flat.params[i] not in done} if done else own:
+            sums.of(flat, noises.get(flat)).add(more, noises.get(flat), weight * sums.scale)
     if reports is None:
         return
     for flat, own in by_group:
         names = flat.layout.names
         if squares := {i: reports.sums[names[i]] for i in own if names[i] in reports.sums}:
             each = sums.of(flat, None)
-            flat.add(squares, each.second, weight, each.poison)
+            flat.add(squares, each.second, weight * sums.scale**2, each.poison)
     sums.examples += reports.examples
     sums.add_layers(reports.blocks)
     reports.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
@@ -360,6 +399,7 @@ def _run_rule(
             own,
             _part(grad, span),
             None if opt.by_adam(group) else _part(sums.second, span if collected else slice(0)),
+            sums.factor,
             *behind,
             numbers.updates(flat.params[i], counts[i]),
             group,
@@ -385,6 +425,7 @@ def move(
     state: State,
     grad: Tensor,
     second: Tensor | None,
+    factor: float | Tensor,
     batch_size: float,
     scale: float | Tensor | None,
     step: int | Tensor,
@@ -400,6 +441,8 @@ def move(
         new_mean, new_state = adam_update(mean, state, grad, step, group)
     else:
         none = second[:0]
+        if isinstance(factor, Tensor) or factor != 1.0:
+            second = factor * second
         if scale is not None:  # of a mean over other things than examples
             grad, second = scale * grad, (scale if rule.collects is None else scale * scale) * second
         noise, squares = (second, none) if rule.collects is None else (none, second)

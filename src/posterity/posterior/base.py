@@ -224,6 +224,10 @@ class Leaf(nn.Module, ABC):
         """Scales ``[n, size]`` of ``scaled_axis`` from normals ``[n, *noise_shapes["z"]]``."""
         raise NotImplementedError
 
+    def prepared(self, noises: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+        """The normals of several draws, once what they have in common is made for all at once."""
+        return list(noises)
+
     def draw(self, noise: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Weights ``[n, *shape]`` from the normals of :meth:`noise`; pruned ones are zero, held ones as ever.
 

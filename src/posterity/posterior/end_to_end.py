@@ -49,6 +49,9 @@ class EndToEnd:
     Args:
         leaves: By block, each of a single tensor; or any one leaf, which stays as it is.
 
+    Attributes:
+        signs: Shapes of the random signs that layers were given for the leaves, by their names.
+
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
         >>> blocks = EndToEnd(leaves)
@@ -61,6 +64,7 @@ class EndToEnd:
         first = next(iter(self.leaves.values()))
         self._first, self._family = first, type(first)
         self._layout = Layout(list(leaves), [leaf.shape for leaf in leaves.values()], align=1)
+        self.signs: dict[str, torch.Size] = {}
         self._noise: dict[tuple[str, str], Layout] = {}
         self._masks: dict[str, tuple[_Masks, Tensor | None]] = {}
         self._prior: tuple[list[object], list[float], DiagonalGaussian] | None = None

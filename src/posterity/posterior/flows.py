@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from posterity.flat import Layout, of_shapes
+from posterity.fusing import fusible
 from posterity.posterior.algebra import full_precision
 from posterity.posterior.scaled import Scales
 from posterity.torch_private import lasting
@@ -39,8 +40,8 @@ class Stack(NamedTuple):
 
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The next z ``[L, n, W]``, and the log-determinant ``[n]`` of all flows together."""
-        hidden = torch.baddbmm(self.inner_bias, z * self.stays, self.inner.mT).tanh()
-        both = torch.baddbmm(self.outer_bias, hidden, self.outer.mT)
+        hidden = torch.baddbmm(self.inner_bias, z * self.stays, self.inner).tanh()
+        both = torch.baddbmm(self.outer_bias, hidden, self.outer)
         raw, shift = torch.split(both, z.shape[-1], -1)
         z, log_gate = gated(z, raw + self.open, shift)
         return z, log_gate.sum((0, -1))
@@ -72,9 +73,30 @@ def auxiliary_logs(z: Tensor, a: Tensor, mean: Tensor, b1: Tensor, precision: Te
     return 0.5 * (log_precision - log_precision.exp() * error.square() - math.log(2.0 * math.pi))
 
 
+@fusible
+def _drawn(
+    eps: Tensor, centre: Tensor, raw: Tensor, steps: Sequence[Stack], real: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scales ``[L, n, W]`` from normals, and log q(z) ``[n]`` of all of a draw."""
+    std = softplus(raw)
+    z, log_det = through(steps, torch.addcmul(centre, std, eps))
+    return z, (base_logs(eps, std) * real).sum((0, -1)) - log_det
+
+
+@fusible
+def _auxiliary(
+    z: Tensor, sums: Tensor, steps: Sequence[Stack], own: Sequence[Tensor], share: Tensor, real: Tensor
+) -> Tensor:
+    """log r(z | w), ``[n]``, given the sums of weights of each scale."""
+    z, log_det = through(steps, z)
+    c, *numbers = own
+    a = (sums * c).sum(-1, keepdim=True) * share
+    return (auxiliary_logs(z, a, *numbers) * real).sum((0, -1)) + log_det
+
+
 @final
 class Flows(Scales):
-    """The scales of several layers: one row each of ``[L, n, W]``, W as many as the largest layer has.
+    """The scales of several layers: one row each of ``[n, L, W]``, W as many as the largest layer has.
 
     Args:
         flows: Of single layers, with as many steps and hidden units each.
@@ -103,10 +125,10 @@ class Flows(Scales):
 
     @full_precision
     def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales ``[L, n, W]`` from normals ``[n, size]``, and log q(z) ``[n]`` of all of a draw."""
-        eps, std = self.places.rows(noise), softplus(self.values["raw"])
-        z, log_det = through(self.steps, torch.addcmul(self.values["centre"], std, eps))
-        return z, self._total(base_logs(eps, std)) - log_det
+        """Scales ``[n, L, W]`` from normals ``[n, size]``, and log q(z) ``[n]`` of all of a draw."""
+        eps, values = self.places.rows(noise), self.values
+        z, log_q = _drawn(eps, values["centre"], values["raw"], self.steps, self.places.real)
+        return z.transpose(0, 1), log_q
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Of flows one by one only."""
@@ -115,20 +137,16 @@ class Flows(Scales):
     @full_precision
     def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
         """log r(z | w), ``[n]``, of weights ``[n, size]``."""
-        z, log_det = through(self.of_auxiliary, z)
         sums: Tensor = _Sums.apply(weights, self.places)  # type: ignore[no-untyped-call]
-        a = (sums * self.values["c"]).sum(-1, keepdim=True) * self.places.share
-        own = (self.values[name] for name in ("mean", "b1", "precision", "b2"))
-        return self._total(auxiliary_logs(z, a, *own)) + log_det
+        own = [self.values[name] for name in ("c", "mean", "b1", "precision", "b2")]
+        return _auxiliary(
+            z.transpose(0, 1), sums, self.of_auxiliary, own, self.places.share, self.places.real
+        )
 
     def spread(self, z: Tensor) -> Tensor:
         """The scale of each weight, ``[n, size]``."""
-        each: Tensor = _Spread.apply(z, self.places)  # type: ignore[no-untyped-call]
+        each: Tensor = _Spread.apply(z.transpose(0, 1), self.places)  # type: ignore[no-untyped-call]
         return each
-
-    def _total(self, logs: Tensor) -> Tensor:
-        """The sum ``[n]`` over scales, without padding."""
-        return (logs * self.places.real).sum((0, -1))
 
 
 class Form(NamedTuple):
@@ -252,9 +270,10 @@ def _shapes(count: int, wide: int, form: Form) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_VECTORS, (count, 1, wide))
     for step in range(form.steps + form.auxiliary_steps):
         hidden = form.hidden if step < form.steps else form.auxiliary_hidden
-        shapes[f"{step}.inner"], shapes[f"{step}.inner_bias"] = (count, hidden, wide), (count, 1, hidden)
+        # As products want them, so that gradients come as they lie.
+        shapes[f"{step}.inner"], shapes[f"{step}.inner_bias"] = (count, wide, hidden), (count, 1, hidden)
         shapes[f"{step}.outer"], shapes[f"{step}.outer_bias"] = (
-            (count, 2 * wide, hidden),
+            (count, hidden, 2 * wide),
             (count, 1, 2 * wide),
         )
     return shapes
@@ -266,11 +285,11 @@ def _parts(stacks: dict[str, Tensor], row: int, size: int, form: Form) -> Iterat
         yield name, stacks[name][row, 0, :size]
     for step in range(form.steps + form.auxiliary_steps):
         inner, outer = f"{step}.inner", f"{step}.outer"
-        yield inner, stacks[inner][row, :, :size]
+        yield inner, stacks[inner][row, :size].mT
         yield f"{inner}_bias", stacks[f"{inner}_bias"][row, 0]
-        half = stacks[outer].shape[1] // 2
+        half = stacks[outer].shape[-1] // 2
         for first in (0, half):  # of gates, of shifts
-            yield outer, stacks[outer][row, first : first + size]
+            yield outer, stacks[outer][row, :, first : first + size].mT
             yield f"{outer}_bias", stacks[f"{outer}_bias"][row, 0, first : first + size]
 
 

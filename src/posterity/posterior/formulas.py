@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from posterity.fusing import fusible
 from posterity.posterior.algebra import divided
 from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
@@ -45,12 +46,19 @@ def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: OfMarginals) -> Tensor:
     if isinstance(p, SparsityPrior):
         return q.total(p.divergence(mean, std))
     p_mean, p_std = (p.mean, p.std) if isinstance(p, IsotropicGaussian) else (p.mean(), p.filled_std())
-    growth, shift = (std - p_std) / p_std, (mean - p_mean) / p_std
-    gap = shift * shift + _spread_gap(growth)
+    return 0.5 * q.total(_normal_gaps(mean, std, p_mean, p_std))
+
+
+@fusible
+def _normal_gaps(mean: Tensor, std: Tensor, p_mean: Any, p_std: Any) -> Tensor:
+    """The terms of that sum."""
+    gap = _spread_gap((std - p_std) / p_std)  # first: it takes the most memory
+    shift = (mean - p_mean) / p_std
+    gap = gap + shift * shift
     if isinstance(p_std, Tensor):  # all but a point itself is infinitely far from it
         same = (std == 0) & (mean == p_mean)
         gap = torch.where(p_std > 0, gap, torch.where(same, 0.0, math.inf))
-    return 0.5 * q.total(gap)
+    return gap
 
 
 def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tensor:
@@ -98,17 +106,22 @@ class _SpreadGap(torch.autograd.Function):
 
 
 def _gap(growth: Tensor, look: bool = False) -> Tensor:
-    far = growth * (growth + 2.0) - 2.0 * torch.log1p(growth)
+    # In place, since all of a posterior's weights may be here at once.
+    far = (growth + 2.0).mul_(growth).sub_(torch.log1p(growth), alpha=2.0)
     small = growth.abs() < _SMALL
     if look and not bool(small.any()):  # what is left takes eight times as long
         return far
+    return torch.where(small, _small_gap(growth), far)
+
+
+def _small_gap(growth: Tensor) -> Tensor:
     # g − log(1 + g) = g s − 2 s³ (1/3 + s²/5 + …) with s = g / (2 + g); what is left out is below the last
     # digit for so small a g.
     s = growth / (growth + 2.0)
     square = s * s
-    tail = square * s * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square / 9)))
-    near = growth * growth + 2.0 * (growth * s - 2.0 * tail)
-    return torch.where(small, near, far)
+    series = (square / 9).add_(1 / 7).mul_(square).add_(1 / 5).mul_(square).add_(1 / 3)
+    tail = series.mul_(square).mul_(s)
+    return s.mul_(2.0).add_(growth).mul_(growth).sub_(tail, alpha=4.0)
 
 
 def _independent_kl(
@@ -146,16 +159,14 @@ def _(q: KernelGaussian, p: KernelGaussian) -> Tensor:
 @register_kl(ScaledGaussian, KernelGaussian, needs_draw=True)
 @register_kl(ScaledGaussian, LogUniform, needs_draw=True)  # ARD's variances cannot follow z
 def _(q: ScaledGaussian, p: OfMarginals | KernelGaussian, noise: Mapping[str, Tensor]) -> Tensor:
-    z, log_q = q.scales.draw(noise["z"])
-    mean, std = q.moments_given(z)
+    z, log_q, mean, std = q.scales_from(noise)
     gap = log_q - q.scales.log_auxiliary(z, q.around(mean, std, noise))
     return (_independent_kl(q, mean, std, p) + gap).mean()
 
 
 @register_kl(ScaledGaussian, Density, needs_draw=True)
 def _(q: ScaledGaussian, p: Density, noise: Mapping[str, Tensor]) -> Tensor:
-    z, log_q = q.scales.draw(noise["z"])
-    mean, std = q.moments_given(z)
+    z, log_q, mean, std = q.scales_from(noise)
     weights = q.around(mean, std, noise)
     gap = log_q - q.scales.log_auxiliary(z, weights)
     log_given = -0.5 * noise[""].square() - std.log() - 0.5 * math.log(2.0 * math.pi)

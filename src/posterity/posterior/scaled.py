@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar, Literal, Self, TypeAlias, final
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,29 @@ def scale_shape(mean: Tensor, conv: Conv, dense: Dense) -> torch.Size:
     which = dense if mean.dim() == 2 else conv
     sizes = (mean.shape[0] if which != "input" else 1, mean.shape[1] if which != "output" else 1)
     return torch.Size([*sizes, *[1] * (mean.dim() - 2)])
+
+
+class GivenScales(NamedTuple):
+    """Scales, and what the weights are given these.
+
+    Attributes:
+        z: As :meth:`Scales.draw` gives them.
+        log_q: log q(z), ``[n]``.
+        mean: Means of the weights.
+        std: Their stds.
+    """
+
+    z: Tensor
+    log_q: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+@final
+class _Prepared(dict[str, Tensor]):
+    """The normals of a draw, whose scales are there."""
+
+    given: GivenScales
 
 
 class Scales(nn.Module, ABC):
@@ -231,6 +254,25 @@ class ScaledGaussian(Leaf):
         """Standard deviation of each weight given z = 1, also of those that do not vary."""
         return softplus(self.raw)
 
+    def prepared(self, noises: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+        """The same, with the scales of all that they are behind, which take as many operations as of one."""
+        sizes = [len(noise["z"]) for noise in noises]
+        given = self.scales_from({"z": torch.cat([noise["z"] for noise in noises])})
+        parts = [
+            (each,) * len(sizes) if each.shape == self.shape else torch.split(each, sizes) for each in given
+        ]
+        found = [_Prepared(noise) for noise in noises]
+        for each, *part in zip(found, *parts, strict=True):
+            each.given = GivenScales(*part)
+        return list(found)
+
+    def scales_from(self, noise: Mapping[str, Tensor]) -> GivenScales:
+        """Scales from the normals of :meth:`noise`, and the moments that they give."""
+        if isinstance(noise, _Prepared):
+            return noise.given
+        z, log_q = self.scales.draw(noise["z"])
+        return GivenScales(z, log_q, *self.moments_given(z))
+
     def moments_given(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Means and stds of the weights for scales, as if all varied."""
         std, z = self.filled_std(), self.scales.spread(z)
@@ -305,9 +347,9 @@ class ScaledGaussian(Leaf):
     def _independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         if "z" not in noise:  # layers multiply by them
             return self.loc, self.filled_std()
-        z, _ = self.scales.draw(noise["z"])
-        return self.moments_given(z)
+        given = self.scales_from(noise)
+        return given.mean, given.std
 
     def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
-        z, _ = self.scales.draw(noise["z"])
-        return self.given(z, noise)
+        given = self.scales_from(noise)
+        return self.around(given.mean, given.std, noise)

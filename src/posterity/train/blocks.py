@@ -9,7 +9,7 @@ E[g·eps] · σ'(ρ) for ρ: the sums that rules collect. Where layers draw outp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, cast, final
 
@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from posterity.flat import ALIGN, Layout
+from posterity.fusing import fusible, is_fusing
 from posterity.noise import Domain, Noise
 from posterity.optim.state import FlatGroup, zero
 from posterity.optim.statistics import Accumulator, Sink, Sums
 from posterity.optim.step import Draw
 from posterity.posterior import Density, DiagonalGaussian, Leaf
 from posterity.posterior.divergence import formula_of, leaf_kl
+from posterity.torch_private import foreach_add, foreach_add_, foreach_mul
 from posterity.train.learner import Drawn
 
 _MASKS = ("keep", "held")
@@ -45,6 +47,18 @@ class StepValues(NamedTuple):
     scale: Any
     at: Mapping[str, Any]
     several: bool = False
+
+    def scaled(self, weight: float) -> Any:
+        """Factor of the gradients of samples of some weight, or None."""
+        if self.scale is None:
+            return None if weight == 1 else weight
+        return weight * self.scale
+
+    def of_kl(self, divergence: Tensor) -> Tensor:
+        """The gradient of the loss in a KL."""
+        if isinstance(self.share, Tensor):
+            return self.share.to(divergence.dtype)
+        return torch.full_like(divergence, self.share)
 
 
 class Whole(NamedTuple):
@@ -74,7 +88,6 @@ class Diagonal(ABC):
 
     Attributes:
         flat: The means, with ρ and masks as their state.
-        run: How a function of leaves and tensors is run: as it is, or as one kernel.
         divergence: The KL, as far as it is known.
     """
 
@@ -102,7 +115,6 @@ class Diagonal(ABC):
             self.follow()
         estimated = formula_of(DiagonalGaussian, type(self.prior))[0] is None
         self.at_draw, self._own_draw = estimated and at_draw, estimated and not at_draw
-        self.run: Callable[[Any], Callable[..., Any]] = as_it_is
         self.clear()
 
     def _padding_apart(self) -> Tensor:
@@ -149,7 +161,7 @@ class Diagonal(ABC):
         own = [each.detach().requires_grad_() for each in self._flat()]
         keep, held = (self.flat.state.get(name) for name in _MASKS)
         # A kernel that draws or has the KL makes stds as it goes.
-        masks: dict[str, Any] = {"held": held, "std": softplus(own[1]) if self.run is as_it_is else None}
+        masks: dict[str, Any] = {"held": held, "std": None if is_fusing() else softplus(own[1])}
         leaf = DiagonalGaussian.made_of(*own, keep=keep, **masks)
         counted = self._counted()
         return Whole(
@@ -198,27 +210,28 @@ class Diagonal(ABC):
         return ()
 
     @torch.no_grad()
-    def finish(self, step: StepValues) -> None:
-        """Give μ and ρ their gradients."""
+    def finish(self, step: StepValues) -> Sequence[Tensor]:
+        """Give μ and ρ their gradients; these, in as few tensors as may be."""
         seeds, whole = self._seeds(step), self._whole
         with torch.enable_grad():
             if self.at_draw:
-                ends = [whole.leaf.mean(), whole.leaf.std()]
+                ends: Sequence[Tensor] = [whole.leaf.mean(), whole.leaf.std()]
             else:
                 if self._own_draw:
                     noise = self._noise_of_kl(step.at)
-                    ends = self.run(_with_estimate)(whole.leaf, whole.counted, self.prior, noise)
+                    ends = _with_estimate(whole.leaf, whole.counted, self.prior, noise)
                 else:
-                    ends = self.run(_with_divergence)(whole.leaf, whole.counted, self.prior)
-                seeds.append(ends[-1].new_ones(()) * step.share)
+                    ends = _with_divergence(whole.leaf, whole.counted, self.prior)
+                seeds.append(step.of_kl(ends[-1]))
                 self.divergence = ends[-1].detach()
         found = torch.autograd.grad(ends, whole.own, seeds)
         if self._partial is not None:
-            found = tuple(a + b for a, b in zip(found, self._partial, strict=True))
+            found = foreach_add(list(found), self._partial)
         loc, raw = map(self.flat.layout.views, found)
         for i, block in enumerate(self.leaves):
             give(block.loc, loc[i])
             give(block.raw, raw[i])
+        return found if self._inside is None else [*loc, *raw]  # padding holds anything
 
     def complete(self, step: StepValues) -> Sums:
         """Gradients of the loss in means and stds, also of blocks that it did not reach."""
@@ -275,19 +288,22 @@ class DrawnDiagonal(Diagonal):
     ) -> None:
         """Add gradients at drawn weights to the sums, and those of a KL that is estimated there."""
         own = {i: grad for i, p in enumerate(self.params) if (grad := grads.get(p)) is not None}
+        if self.at_draw:
+            of_kl = dict(enumerate(self.flat.layout.stacked(self._estimate(source, step), len(rows))))
+            if own:
+                parts = [of_kl[i] for i in own]
+                foreach_add_(
+                    parts, [grad.view_as(part) for grad, part in zip(own.values(), parts, strict=True)]
+                )
+            own = of_kl
         mine = step.sums.of(self.flat, source.noise)
         if own:
             mine.add(own, source.noise)
-        if self.at_draw:
-            by_weight = self._estimate(source, step.share)
-            if step.scale is not None:
-                by_weight = {i: grad / step.scale for i, grad in by_weight.items()}
-            mine.add(by_weight, source.noise)
 
-    def _estimate(self, drawn: Draw, share: Any) -> dict[int, Tensor]:
-        """The gradients of the KL at drawn weights in these, by block; those in μ and ρ are kept."""
+    def _estimate(self, drawn: Draw, step: StepValues) -> Tensor:
+        """The gradients of the KL at drawn weights in these, end to end; those in μ and ρ are kept."""
         rows, layout, flat = len(drawn.noise.samples), self.flat.layout, self._flat()
-        estimate, masks = self.run(_at_weights), (self._counted(), self.flat.state.get("held"))
+        masks = self._counted(), self.flat.state.get("held")
         # One sample's blocks lie end to end as the leaves do; the samples of each block lie together.
         spans = self._spans if rows > 1 else [(slice(0, layout.size), layout.size)]
         places = [slice(rows * span.start, rows * span.start + rows * size) for span, size in spans]
@@ -298,17 +314,19 @@ class DrawnDiagonal(Diagonal):
             weights = drawn.flat[place].view(rows, size).detach().requires_grad_()
             keep, held = (None if mask is None else mask[span] for mask in masks)
             with torch.enable_grad():
-                std = softplus(own[1]) if self.run is as_it_is else None
+                std = None if is_fusing() else softplus(own[1])
                 leaf = DiagonalGaussian.made_of(*own, keep=keep, held=held, std=std)
-                total = estimate(leaf, self.prior, weights)
-            grads.append(torch.autograd.grad(total, [weights, *own]))
+                total = _at_weights(leaf, self.prior, weights)
+            grads.append(torch.autograd.grad(total, [weights, *own], step.of_kl(total)))
             self.divergence = self.divergence + drawn.noise.weight * total.detach()
         by_weight, *by_own = zip(*grads, strict=True)
         found = [_end_to_end(each, [span for span, _ in spans], flat[0]) for each in by_own]
-        found = [drawn.noise.weight * share * grad for grad in found]
-        before = self._partial or [torch.zeros_like(grad) for grad in found]
-        self._partial = [a + b for a, b in zip(before, found, strict=True)]
-        return dict(enumerate(layout.stacked(_end_to_end(by_weight, places, drawn.flat) * share, rows)))
+        if drawn.noise.weight != 1:
+            found = list(foreach_mul(found, drawn.noise.weight))
+        self._partial = found if self._partial is None else list(foreach_add(self._partial, found))
+        at_weights = _end_to_end(by_weight, places, drawn.flat)
+        # What is added up there is multiplied by it in the end.
+        return at_weights if step.scale is None else at_weights / step.scale
 
     @cached_property
     def _spans(self) -> list[tuple[slice, int]]:
@@ -319,26 +337,24 @@ class DrawnDiagonal(Diagonal):
 # What a captured step runs as one kernel.
 
 
+@fusible
 def _with_divergence(
     leaf: DiagonalGaussian, counted: DiagonalGaussian, prior: Leaf | Density
 ) -> tuple[Tensor, Tensor, Tensor]:
     return leaf.mean(), leaf.std(), leaf_kl(counted, prior, None, dict)
 
 
+@fusible
 def _with_estimate(
     leaf: DiagonalGaussian, counted: DiagonalGaussian, prior: Leaf | Density, noise: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return leaf.mean(), leaf.std(), leaf_kl(counted, prior, counted.draw(noise), dict)
 
 
+@fusible
 def _at_weights(leaf: DiagonalGaussian, prior: Leaf | Density, weights: Tensor) -> Tensor:
     """The sum over samples of what estimates the KL."""
     return leaf_kl(leaf, prior, weights, dict) * len(weights)
-
-
-def as_it_is(function: Any) -> Any:
-    """A function as it is run in an eager step."""
-    return function
 
 
 def _end_to_end(parts: Sequence[Tensor], places: Sequence[slice], like: Tensor) -> Tensor:

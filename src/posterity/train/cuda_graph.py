@@ -45,6 +45,7 @@ class DeviceNumbers(Numbers):
         pairs = zip(opt.param_groups, self.entries, strict=True)
         super().__init__([{**group, **entries} for group, entries in pairs])
         self._reads = -1  # what the device's clock reads
+        self._rows = Rows()
 
     def refresh(self, opt: VariationalOptimizer) -> None:
         """Before a replay: bring what has changed to the device."""
@@ -72,9 +73,28 @@ class DeviceNumbers(Numbers):
         """Where they are."""
         return list(sums.unbind())
 
+    def row(self, values: Sequence[float], device: torch.device) -> Tensor:
+        """A copy of what a step before the capture has made."""
+        return self._rows(values, device)
+
     def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
         """As one kernel."""
         return fused(function, type(rule))
+
+
+@final
+class Rows:
+    """Rows of numbers that were on the device before a capture, which cannot copy them from the host."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[float, ...], Tensor] = {}
+
+    def __call__(self, values: Sequence[float], device: torch.device) -> Tensor:
+        """A copy in double precision."""
+        key = tuple(values)
+        if key not in self._made:
+            self._made[key] = torch.tensor(key, dtype=torch.float64, device=device)
+        return self._made[key].clone()
 
 
 # By default the compiler starts a process for every core, each of which imports torch.
@@ -154,6 +174,7 @@ class Graph:
             with self.live.inside(), learner.pooling():
                 with torch.cuda.stream(stream), warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's own
+                    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # too
                     for _ in range(2):
                         for _ in self._body():
                             pass  # nothing is sent: others do not wait for it, and all that moves is restored

@@ -7,6 +7,7 @@ end to end as those that are drawn; what leaves of other families give is part o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -153,11 +154,12 @@ class EstimatedOther(Other):
         step: StepValues,
     ) -> None:
         """Keep gradients, each of which is already a sum over samples."""
-        weight_now = weight if step.scale is None else weight * step.scale
+        scaled = step.scaled(weight)
         for p in self.own():
             grad = grads.get(p)
-            self._keep(p, None if grad is None else grad * weight_now)
+            self._keep(p, grad if grad is None or scaled is None else grad * scaled)
         if rows.start == 0:
-            value = self._kl(self.blocks.leaf(), None, 1.0, step)
+            leaf = self.blocks.leaf()
+            value = self._kl(leaf, None, 1.0, partial(self._noise_of_kl, leaf, step))
             if value.requires_grad:
-                self._add([value], [value.new_ones(()) * step.share])
+                self._add([value], [step.of_kl(value)])

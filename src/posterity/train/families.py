@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, final
 
@@ -57,31 +56,32 @@ class Other(ABC):
     ) -> None:
         """Add the gradients of the leaves' own parameters, of the loss and of the KL."""
 
-    def finish(self, step: StepValues) -> None:
-        """Give the leaves' parameters their gradients."""
+    def finish(self, step: StepValues) -> Sequence[Tensor]:
+        """Give the leaves' parameters their gradients; these, in as few tensors as may be."""
         for p, grad in self.grads.items():
             give(p, grad)
+        return self.unsummed()
 
     def unsummed(self) -> Sequence[Tensor]:
-        """All gradients, since autograd makes them."""
-        return list(self.grads.values())
+        """All gradients, since autograd makes them; where these are parts of one tensor, that."""
+        wholes = [grad if grad._base is None else grad._base for grad in self.grads.values()]
+        return list({id(each): each for each in wholes}.values())
 
     def own(self) -> list[Tensor]:
         """The leaves' parameters that want gradients."""
         return [p for leaf in self.blocks.leaves.values() for p in leaf.parameters() if p.requires_grad]
 
-    def _kl(self, leaf: Leaf, weights: Tensor | None, part: float, step: StepValues) -> Tensor:
+    def _noise_of_kl(self, leaf: Leaf, step: StepValues) -> Mapping[str, Tensor]:
+        """Standard normals behind a draw of the KL's own."""
+        # As Variational.kl() has it, after the draw.
+        at: dict[str, Any] = {"seed": step.at["seed"], "step": step.at["step"] + 1, "domain": Domain.SAMPLE}
+        return self.blocks.noise(leaf, range(1), prefix="kl|", **at)
+
+    def _kl(
+        self, leaf: Leaf, weights: Tensor | None, part: float, draw: Callable[[], Mapping[str, Tensor]]
+    ) -> Tensor:
         """The KL of the leaf of all, at drawn weights or at a draw of its own; ``part`` of it counts here."""
-        noise: Callable[[], Mapping[str, Tensor]] = partial(
-            self.blocks.noise,
-            leaf,
-            range(1),
-            prefix="kl|",
-            seed=step.at["seed"],
-            step=step.at["step"] + 1,  # as Variational.kl() has it, after the draw
-            domain=Domain.SAMPLE,
-        )
-        value = leaf_kl(leaf, self.prior, weights, noise)
+        value = leaf_kl(leaf, self.prior, weights, draw)
         self.divergence = self.divergence + part * value.detach()
         return value
 
@@ -100,10 +100,11 @@ class Other(ABC):
 
 
 class _Source(NamedTuple):
-    """All leaves as one, and its weights ``[samples, *shape]``."""
+    """All leaves as one, its weights ``[samples, *shape]``, and the normals of a draw of the KL's own."""
 
     leaf: Leaf
     weights: Tensor
+    own: Mapping[str, Tensor]
 
 
 @final
@@ -122,22 +123,27 @@ class DrawnOther(Other):
         self, blocks: EndToEnd, params: Sequence[Sequence[Tensor]], prior: Leaf | Density, at_draw: bool
     ) -> None:
         super().__init__(blocks, params, prior)
-        family = type(next(iter(blocks.leaves.values())))
-        self._at_draw = at_draw and formula_of(family, type(prior))[0] is None
+        formula, draws = formula_of(type(next(iter(blocks.leaves.values()))), type(prior))
+        self._at_draw = at_draw and formula is None
+        self._own_draw = draws or (formula is None and not at_draw)
 
     @torch.enable_grad()
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> _Source:
         """Weights of some samples."""
         leaf = self.blocks.leaf()
-        weights = leaf.draw(self.blocks.noise(leaf, rows, **step.at))
+        noise: Mapping[str, Tensor] = self.blocks.noise(leaf, rows, **step.at)
+        own: Mapping[str, Tensor] = {}
+        if self._own_draw and rows.start == 0:
+            noise, own = leaf.prepared([noise, self._noise_of_kl(leaf, step)])
+        weights = leaf.draw(noise)
         by_leaf = self.blocks.apart(weights.detach().reshape(len(weights), leaf.shape.numel()))
-        for own, params, values in zip(
+        for each, params, values in zip(
             self.blocks.leaves.values(), self.by_leaf, by_leaf.values(), strict=True
         ):
-            for p, part in zip(params, own.split(values), strict=True):
+            for p, part in zip(params, each.split(values), strict=True):
                 one = part[0] if len(part) == 1 else part
                 drawn.weights[p] = one.detach().requires_grad_(weights.requires_grad)
-        return _Source(leaf, weights)
+        return _Source(leaf, weights, own)
 
     @torch.enable_grad()
     def absorb(
@@ -149,19 +155,18 @@ class DrawnOther(Other):
         step: StepValues,
     ) -> None:
         """Carry gradients at drawn weights on to the leaves' parameters."""
-        leaf, weights = source
+        leaf, weights, noise = source
         ends, seeds = list[Tensor](), list[Tensor]()
         if weights.requires_grad and any(grads.get(p) is not None for p in self.params):
+            found, scaled = self._end_to_end(grads, weights), step.scaled(weight)
             ends.append(weights)
-            seeds.append(
-                self._end_to_end(grads, weights) * (weight if step.scale is None else weight * step.scale)
-            )
+            seeds.append(found if scaled is None else found * scaled)
         if self._at_draw or rows.start == 0:
             part_of = len(rows) * weight if self._at_draw else 1.0
-            value = self._kl(leaf, weights if self._at_draw else None, part_of, step)
+            value = self._kl(leaf, weights if self._at_draw else None, part_of, lambda: noise)
             if value.requires_grad:
                 ends.append(value)
-                seeds.append(value.new_ones(()) * (part_of * step.share))
+                seeds.append(step.of_kl(value) if part_of == 1 else step.of_kl(value) * part_of)
         self._add(ends, seeds)
 
     def _end_to_end(self, grads: Mapping[Tensor, Tensor | None], weights: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count
 from operator import is_
@@ -31,6 +31,7 @@ from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
 from posterity.optim.pooling import SharedBuffers, meeting, refuse_unreached, share_buffers
 from posterity.optim.statistics import Accumulator
+from posterity.optim.step import row
 from posterity.optim.watch import UNTOUCHED
 from posterity.posterior import ByName, Density, Posterior, kl
 from posterity.posterior.matching import prior_of
@@ -97,6 +98,7 @@ class ByGradient(Learner):
         self._behind = Behind(0)
         self._share: float | Tensor = self._share_now()
         self._clock: int | Tensor = model.draws
+        self._row: Callable[..., Tensor] = row
         self._found: list[object] = []
         self._quiet = False
         self._world: World | None = None
@@ -207,7 +209,8 @@ class ByGradient(Learner):
         used = [i in mine.used for mine in plain for i in range(len(mine.group.params))]
         used += [p in block.grads for block, p in self._others]
         poisons = [mine.poison for mine in self.sums]
-        meta = meeting(here, [losses.mean() * scale], list(map(float, used)), losses.device, poisons)
+        numbers, mean = list(map(float, used)), [losses.mean() * scale]
+        meta = meeting(here, mean, numbers, losses.device, poisons, self._row)
         sums = [*(mine.grad for mine in plain), *(mine.both for mine in diagonal)]
         return [meta, *sums, *self._joined.flats]
 
@@ -313,7 +316,7 @@ class ByGradient(Learner):
 
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Give all parameters their gradients; the mean NLL."""
-        loss = self._give_gradients(losses)
+        loss, _ = self._give_gradients(losses)
         poisons = [sums.poison for sums in self.sums]
         poisons.append(0.0 * self._divergence)
         if unsummed := [grad for block in self.blocks.drawn() for grad in block.unsummed()]:
@@ -325,14 +328,13 @@ class ByGradient(Learner):
         return loss + self._divergence
 
     @torch.no_grad()
-    def _give_gradients(self, losses: Tensor) -> Tensor:
-        """The same, without checking whether all is finite."""
+    def _give_gradients(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The same, without checking whether all is finite; and gradients, in few tensors."""
         step = self._values
         loss = losses.mean() if step.scale is None else losses.mean() * step.scale
         for p in self._own:
             p.grad = None  # of the last step, or of before it was frozen
-        for block in self.blocks.drawn():
-            block.finish(step)
+        found = list(chain.from_iterable(block.finish(step) for block in self.blocks.drawn()))
         for flat in self.blocks.plain:
             mine = self.sums.of(flat, None)
             if step.scale is not None:
@@ -340,22 +342,23 @@ class ByGradient(Learner):
             views = flat.layout.views(mine.grad.to(flat.dtype))
             for i in mine.used:
                 give(flat.params[i], views[i])
+                found.append(views[i])
         if self._max_norm is not None:
             clip_grad_norm_(self._trained(), self._max_norm)
         parts = [torch.as_tensor(step.share * block.divergence) for block in self.blocks.drawn()]
-        self._divergence = torch.stack([part.to(loss.device) for part in parts]).sum()
-        return loss
+        each = [part.to(loss.device) for part in parts]
+        self._divergence = each[0] if len(each) == 1 else torch.stack(each).sum()
+        return loss, found
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
         """Move, if loss and gradients are finite."""
-        nll = self._give_gradients(losses)
+        nll, grads = self._give_gradients(losses)
         if self._world is not None:
             share_buffers(self._world, self.module)
         loss = self.objective(nll)
-        grads = [p.grad for p in self._trained() if p.grad is not None]
         # Sums, which are not finite either; a norm takes a CPU ten times as long.
         judged = [loss, *(grad.sum(dtype=loss.dtype).to(loss.device) for grad in grads)]
         value, worst = torch.stack([nll.to(loss.dtype), torch.stack(judged).abs().sum()]).tolist()

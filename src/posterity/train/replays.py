@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from posterity.fusing import fusing
 from posterity.optim import VariationalOptimizer
-from posterity.train.blocks import as_it_is
-from posterity.train.cuda_graph import DeviceNumbers, fused
+from posterity.optim.step import row
+from posterity.train.cuda_graph import DeviceNumbers, Rows, fused
 from posterity.train.learner import Replays
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class GradientReplays(Replays):
         self._share = torch.zeros((), device=device)
         self._rates = [torch.zeros((), device=device) for _ in self._groups]
         self._known: list[float] = [math.nan] * (1 + len(self._rates))
-        self._reads = -1
+        self._reads, self._rows = -1, Rows()
         self.refresh()
 
     @contextmanager
@@ -123,17 +124,14 @@ class GradientReplays(Replays):
         """The learner's numbers and the optimiser's rates are tensors; no step is counted."""
         learner, draws = self._learner, self._learner.model.draws
         rates = [group["lr"] for group in self._groups]
-        learner._share, learner._clock = self._share, self.clock
-        for each in learner.blocks.diagonal:
-            each.run = fused
+        learner._share, learner._clock, learner._row = self._share, self.clock, self._rows
         try:
             for group, rate in zip(self._groups, self._rates, strict=True):
                 group["lr"] = rate
-            yield
+            with fusing(fused):
+                yield
         finally:
-            learner.model.draws = draws
-            for each in learner.blocks.diagonal:
-                each.run = as_it_is
+            learner.model.draws, learner._row = draws, row
             for group, rate in zip(self._groups, rates, strict=True):
                 group["lr"] = rate
 

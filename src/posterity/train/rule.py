@@ -124,6 +124,10 @@ class ByRule(Learner):
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights by the rule's stds."""
         opt, one = self.opt, len(rows) == 1
+        if self.world is not None:
+            examples, count = self._given
+            terms = examples if count is None else count
+            opt.local.scale = 1.0 if isinstance(terms, Tensor) else float(terms or 1.0)
         sources = draw(opt, opt.numbered(rows, self.parts * opt.own_samples()), weight)
         weights: dict[Tensor, Tensor] = {}
         sinks: dict[Tensor, Sink] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
 import threading
 import warnings
@@ -35,6 +36,12 @@ def context():
 
 def hook(*args):
     warn("hook")
+
+def thread(at_end):
+    try:
+        warn("alone")
+    finally:
+        at_end()
 """
 # As if the library had written it.
 LIBRARY: dict[str, Any] = {"warn": warn, "contextmanager": contextmanager}
@@ -66,6 +73,20 @@ def test_a_thread_without_lines_of_the_user_has_a_warning_too() -> None:
         thread.join()
 
     assert [Path(name).name for name, _ in where(run)] == ["threading.py"]
+
+    def run_below() -> None:  # as the threads of autograd do
+        lock = threading.Lock()
+        lock.acquire()
+        _thread.start_new_thread(LIBRARY["thread"], (lock.release,))
+        assert lock.acquire(timeout=60)
+
+    assert [Path(name).name for name, _ in where(run_below)] == ["stand_in.py"]
+
+
+def test_a_line_in_no_module_has_a_warning_too() -> None:
+    assert where(lambda: exec(compile("warn('alone')", "<input>", "exec"), {"warn": warn})) == [
+        ("<input>", 1)
+    ]
 
 
 def test_a_line_that_warns_twice_is_told_of_once() -> None:

@@ -48,3 +48,9 @@ def test_what_is_no_matrix_of_accuracies_is_refused(metric) -> None:
 def test_another_number_of_untrained_accuracies_is_refused() -> None:
     with pytest.raises(ValueError, match=r"each of 3 tasks, not \[2\]"):
         forward_transfer(MATRIX, UNTRAINED[:2])
+
+
+def test_whole_numbers_and_booleans_are_accuracies_too() -> None:
+    right, untrained = torch.tensor([[1, 1], [0, 1]]), torch.tensor([0.25, 0.25])
+    for matrix in (right, right.bool()):
+        assert forward_transfer(matrix, untrained) == 0.75

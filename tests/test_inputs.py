@@ -299,6 +299,21 @@ def test_tensors_keep_their_type_and_arrays_of_floats_take_the_models() -> None:
     assert inputs.moved(X.double().numpy(), nn.ReLU()).dtype == torch.float64
 
 
+def test_tensors_of_inference_mode_can_be_learned_from() -> None:
+    with torch.inference_mode():
+        x, y = X.clone(), Y.clone()
+    model = posterity.variational(Net())
+    model.outputs(x, samples=2).sum().backward()
+    assert model.posterior.block("layer.weight").loc.grad is not None
+    expected = laplace.fit(Net(), (X, Y), prior_precision=1.0).log_evidence
+    assert laplace.fit(Net(), (x, y), prior_precision=1.0).log_evidence == expected
+    net = Net()
+    train_step = posterity.compile_step(
+        net, lambda m, batch: nn.functional.cross_entropy(m(batch["x"]), batch["y"]), BGD(net)
+    )
+    assert torch.isfinite(train_step({"x": x, "y": y}))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_inputs_go_to_the_device_of_the_model() -> None:
     net = Net().cuda()

@@ -246,14 +246,32 @@ def test_parts_are_cut_of_tensors_alone() -> None:
 
 def test_what_compile_step_cannot_use_is_said() -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(TypeError, match="needs an optimiser of posterity, such as BGD or IVON, not Adam"):
+    with pytest.raises(
+        TypeError, match=r"Adam learns no posterior of a plain \w+: pass variational\(model\)"
+    ):
         posterity.compile_step(model, mean_loss, torch.optim.Adam(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^3 learns no posterior of a plain Linear: pass variational"):
+        posterity.compile_step(model, mean_loss, 3)  # type: ignore[arg-type]
     x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
     for samples in (1, 3):
         opt = posterity.BGD(model, mc_samples=samples)
         step = posterity.compile_step(model, lambda m, x, y: mean_loss(m, x, y).item(), opt)  # type: ignore[arg-type, return-value]
         with pytest.raises(TypeError, match="loss_fn must return the loss as a tensor, not float"):
             step(x, y)
+
+
+def test_an_empty_batch_is_refused_by_name() -> None:
+    one, two, bayesian = nn.Linear(3, 2), nn.Linear(3, 2), posterity.variational(nn.Linear(3, 2))
+    adam = torch.optim.Adam(bayesian.parameters())
+    empty, full = ((torch.ones(n, 3), torch.zeros(n, dtype=torch.long)) for n in (0, 4))
+    for step in (
+        posterity.compile_step(one, mean_loss, posterity.BGD(one)),
+        posterity.compile_step(two, mean_loss, posterity.IVON(two, num_data=10)),
+        posterity.compile_step(bayesian, mean_loss, adam, num_data=10),
+    ):
+        with pytest.raises(ValueError, match="the batch has 0 examples on axis 0: leave empty batches out"):
+            step(*empty)
+        assert torch.isfinite(step(*full))
 
 
 def test_waiting_samples_are_not_mixed_in() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from posterity import blundell, elbo, variational, warmup
+from posterity.objective import heard_by
 
 NLL, KL = torch.tensor(0.3), torch.tensor(50.0)
 
@@ -66,6 +67,27 @@ def test_bad_numbers_are_refused() -> None:
     for given in ({"start": -1.0}, {"start": math.nan}, {"end": -0.5}, {"end": math.inf}):
         with pytest.raises(ValueError, match="start and end must be 0 or more, and finite, not"):
             warmup(10, **given)
+
+
+class Listener:
+    """Keeps what it is told of."""
+
+    def __init__(self) -> None:
+        self.heard: list[torch.Tensor] = []
+
+    def hear(self, nll: torch.Tensor) -> None:
+        self.heard.append(nll)
+
+
+def test_a_kl_tells_of_losses_that_are_learned_from() -> None:
+    listener, nll = Listener(), NLL.clone().requires_grad_()
+    divergence = heard_by(2.0 * KL.clone().requires_grad_(), listener.hear)
+    elbo(nll, divergence, num_data=10)
+    assert listener.heard == [nll]
+    elbo(NLL, divergence, num_data=10)
+    elbo(nll.expand(3), heard_by(divergence.expand(3), listener.hear), num_data=10)
+    elbo(nll, heard_by(KL, listener.hear), num_data=10)  # of a frozen posterior
+    assert len(listener.heard) == 1
 
 
 def test_a_saved_kl_is_a_number_alone() -> None:

@@ -162,6 +162,17 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict(nn.Sequential(nn.Linear(5, 6)), q, x)
 
 
+def test_an_error_of_the_model_has_the_shape_of_its_inputs_beside_it() -> None:
+    model, q, x = make()
+    for given in ({"posterior": q}, {}):
+        with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+            posterity.predict(model, x=x[:, 1:], **given)
+        (note,) = caught.value.__notes__
+        assert note.startswith(
+            "Sequential ran on inputs of shape [10, 3]: pass predict() what the model takes"
+        )
+
+
 def test_a_posterior_of_other_names_says_which_module_to_pass() -> None:
     model, q, x = make()
     advice = r": pass the module itself, .* and build the optimizer from it or its named_parameters\(\)$"

@@ -196,3 +196,13 @@ def test_memory_does_not_grow_with_the_number_of_inputs() -> None:
     )
     before, peak = (1024 * int(each) for each in found.stdout.split())
     assert peak - before < 20_000 * 100 * 10 * 4  # one copy of all outputs; they took four
+
+
+def test_repr_is_one_line_without_the_outputs() -> None:
+    outputs = torch.zeros(10, 5, 2)
+    assert repr(Prediction(outputs)) == "Prediction(networks=10, outputs=[5, 2], mode='average')"
+    p = Prediction(Statistics(outputs, Classes(1)), "vote", class_dim=1)
+    assert repr(p) == "Prediction(networks=10, outputs=[5, 2], mode='vote', keep_samples=False, class_dim=1)"
+    assert repr(Prediction(outputs[..., :1], binary=True)).endswith(
+        "outputs=[5, 1], mode='average', binary=True)"
+    )

@@ -31,7 +31,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         category,
         frame.f_code.co_filename,
         frame.f_lineno,
-        module=names.get("__name__"),
+        module=names.get("__name__", "<string>"),  # a warning of None is dropped
         registry=names.setdefault("__warningregistry__", {}),
     )
 

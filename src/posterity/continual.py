@@ -67,7 +67,8 @@ def forward_transfer(accuracy: Tensor, untrained: Tensor) -> float:
         >>> forward_transfer(torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.tensor([0.25, 0.25]))
         0.25
     """
-    matrix, untrained = _square(accuracy), untrained.to(accuracy)
+    matrix = _square(accuracy)
+    untrained = untrained.to(matrix)  # whose numbers are floats, whatever those of accuracy are
     if untrained.shape != matrix[0].shape:
         raise ValueError(
             f"untrained must have one accuracy for each of {len(matrix)} tasks, not {list(untrained.shape)}"

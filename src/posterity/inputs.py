@@ -135,7 +135,10 @@ def length(x: Inputs) -> int:
 
 
 def moved(x: Inputs, model: nn.Module) -> Inputs:
-    """The inputs as tensors on the model's device; arrays of floats take its dtype, tensors keep theirs."""
+    """The inputs as tensors on the model's device; arrays of floats take its dtype, tensors keep theirs.
+
+    Tensors made in inference mode are copied outside it: no backward pass could keep them.
+    """
     own = chain(model.parameters(), model.buffers())
     like = next((each for each in own if each.is_floating_point()), None)
 
@@ -146,6 +149,8 @@ def moved(x: Inputs, model: nn.Module) -> Inputs:
         if not isinstance(each, Tensor):
             each = torch.as_tensor(each.__array__().copy())  # torch takes no read-only or reversed arrays
             dtype = like.dtype if like is not None and each.is_floating_point() else None
+        elif each.is_inference() and not torch.is_inference_mode_enabled():
+            each = each.clone()
         return cast(Tensor, each if like is None else each.to(like.device, dtype))
 
     return mapped(x, move)

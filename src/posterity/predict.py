@@ -174,11 +174,20 @@ def predict(
     ) -> Tensor:
         if id(model) not in replicas:  # one that the source of networks has
             model = evaluating(model)
-        if not weights:
-            return called(model, batch, output)[None]
         around = None if linearise is False else centre or around
         args, kwargs = arguments(batch)
-        return run_replica(model, weights, *args, how=how, output=output, around=around, **kwargs)
+        try:
+            if not weights:
+                return called(model, batch, output)[None]
+            return run_replica(model, weights, *args, how=how, output=output, around=around, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            shapes: list[str] = []
+            mapped(batch, lambda each: shapes.append(str(list(each.shape))))
+            ran = f"{type(model).__name__} ran on inputs of shape {', '.join(shapes)}"
+            error.add_note(f"{ran}: pass predict() what the model takes by itself, as model(x)")
+            raise
 
     some: list[range | None] = [None]
     if mode != "mean":

@@ -102,6 +102,13 @@ class Prediction:
         if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {described(self.mode)}")
 
+    def __repr__(self) -> str:
+        shape = list(self.outputs.shape[1:] if isinstance(self.outputs, Tensor) else self.outputs.shape)
+        more = "" if isinstance(self.outputs, Tensor) else ", keep_samples=False"
+        more += "" if self.class_dim is None else f", class_dim={self.class_dim}"
+        more += ", binary=True" if self.binary else ""
+        return f"Prediction(networks={self.networks}, outputs={shape}, mode={self.mode!r}{more})"
+
     @property
     def samples(self) -> Tensor:
         """The outputs of every network ``[S, B, ...]``, where they were kept."""

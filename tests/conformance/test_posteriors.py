@@ -496,3 +496,15 @@ def test_all_but_a_point_mass_is_infinitely_far_from_it(estimated: bool) -> None
     loss.backward()
     assert mean.grad is not None
     assert mean.grad[0] == -4.0
+
+
+def test_repr_is_one_line_of_counts_kinds_and_names() -> None:
+    leaves = {name: DiagonalGaussian(torch.zeros(2, 3), 0.1) for name in ("a.weight", "b.weight")}
+    assert repr(Factorised(leaves)) == (
+        "Factorised(blocks=2, weights=12, kinds=[2 DiagonalGaussian], names=['a.weight', 'b.weight'])"
+    )
+    rows = MatrixGaussian(torch.zeros(2, 3), torch.eye(2), torch.eye(3))
+    assert repr(Factorised({**leaves, "c": rows}, linearised=True)) == (
+        "Factorised(blocks=3, weights=18, kinds=[2 DiagonalGaussian, 1 MatrixGaussian], "
+        "names=['a.weight', …, 'c'], linearised=True)"
+    )

@@ -273,7 +273,7 @@ def predict(draw: Draw) -> Trial:
         call,
         f"predict({type(models).__name__}, {type(source).__name__}, {x!r}, {given}).{view}",
         [model, q],
-        lambda: model(x),
+        lambda: (models if isinstance(models, nn.Module) else model)(x),
         clean=draw.clean and "seed" not in given,
     )
 

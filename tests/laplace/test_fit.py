@@ -752,3 +752,13 @@ def test_one_logit_needs_to_be_said() -> None:
         laplace.fit(nn.Linear(3, 2), (x, y), binary=True)
     with pytest.raises(ValueError, match="leave one of them out"):
         laplace.fit(nn.Linear(3, 1), (x, y), binary=True, likelihood="regression")
+
+
+def test_repr_is_one_line_without_the_weights() -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    found = laplace.fit(net, (X, Y), names="*", prior_precision=5.0)
+    assert repr(found) == "Laplace(blocks=2, weights=43, prior_precision=5, num_data=6, temperature=1)"
+    low, high = sorted((found := found.with_prior("marginal-by-block")).prior_precision.values())
+    assert f"prior_precision={low:.4g} … {high:.4g}, " in repr(found)
+    found = laplace.fit(nn.Linear(4, 1), (X, X[:, :1]), likelihood="regression", noise_variance=0.5)
+    assert repr(found).endswith("num_data=6, temperature=1, noise_variance=0.5)")

@@ -29,6 +29,9 @@ class Site(NamedTuple):
 
 
 _OPTIM, _Q, _LAB = "posterity/optim", "posterity/posterior", "posterity_lab"
+_NOISE_OF_PARTS = (
+    "distributed/test_semantics.py::test_shares_in_unlike_numbers_of_parts_have_noise_of_their_own",
+)
 
 # Rules: each is compared with a transcription of its paper.
 _RULES = [
@@ -307,6 +310,27 @@ _SETTINGS = [
         "more * more / self.parts if squares else more",
         "more * more if squares else more",
         ("distributed/test_semantics.py::test_shares_in_unlike_numbers_of_parts",),
+    ),
+    Site(
+        "by a rule, shares in unlike numbers of parts draw the same noise",
+        "posterity/train/rule.py",
+        "opt.numbered(rows, self.parts * opt.own_samples())",
+        "opt.numbered(rows, round(1 / weight))",
+        _NOISE_OF_PARTS,
+    ),
+    Site(
+        "by gradient, shares in unlike numbers of parts draw the same noise",
+        "posterity/train/gradient.py",
+        "self._world.rank * self.parts * self._samples if",
+        "self._world.rank * round(1 / weight) if",
+        _NOISE_OF_PARTS,
+    ),
+    Site(
+        "samples are numbered as if batches were not cut",
+        "posterity/train/step.py",
+        "        learner.parts = parts\n",
+        "",
+        _NOISE_OF_PARTS,
     ),
     Site(
         "gradients that change after they were sent are lost",
@@ -755,6 +779,34 @@ _POSTERIORS = [
         "index_select(-1, self._column)",
         "index_select(-1, self._row)",
         ("exact/test_kernel.py::test_density_and_draws_are_those_of_the_definition",),
+    ),
+    Site(
+        "rows of a large kernel's factor are summed in the last place of their band",
+        f"{_Q}/kernel.py",
+        "[row % _BAND]",
+        "[row.clamp_max(_BAND - 1)]",
+        ("exact/test_kernel.py::test_draws_and_stds_of_large_kernels",),
+    ),
+    Site(
+        "sums over rows of a large kernel's factor end with those of rows that are not there",
+        f"{_Q}/kernel.py",
+        "of_row in bands], -1)[..., :positions]",
+        "of_row in bands], -1)",
+        ("exact/test_kernel.py::test_draws_and_stds_of_large_kernels",),
+    ),
+    Site(
+        "a large kernel's bands begin one row late",
+        f"{_Q}/kernel.py",
+        "[sum(range(row, min(row + _BAND, positions))) for row in first]",
+        "[sum(range(row + 1, min(row + _BAND + 1, positions))) for row in first]",
+        ("exact/test_kernel.py::test_draws_and_stds_of_large_kernels",),
+    ),
+    Site(
+        "a large kernel's rows are summed by one matrix",
+        f"{_Q}/kernel.py",
+        "_BAND = 32\n",
+        "_BAND = 1 << 20\n",
+        ("exact/test_kernel.py::test_indices_of_large_kernels_grow_as_their_factors",),
     ),
     Site(
         "a flow adds its log-determinant",
@@ -1604,6 +1656,90 @@ _USES = [
         "return nll + (factor_at(factor, step) / num_data) * divergence",
         "return nll + factor_at(factor, step) * divergence",
         ("test_objective.py::test_an_epoch_counts_the_divergence_once",),
+    ),
+    Site(
+        "a KL is saved with what hears of it",
+        "posterity/objective.py",
+        "return {} if tensor.grad_fn is None else cast(dict[str, Any], tensor.grad_fn.metadata)",
+        "return tensor.__dict__",
+        ("test_objective.py::test_a_saved_kl_is_a_number_alone",),
+    ),
+    Site(
+        "a KL without a graph cannot be noted",
+        "posterity/objective.py",
+        "return {} if tensor.grad_fn is None else cast(",
+        "return cast(",
+        ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
+    ),
+    Site(
+        "a KL keeps its model alive",
+        "posterity/objective.py",
+        "= WeakMethod(hear)",
+        "= lambda: hear",
+        ("test_objective.py::test_a_kl_keeps_no_model_alive",),
+    ),
+    Site(
+        "a loop's losses are not heard of",
+        "posterity/objective.py",
+        "            hear(nll)\n",
+        "            pass\n",
+        ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
+    ),
+    Site(
+        "losses that are only looked at are heard of",
+        "posterity/objective.py",
+        "if nll.requires_grad and nll.numel() == 1 and not",
+        "if nll.numel() == 1 and not",
+        ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
+    ),
+    Site(
+        "losses of single samples are heard of",
+        "posterity/objective.py",
+        "if nll.requires_grad and nll.numel() == 1 and not",
+        "if nll.requires_grad and not",
+        ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
+    ),
+    Site(
+        "a warning names a line of torch",
+        "posterity/caller.py",
+        "os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)",
+        "contextlib.__file__)",
+        ("test_caller.py::test_a_line_of_the_user_is_named_through_torch",),
+    ),
+    Site(
+        "a warning at the end of a with statement names a line of contextlib",
+        "posterity/caller.py",
+        ", contextlib.__file__)",
+        ")",
+        ("test_caller.py::test_the_end_of_a_with_statement_is_a_line_of_the_user",),
+    ),
+    Site(
+        "a warning in a thread without lines of the user is an error",
+        "posterity/caller.py",
+        ".startswith(_PASSED) and frame.f_back is not None:",
+        ".startswith(_PASSED):",
+        ("test_caller.py::test_a_thread_without_lines_of_the_user_has_a_warning_too",),
+    ),
+    Site(
+        "a warning names the line that called the user's",
+        "posterity/caller.py",
+        "while frame.f_code.co_filename.startswith(_PASSED) and",
+        "while",
+        ("test_caller.py::test_a_line_of_the_user_is_named_through_torch",),
+    ),
+    Site(
+        "a warning of a line in no module is lost",
+        "posterity/caller.py",
+        'names.get("__name__", "<string>")',
+        'names.get("__name__")',
+        ("test_caller.py::test_a_line_in_no_module_has_a_warning_too",),
+    ),
+    Site(
+        "a line warns of the same at every step",
+        "posterity/caller.py",
+        'names.setdefault("__warningregistry__", {})',
+        "{}",
+        ("test_caller.py::test_a_line_that_warns_twice_is_told_of_once",),
     ),
     Site(
         "Blundell's weights are off by one batch",

@@ -124,6 +124,18 @@ class Laplace:
     noise_variance: float | None
     linearise: bool = True
 
+    def __repr__(self) -> str:
+        weights = sum(each.values.numel() for each in self.spectra.values())
+        priors = sorted({*self.prior_precision.values()})
+        ends = (
+            " … ".join(f"{each:.4g}" for each in dict.fromkeys((priors[0], priors[-1]))) if priors else "none"
+        )
+        noise = "" if self.noise_variance is None else f", noise_variance={self.noise_variance:.4g}"
+        return (
+            f"Laplace(blocks={len(self.spectra)}, weights={weights}, prior_precision={ends}, "
+            f"num_data={self.num_data}, temperature={self.temperature:.4g}{noise})"
+        )
+
     def posterior(self) -> Factorised:
         """q: means at the trained weights, precision N F / τ + δ."""
         return Factorised(

@@ -56,6 +56,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, final
 import torch
 from torch import Tensor
 
+from posterity.arguments import described
 from posterity.curvature import Collector, Squares
 from posterity.names import NameFilter
 from posterity.optim.entries import constructor
@@ -163,6 +164,8 @@ class GaussNewton(VariationalOptimizer):
         """Refuse values for which the rule is undefined."""
         above_zero(group, "num_data", "temperature", "augmentation", "lr_unit")
         at_least_zero(group, "prior_precision", "damping", "hess_init")
+        if not isinstance(group["keep_velocity"], bool):
+            raise ValueError(f"keep_velocity must be True or False, not {described(group['keep_velocity'])}")
         size = float(group["num_data"]) * float(group["augmentation"]) / float(group["temperature"])
         moderate("num_data · augmentation / temperature", size)
         if not group["prior_precision"] + group["damping"] > 0:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -82,6 +83,17 @@ class Factorised(Posterior):
             self.tensors["+".join(names)] = names
         # A module's children may not have dots in their names; parameters usually do.
         self._leaves = nn.ModuleList(blocks.values())
+
+    def __repr__(self) -> str:
+        kinds = Counter(type(leaf).__name__ for leaf in self.blocks.values())
+        weights = sum(shape.numel() for shape in self.shapes().values())
+        names = [*map(repr, self.tensors)]
+        found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        ends = ", ".join(names if len(names) < 3 else (names[0], "…", names[-1]))
+        linearised = ", linearised=True" if self.linearised else ""
+        return (
+            f"Factorised(blocks={len(names)}, weights={weights}, kinds=[{found}], names=[{ends}]{linearised})"
+        )
 
     @property
     def blocks(self) -> dict[str, Leaf]:

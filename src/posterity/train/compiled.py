@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from posterity import noise
-from posterity.arguments import FUNCTION, MODULE, NUMBER, WHOLE, takes
+from posterity.arguments import FUNCTION, MODULE, NUMBER, WHOLE, described, takes
 from posterity.caller import warn
 from posterity.objective import Factor
 from posterity.optim import VariationalOptimizer
@@ -120,9 +120,10 @@ def compile_step(
                 raise TypeError(f"{name}= is for variational() models: give it to {type(optimizer).__name__}")
         learner = ByRule(model, optimizer)
     else:
+        given = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else described(optimizer)
         raise TypeError(
-            f"compile_step needs an optimiser of posterity, such as BGD or IVON, not "
-            f"{type(optimizer).__name__}; or else a model made by variational()"
+            f"{given} learns no posterior of a plain {type(model).__name__}: pass variational(model) and "
+            "a torch optimiser of its parameters, or a rule such as BGD(model) as the optimiser"
         )
     step = TrainStep(learner, loss_fn, max_norm, chunk, parts)
     if not can_capture(learner.devices()):

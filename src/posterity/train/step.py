@@ -67,6 +67,8 @@ class TrainStep:
         batch = self.as_tensors(batch)
         size = self.examples(batch)  # loss functions may take things out of dicts
         learner.begin(size, count)
+        if size == 0 and learner.world is None:  # others would wait for this process, which goes on with nan
+            raise ValueError(f"the batch has 0 examples on axis {learner.batch_dim}: leave empty batches out")
         self._keeper.keep()
         try:
             with learner.pooling():

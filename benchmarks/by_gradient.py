@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from reproduced import NAMES, RECORDS, WIDTHS, Record, calibration, lengths, load, metric
+from reproduced import NAMES, RECORDS, WIDTHS, Record, calibration, error, lengths, load, metric
 from tables import spread, table
+
+from posterity_lab.reproduce.experiments import EXPERIMENTS
+
+# Shares of the weights that are removed, and what columns of them are called.
+REMOVED = (0.0, 0.5, 0.75, 0.95, 0.98)
+SHARES = ("whole", "−50 %", "−75 %", "−95 %", "−98 %")
 
 
 def trade_off(folder: Path = RECORDS) -> str:
@@ -29,6 +35,33 @@ def trade_off(folder: Path = RECORDS) -> str:
         )
         rows.append([setting, NAMES[method], f"{name.replace('_', ' ')} {values}", "; ".join(cells)])
     return table(["net", "method", "tried", "error on held-out images, %, and compression"], rows)
+
+
+def blundell(folder: Path = RECORDS) -> str:
+    """Bayes by Backprop's table: errors by averaged probabilities, those of single networks in brackets."""
+    found, paper = load(folder, "bbb-mnist"), EXPERIMENTS["bbb-table1"].paper
+    rows = []
+    for method in NAMES:
+        runs = [found.get((width, method), []) for width in WIDTHS]
+        if any(runs):
+            cells = [f"{error('average')(each)} ({error('single')(each)})" if each else "–" for each in runs]
+            theirs = " / ".join(str(paper.get((width, method), "–")) for width in WIDTHS)
+            rows.append([NAMES[method], *cells, theirs, lengths([run for each in runs for run in each])])
+    head = ["test error, %: averaged (single)", *(f"2×{width}" for width in WIDTHS), "paper", "runs"]
+    return table(head, rows)
+
+
+def pruned_runs(folder: Path = RECORDS) -> str:
+    """The nets of 2×1200 with ever more weights removed: errors by averaged probabilities."""
+    theirs = EXPERIMENTS["bbb-pruning"].paper["1200", "bbb-mixture"].split(" / ")
+    rows = [[f"paper's {NAMES['bbb-mixture']}", *theirs, ""]]
+    for (setting, method), records in load(folder, "bbb-mnist").items():
+        if setting.startswith("1200"):
+            curves = [run["metrics"]["pruning"]["average"] for run in records]
+            errors = [dict(zip(curve["fractions"], curve["errors"], strict=True)) for curve in curves]
+            cells = [spread((each[share] for each in errors), 2, 100) for share in REMOVED]
+            rows.append([NAMES[method] + setting.removeprefix("1200"), *cells, lengths(records)])
+    return table(["test error, %", *SHARES, "runs"], rows)
 
 
 def best_trials(folder: Path = RECORDS) -> str:
@@ -61,9 +94,8 @@ def pruning_trials(folder: Path = RECORDS) -> str:
             continue
         curve = record["metrics"]["pruning"]["average"]
         errors = dict(zip(curve["fractions"], curve["errors"], strict=True))
-        rows.append([name, *tried, *(f"{100 * errors[share]:.2f}" for share in (0.0, 0.5, 0.75, 0.95, 0.98))])
-    head = ["by", "stds begin at", "KL's factor", "whole", "−50 %", "−75 %", "−95 %", "−98 %"]
-    return table(head, rows)
+        rows.append([name, *tried, *(f"{100 * errors[share]:.2f}" for share in REMOVED)])
+    return table(["by", "stds begin at", "KL's factor", *SHARES], rows)
 
 
 def incremental(folder: Path = RECORDS) -> str:

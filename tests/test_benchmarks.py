@@ -608,6 +608,16 @@ def test_tables_of_gradient_methods_show_runs_and_trials(tmp_path: Path) -> None
     leave("bbb-mnist", "400", "sgd", {"averaged_accuracy": 0.9}, {"lr": 0.1})  # not at every width yet
     assert by_gradient.best_trials(tmp_path).splitlines()[2:] == ["| BBB | 1.80 | 1.80 | 1.80 |"]
     curve = {"fractions": [0.0, 0.5, 0.75, 0.9, 0.95, 0.98], "errors": [0.01, 0.02, 0.03, 0.9, 0.04, 0.05]}
+    ran = {"errors": {"average": 0.0144, "single": 0.0189}, "pruning": {"average": curve}}
+    leave("bbb-mnist", "1200", "bbb-mixture", ran)
+    leave("bbb-mnist", "1200 to prune by Adam", "bbb-mixture", ran)
+    assert by_gradient.blundell(tmp_path).splitlines()[2:] == [
+        "| BBB (mixture prior) | – | – | 1.44 (1.89) | 1.36 / 1.34 / 1.32 | 9 epochs, 1 seed |"
+    ]
+    assert by_gradient.pruned_runs(tmp_path).splitlines()[3:] == [
+        "| BBB (mixture prior) | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 | 9 epochs, 1 seed |",
+        "| BBB (mixture prior) to prune by Adam | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 | 9 epochs, 1 seed |",
+    ]
     tried = {"std_init": 0.05, "kl_factor": 0.3}
     leave("bbb-mnist", "1200 to prune by Adam", "bbb-mixture", {"pruning": {"average": curve}}, tried)
     leave("bbb-mnist", "1200 to prune by SGD", "bbb-mixture", None, tried)
@@ -698,11 +708,22 @@ def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
             keep("earlier/bgd-mnist", width, "bgd", seed, errors)
             keep("bgd-mnist", width, "bgd", seed, {"errors": {"single": single - 0.001}})
         keep("bgd-mnist", width, "sgd", 0, {"errors": {"single": 0.015}})
+        for number, method in enumerate(("bbb", "bbb-mixture", "sgd-dropout")):
+            both = {"single": 0.01 * (number + 1), "average": 0.02 * (number + 1)}
+            keep("bbb-mnist", width, method, 0, {"errors": both})
     _, ours, others, _, runs = headline.error_row(tmp_path)
     first, second = " / ".join(["1.75 ± 0.07"] * 3), " / ".join(["1.65 ± 0.07"] * 3)
     assert ours == f"BGD, paper's rule {first}; η 1.8 and a temperature {second}"
-    assert others == "SGD 1.50 / 1.50 / 1.50"
+    dropout = "SGD with dropout 3.00 / 3.00 / 3.00"
+    own = "BBB 1.00 / 1.00 / 1.00; BBB (mixture prior) 2.00 / 2.00 / 2.00"
+    assert others == f"SGD 1.50 / 1.50 / 1.50; in the runs of the next row {own}; {dropout}"
     assert runs.endswith("7 epochs, 2 seeds; SGD: 7 epochs, 1 seed")
+    _, ours, others, paper, _ = headline.averaged_row(tmp_path)
+    assert ours == "BBB 2.00 / 2.00 / 2.00; BBB (mixture prior) 4.00 / 4.00 / 4.00"
+    assert (others, paper) == (
+        "SGD with dropout 6.00 / 6.00 / 6.00",
+        "1.82 / 1.99 / 2.04; 1.36 / 1.34 / 1.32",
+    )
 
     def pruned(before: float, after: float) -> dict[str, Any]:
         return {

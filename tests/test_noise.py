@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import posterity
+from posterity import noise
 from posterity.flat import CHUNK, Layout
 from posterity.noise import Domain, Noise, address, fresh, new_seed, normal
 
@@ -349,3 +350,19 @@ def test_new_seeds_follow_manual_seed() -> None:
     torch.manual_seed(1)
     with torch.device("meta"):  # where others build their models
         assert [new_seed() for _ in range(3)] == first
+
+
+def test_a_graph_holds_the_tables_of_addresses_that_its_replays_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pinned:
+        def to(self, device: torch.device, non_blocking: bool) -> object:
+            return object()
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **how: Pinned() if how["pin_memory"] else None)
+    held: list[torch.Tensor] = []
+    with noise.read_by_replays(held):
+        first = noise.addresses((1, 2), torch.device("cuda"))
+    second = noise.addresses((1, 2), torch.device("cuda"))
+    assert first is not second  # one graph's replays do not write what another reads
+    assert [type(each) for each in held] == [Pinned]
+    assert noise._read_by_others.pop() is not held[0]

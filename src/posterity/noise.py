@@ -16,6 +16,8 @@ import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import count
@@ -39,6 +41,9 @@ _WORTH_THREADS = 1 << 16
 _WORTH_A_LAUNCH = 1 << 20
 # Gradients of a layer that are held at once.
 _AT_ONCE = 1 << 25
+_read_by_replays: ContextVar[list[Tensor] | None] = ContextVar("read_by_replays", default=None)
+# Of graphs that others capture around a step the end is not known: theirs stay as long as the process.
+_read_by_others: list[Tensor] = []
 
 
 class Domain(IntEnum):
@@ -258,14 +263,38 @@ def alike(tensors: Collection[Tensor], dtype: torch.dtype) -> bool:
     return all(map(Tensor.is_contiguous, tensors)) and {each.dtype for each in tensors} == {dtype}
 
 
-@lru_cache(maxsize=64)
 def addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses of tensors, where a kernel can read them; the host does not wait until they are there.
+    """Addresses of tensors, where a kernel can read them; the host does not wait until they are there."""
+    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return _addresses(at, device)
+    # Each replay reads the host's memory again, and only this graph's replays write the device's.
+    host = torch.tensor(at, dtype=torch.int64, pin_memory=True)
+    held = _read_by_replays.get()
+    (_read_by_others if held is None else held).append(host)
+    return host.to(device, non_blocking=True)
 
-    So few bytes leave the host's memory before the call returns; a graph that is captured reads them later.
+
+@lru_cache(maxsize=64)
+def _addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
+    """So few bytes leave the host's memory before the call returns."""
+    return torch.tensor(at, dtype=torch.int64).to(device, non_blocking=True)
+
+
+@contextmanager
+def read_by_replays(tensors: list[Tensor]) -> Iterator[None]:
+    """Inside, a graph is captured that holds these tensors of the host; the list grows.
+
+    Example:
+        >>> held = []
+        >>> with read_by_replays(held):
+        ...     _read_by_replays.get() is held
+        True
     """
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return torch.tensor(at, dtype=torch.int64, pin_memory=captured).to(device, non_blocking=True)
+    before = _read_by_replays.set(tensors)
+    try:
+        yield
+    finally:
+        _read_by_replays.reset(before)
 
 
 def _fill(out: Tensor, jobs: Iterator[tuple[int, Piece, int]]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posterity import buffers
-from posterity.noise import kernels
+from posterity.noise import kernels, read_by_replays
 from posterity.optim.counting import Behind
 from posterity.optim.step import Numbers
 from posterity.torch_private import TreeSpec, dynamo_config, tree_flatten, tree_unflatten
@@ -164,6 +164,7 @@ class Graph:
         size, scale = learner.behind(self.examples, count)
         self.behind = Behind(size, None if scale is None else torch.tensor(scale, device=device))
         self.host_loss = torch.zeros(()).pin_memory()
+        self._read: list[Tensor] = []  # of the host, by every replay
         self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
         self.keeper, self.world = buffers.Keeper(step.target), learner.world
         self.generation, self.used = learner.generation, 0
@@ -257,7 +258,10 @@ class Graph:
         while sent is not None:
             graph = torch.cuda.CUDAGraph()
             # Threads of others, such as NCCL's, may ask the device what they like in the meantime.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with (
+                read_by_replays(self._read),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
                 sent = next(body, None)
             pool = graph.pool()
             yield graph, sent or ()

@@ -344,6 +344,25 @@ def test_leaves_of_one_kind_learn_together_what_they_learn_alone(
     near(*results)
 
 
+def test_scales_of_as_many_weights_as_draws_stay_apart() -> None:
+    """Two weights in all, and two draws: of the loss and of the KL."""
+    data, results = Y[:, None], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
+        m = variational(net, family=posterity.mnf, std_init=0.1, seed=3)
+        opt = OPTIMISERS["SGD"](m.parameters())
+        step = posterity.compile_step(m, lambda net, x: net(x).square().mean(), opt, num_data=N)
+        if compiled:
+            loss = step(data.double())
+        else:
+            loss = elbo(m(data.double()).square().mean(), m.kl(), num_data=N)
+            loss.backward()
+            opt.step()
+        results.append(everything(m, opt) | {"loss": loss.detach()})
+    near(*results)
+
+
 @pytest.mark.parametrize("prior", ["gaussian", "mixture"])
 def test_resuming_is_exact(prior: str) -> None:
     def make() -> tuple[Variational, torch.optim.Optimizer, Any]:

@@ -21,6 +21,7 @@ from posterity import (
     ByName,
     DiagonalGaussian,
     DivergenceWarning,
+    Factorised,
     IsotropicGaussian,
     Leaf,
     ScaleMixture,
@@ -136,6 +137,25 @@ def test_compiled_equals_plain_loop(prior: str, optimiser: str, samples: int) ->
         losses = [step(X, Y) if compiled else by_hand(m, opt, p, samples, 0.3, i) for i in range(4)]
         results.append(everything(m, opt) | {"losses": torch.stack(losses)})
     near(*results)
+
+
+def test_masks_of_a_leaf_that_lies_alone_are_followed() -> None:
+    def make(*keep: bool) -> tuple[Variational, Any]:
+        leaf = DiagonalGaussian(torch.ones(1, 3).double(), 0.1, keep=torch.tensor([keep]), trainable=True)
+        m = Variational(nn.Linear(3, 1, bias=False).double(), Factorised({"weight": leaf}), seed=3)
+        opt = torch.optim.SGD(m.parameters(), lr=0.1)
+        return m, posterity.compile_step(m, lambda net, x: net(x).square().mean(), opt, num_data=N)
+
+    x, (m, step), (other, expected) = (
+        torch.ones(2, 3).double(),
+        make(True, True, False),
+        make(False, True, True),
+    )
+    step(x)
+    m.load_state_dict(other.state_dict())
+    torch.testing.assert_close(step(x), expected(x), rtol=0, atol=0)
+    for a, b in zip(m.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("samples", [1, 3])

@@ -313,6 +313,52 @@ class Sloped(nn.Module):
         return self.slope * self.fc(x)
 
 
+class Shifted(Leaf):
+    """``loc + shift + noise``: autograd has one gradient for both parameters."""
+
+    def __init__(self, mean: Tensor, std: float) -> None:
+        super().__init__(mean.shape)
+        self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
+        self.shift, self.number = nn.Parameter(torch.zeros_like(mean)), std
+
+    @property
+    def noise_shapes(self) -> dict[str, torch.Size]:
+        return {"": self.shape}
+
+    def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
+        return self.loc + self.shift + self.number * noise[""]
+
+    def std(self) -> Tensor:
+        return torch.full_like(self.loc, self.number)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pruned(self, keep: Tensor) -> Self:
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        raise NotImplementedError
+
+
+@register_kl(Shifted, IsotropicGaussian)
+def _(q: Shifted, p: IsotropicGaussian) -> Tensor:
+    return q.total(torch.full_like(q.loc, -math.log(q.number / p.std)))  # of stds alone, which are fixed
+
+
+def test_gradients_that_are_one_tensor_are_clipped_once() -> None:
+    m = variational(nn.Linear(4, 3, bias=False), family=Shifted, prior=IsotropicGaussian(1.0), std_init=0.1)
+    opt = torch.optim.SGD(m.parameters(), lr=0.1)
+    step = posterity.compile_step(m, lambda net, x: net(x).square().mean(), opt, num_data=N, max_norm=1e-3)
+    step(torch.ones(12, 4))
+    norm = torch.stack([p.grad.norm() for p in m.parameters() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+
+
 @pytest.mark.parametrize(("samples", "chunk"), [(1, None), (3, None), (3, 2), (3, 1)])
 @pytest.mark.parametrize("prior", ["gaussian", "mixture"])
 def test_leaves_of_any_family_are_drawn_beside_the_diagonal_ones(

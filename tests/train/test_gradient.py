@@ -710,6 +710,24 @@ def test_replays_draw_leaves_of_one_kind_as_one(monkeypatch: pytest.MonkeyPatch,
     near(*results, rtol=1e-5)
 
 
+def test_masks_that_change_in_place_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = install(monkeypatch), torch.randn(12, 12, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    learned = variational(Pictures().double(), family=posterity.mnf, std_init=0.1, seed=3)
+    first, second = (
+        Variational(Pictures().double(), posterity.prune(learned.posterior, level), seed=3)
+        for level in (0.4, 0.6)
+    )
+    step = captured(first, torch.optim.Adam(first.parameters(), lr=0.01, fused=True))
+    for _ in range(4):
+        step(x, Y)
+    assert len(made) == 1
+    first.load_state_dict(second.state_dict())
+    for _ in range(4):
+        step(x, Y)
+    assert len(made) == 2
+
+
 def test_captured_steps_compile_what_is_marked_for_it() -> None:
     compiled: set[str] = set()
 

@@ -158,8 +158,10 @@ class BlockDraws:
         """The signs of such normals, 1 or -1; those that the last pass has asked for are made at once."""
         known = self.blocks.signs
         with self._outside():
-            if known.get(name) == shape and (found := self._signs.get(name)) is not None:
-                return self._placed(found)
+            if known.get(name) == shape:
+                found = self._signs.get(name)
+                if found is not None and found.shape[1:] == shape:  # made before the shape changed, if not
+                    return self._placed(found)
             known[name] = torch.Size(shape)
             return self._placed(_ONE.copysign(self._normal(name, shape)))
 

@@ -120,6 +120,28 @@ def test_signs_that_are_drawn_at_once_are_those_drawn_one_by_one() -> None:
         torch.testing.assert_close(first(x[:examples].double()), later(x[:examples].double()), rtol=0, atol=0)
 
 
+class Anchored(nn.Module):
+    """One layer has the same inputs at every pass; the other is used twice, on as many as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed, self.twice = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.fixed(x.new_ones(2, 3)).mean()
+        return self.twice(self.twice(x) + shift)
+
+
+def test_signs_follow_the_shape_of_a_layer_that_is_used_twice() -> None:
+    torch.manual_seed(0)
+    net, x = Anchored(), torch.ones(4, 3, dtype=torch.float64)
+    later = made(net, "flipout")
+    later(x[:1])
+    first = made(net, "flipout")
+    first.draws = later.draws
+    torch.testing.assert_close(first(x), later(x), rtol=0, atol=0)
+
+
 def test_local_has_the_moments_of_linear_outputs() -> None:
     model, x = made(nn.Linear(4, 6), "local"), TEXT.double()
     with torch.no_grad():

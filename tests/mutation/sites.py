@@ -860,8 +860,8 @@ _POSTERIORS = [
     Site(
         "leaves end to end keep masks that transforms have made",
         f"{_Q}/end_to_end.py",
-        "            if lasts():\n",
-        "            if True:\n",
+        "            if lasting and lasts():\n",
+        "            if lasting:\n",
         (
             "posterior/test_end_to_end.py::test_transforms_of_a_divergence_before_anything_is_kept",
             "posterior/test_end_to_end.py::test_a_model_that_ran_in_inference_mode_can_be_trained",

@@ -248,6 +248,15 @@ def test_a_model_that_ran_in_inference_mode_can_be_trained(estimator: Any) -> No
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("estimator", ["local", "flipout"])
+def test_many_samples_in_inference_mode_are_those_outside_it(estimator: Any) -> None:
+    model = variational(net(), std_init=0.2, seed=4, estimator=estimator)  # it has a mask, for padding
+    with torch.inference_mode():
+        found = model.outputs(X, samples=2)
+    model.draws = 0
+    torch.testing.assert_close(found.clone(), model.outputs(X, samples=2).detach())
+
+
 @pytest.mark.parametrize("make", [whole, pruned, kernels, flows])
 def test_the_divergence_may_have_a_backward_pass_of_its_own(make: Any) -> None:
     model = make()

@@ -21,6 +21,7 @@ from posterity import (
     ByName,
     DiagonalGaussian,
     DivergenceWarning,
+    Factorised,
     IsotropicGaussian,
     Leaf,
     ScaleMixture,
@@ -136,6 +137,25 @@ def test_compiled_equals_plain_loop(prior: str, optimiser: str, samples: int) ->
         losses = [step(X, Y) if compiled else by_hand(m, opt, p, samples, 0.3, i) for i in range(4)]
         results.append(everything(m, opt) | {"losses": torch.stack(losses)})
     near(*results)
+
+
+def test_masks_of_a_leaf_that_lies_alone_are_followed() -> None:
+    def make(*keep: bool) -> tuple[Variational, Any]:
+        leaf = DiagonalGaussian(torch.ones(1, 3).double(), 0.1, keep=torch.tensor([keep]), trainable=True)
+        m = Variational(nn.Linear(3, 1, bias=False).double(), Factorised({"weight": leaf}), seed=3)
+        opt = torch.optim.SGD(m.parameters(), lr=0.1)
+        return m, posterity.compile_step(m, lambda net, x: net(x).square().mean(), opt, num_data=N)
+
+    x, (m, step), (other, expected) = (
+        torch.ones(2, 3).double(),
+        make(True, True, False),
+        make(False, True, True),
+    )
+    step(x)
+    m.load_state_dict(other.state_dict())
+    torch.testing.assert_close(step(x), expected(x), rtol=0, atol=0)
+    for a, b in zip(m.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -293,6 +313,52 @@ class Sloped(nn.Module):
         return self.slope * self.fc(x)
 
 
+class Shifted(Leaf):
+    """``loc + shift + noise``: autograd has one gradient for both parameters."""
+
+    def __init__(self, mean: Tensor, std: float) -> None:
+        super().__init__(mean.shape)
+        self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
+        self.shift, self.number = nn.Parameter(torch.zeros_like(mean)), std
+
+    @property
+    def noise_shapes(self) -> dict[str, torch.Size]:
+        return {"": self.shape}
+
+    def _draw(self, noise: Mapping[str, Tensor]) -> Tensor:
+        return self.loc + self.shift + self.number * noise[""]
+
+    def std(self) -> Tensor:
+        return torch.full_like(self.loc, self.number)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pruned(self, keep: Tensor) -> Self:
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        raise NotImplementedError
+
+
+@register_kl(Shifted, IsotropicGaussian)
+def _(q: Shifted, p: IsotropicGaussian) -> Tensor:
+    return q.total(torch.full_like(q.loc, -math.log(q.number / p.std)))  # of stds alone, which are fixed
+
+
+def test_gradients_that_are_one_tensor_are_clipped_once() -> None:
+    m = variational(nn.Linear(4, 3, bias=False), family=Shifted, prior=IsotropicGaussian(1.0), std_init=0.1)
+    opt = torch.optim.SGD(m.parameters(), lr=0.1)
+    step = posterity.compile_step(m, lambda net, x: net(x).square().mean(), opt, num_data=N, max_norm=1e-3)
+    step(torch.ones(12, 4))
+    norm = torch.stack([p.grad.norm() for p in m.parameters() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+
+
 @pytest.mark.parametrize(("samples", "chunk"), [(1, None), (3, None), (3, 2), (3, 1)])
 @pytest.mark.parametrize("prior", ["gaussian", "mixture"])
 def test_leaves_of_any_family_are_drawn_beside_the_diagonal_ones(
@@ -341,6 +407,25 @@ def test_leaves_of_one_kind_learn_together_what_they_learn_alone(
         step = posterity.compile_step(m, loss_fn, opt, num_data=N, **more)
         losses = [step(x, Y) for _ in range(3)]
         results.append(everything(m, opt) | {"losses": torch.stack(losses)})
+    near(*results)
+
+
+def test_scales_of_as_many_weights_as_draws_stay_apart() -> None:
+    """Two weights in all, and two draws: of the loss and of the KL."""
+    data, results = Y[:, None], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
+        m = variational(net, family=posterity.mnf, std_init=0.1, seed=3)
+        opt = OPTIMISERS["SGD"](m.parameters())
+        step = posterity.compile_step(m, lambda net, x: net(x).square().mean(), opt, num_data=N)
+        if compiled:
+            loss = step(data.double())
+        else:
+            loss = elbo(m(data.double()).square().mean(), m.kl(), num_data=N)
+            loss.backward()
+            opt.step()
+        results.append(everything(m, opt) | {"loss": loss.detach()})
     near(*results)
 
 
@@ -623,6 +708,24 @@ def test_replays_draw_leaves_of_one_kind_as_one(monkeypatch: pytest.MonkeyPatch,
         results.append(everything(m, opt) | {"losses": torch.stack(losses)})
         assert len(made) == graphs
     near(*results, rtol=1e-5)
+
+
+def test_masks_that_change_in_place_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = install(monkeypatch), torch.randn(12, 12, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    learned = variational(Pictures().double(), family=posterity.mnf, std_init=0.1, seed=3)
+    first, second = (
+        Variational(Pictures().double(), posterity.prune(learned.posterior, level), seed=3)
+        for level in (0.4, 0.6)
+    )
+    step = captured(first, torch.optim.Adam(first.parameters(), lr=0.01, fused=True))
+    for _ in range(4):
+        step(x, Y)
+    assert len(made) == 1
+    first.load_state_dict(second.state_dict())
+    for _ in range(4):
+        step(x, Y)
+    assert len(made) == 2
 
 
 def test_captured_steps_compile_what_is_marked_for_it() -> None:

@@ -172,10 +172,12 @@ class EndToEnd:
     def _mask(self, name: str) -> Tensor | None:
         """A mask of all weights, made anew only where a leaf has another; None if no leaf has one."""
         own = [cast("Tensor | None", getattr(leaf, name)) for leaf in self.leaves.values()]
-        if all(mask is None for mask in own):
+        masks = [mask for mask in own if mask is not None]
+        if not masks:
             return None
-        versions = [0 if mask is None else mask._version for mask in own]
-        known = self._masks.get(name)
+        lasting = not any(map(Tensor.is_inference, masks))  # others may change, and have no versions
+        versions = [mask._version for mask in masks] if lasting else []
+        known = self._masks.get(name) if lasting else None
         if known is None or not _same(known[0][0], own) or known[0][1] != versions:
             fill = name == "keep"
             parts = [
@@ -185,7 +187,7 @@ class EndToEnd:
                 for leaf, mask in zip(self.leaves.values(), own, strict=True)
             ]
             known = (own, versions), torch.cat(parts)
-            if lasts():
+            if lasting and lasts():
                 self._masks[name] = known
         return known[1]
 

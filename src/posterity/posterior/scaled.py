@@ -258,9 +258,9 @@ class ScaledGaussian(Leaf):
         """The same, with the scales of all that they are behind, which take as many operations as of one."""
         sizes = [len(noise["z"]) for noise in noises]
         given = self.scales_from({"z": torch.cat([noise["z"] for noise in noises])})
-        parts = [
-            (each,) * len(sizes) if each.shape == self.shape else torch.split(each, sizes) for each in given
-        ]
+        shared = given.std.dim() == len(self.shape)  # scales of means alone leave stds as they are
+        parts = [torch.split(each, sizes) for each in (given.z, given.log_q, given.mean)]
+        parts.append((given.std,) * len(sizes) if shared else torch.split(given.std, sizes))
         found = [_Prepared(noise) for noise in noises]
         for each, *part in zip(found, *parts, strict=True):
             each.given = GivenScales(*part)

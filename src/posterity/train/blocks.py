@@ -175,8 +175,10 @@ class Diagonal(ABC):
     def _moments(self, rows: range) -> tuple[Tensor, Tensor]:
         """Means and stds of all weights, as they are at the first sample of a step."""
         if rows.start == 0:
-            if not self._alone():
+            alone = self._alone()
+            if not alone:
                 self.flat.read()
+            if not alone or any(name in self.flat.state for name in _MASKS):
                 self.flat.load()
             self._whole = self.leaf()
         leaf = self._whole.leaf

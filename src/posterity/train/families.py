@@ -58,8 +58,11 @@ class Other(ABC):
 
     def finish(self, step: StepValues) -> Sequence[Tensor]:
         """Give the leaves' parameters their gradients; these, in as few tensors as may be."""
+        given = set[int]()
         for p, grad in self.grads.items():
-            give(p, grad)
+            # Autograd has one tensor for parameters that are added up, which clipping would shrink twice.
+            give(p, grad.clone() if grad.data_ptr() in given else grad)
+            given.add(grad.data_ptr())
         return self.unsummed()
 
     def unsummed(self) -> Sequence[Tensor]:

@@ -153,6 +153,8 @@ class ByGradient(Learner):
         self._named: dict[str, Tensor] = dict(self.module.named_parameters())
         self._params: list[Tensor] = list(self.module.parameters())
         self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
+        masks = (mask for leaf in q.blocks.values() for mask in (leaf.keep, leaf.held) if mask is not None)
+        self._masks = [mask for mask in masks if not mask.is_inference()]  # others have no versions
         self._generation = next(_generations)
 
     def stand_ins(self, samples: range, level: int | None) -> dict[Tensor, Tensor]:
@@ -459,6 +461,7 @@ class ByGradient(Learner):
         """Where parameters and the optimiser's state lie, and its settings."""
         return (
             self._generation,
+            tuple(mask._version for mask in self._masks),  # of leaves end to end a graph has a copy
             tuple(tensor.data_ptr() for tensor in chain(self._own, self._state())),
             tuple(p.requires_grad for p in self._own),
             tuple(

@@ -45,7 +45,7 @@ _GAUSS_NEWTON: dict[str, list[Any]] = {
     "damping": [-1e-3, math.inf],
     **_STEPS,
     "augmentation": [0.0, math.inf],
-    "keep_velocity": [torch.ones(2).numpy(), None, 1],
+    "keep_velocity": [torch.ones(2).numpy(), 1],
     "lr_unit": [0.0, math.inf],
     "lr": [-1.0, math.nan, math.inf, torch.zeros(2)],
 }

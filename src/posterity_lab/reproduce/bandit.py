@@ -201,22 +201,20 @@ def cells(quick: bool) -> list[Cell]:
         "updates": 64,
         "batch_size": 64,
         "scale": 10.0,
-        "noise": 0.1,
         "decision_samples": 2,
     }
-    trial = {"epochs": 8}
+    trial, noises = {"epochs": 8}, [0.1, 0.3]
     if quick:
         base |= {"data": "digits", "held_out": 287, "epochs": 2, "interactions": 100, "updates": 2}
-        base["noise"] = (
-            1.0  # with less the first poison makes so large a loss that a short run seems to diverge
-        )
-        trial = {"epochs": 1}
+        # With less noise the first poison makes so large a loss that a short run seems to diverge.
+        trial, noises = {"epochs": 1}, [1.0, 3.0]
+    base["noise"] = noises[0]
     own = {"lr": 1e-3, "std_init": 0.02, "prior_std": 1.0, "kl_factor": 1.0}
     thompson = Cell(
         "mushrooms",
         "thompson",
         {**base, **own},
-        grid(noise=[0.1, 0.3], lr=[3e-4, 1e-3]),
+        grid(noise=noises, lr=[3e-4, 1e-3]),
         trial,
         "reward_share",
     )

@@ -42,7 +42,7 @@ _WORTH_A_LAUNCH = 1 << 20
 # Gradients of a layer that are held at once.
 _AT_ONCE = 1 << 25
 _read_by_replays: ContextVar[list[Tensor] | None] = ContextVar("read_by_replays", default=None)
-# Of graphs that others capture around a step the end is not known: theirs stay as long as the process.
+# Tables of graphs that users capture themselves: nothing says when such a graph is gone, so these stay.
 _read_by_others: list[Tensor] = []
 
 
@@ -282,7 +282,7 @@ def _addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
 
 @contextmanager
 def read_by_replays(tensors: list[Tensor]) -> Iterator[None]:
-    """Inside, a graph is captured that holds these tensors of the host; the list grows.
+    """Inside, a graph is captured: host tensors that its replays read are added to the list, which it keeps.
 
     Example:
         >>> held = []

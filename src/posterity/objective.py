@@ -57,7 +57,7 @@ def elbo(
 
 
 def heard_by(divergence: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
-    """The same KL; a method is called with the NLL of a loop that it comes to, while its object is alive."""
+    """The same KL, with a method that ``elbo`` calls with the NLL as long as the method's object is alive."""
     _notes(divergence)[_HEARD_BY] = WeakMethod(hear)
     return divergence
 

@@ -253,7 +253,21 @@ def test_batches_in_dicts() -> None:
     near(*results)
 
 
-class Tilted(Leaf):
+class InTraining(Leaf):
+    """A leaf that is trained alone, neither pruned nor saved."""
+
+    def pruned(self, keep: Tensor) -> Self:
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
+        raise NotImplementedError
+
+
+class Tilted(InTraining):
     """``loc + std · noise · z``, with one std, and one z for all weights: nothing that is diagonal."""
 
     def __init__(self, mean: Tensor, std: float) -> None:
@@ -274,16 +288,6 @@ class Tilted(Leaf):
 
     def log_prob(self, value: Tensor) -> Tensor:
         return self.total(-((value - self.loc) * torch.exp(-self.log_std)).abs() - self.log_std)
-
-    def pruned(self, keep: Tensor) -> Self:
-        raise NotImplementedError
-
-    def config(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        raise NotImplementedError
 
 
 @register_kl(Tilted, IsotropicGaussian, needs_draw=True)
@@ -313,7 +317,7 @@ class Sloped(nn.Module):
         return self.slope * self.fc(x)
 
 
-class Shifted(Leaf):
+class Shifted(InTraining):
     """``loc + shift + noise``: autograd has one gradient for both parameters."""
 
     def __init__(self, mean: Tensor, std: float) -> None:
@@ -332,16 +336,6 @@ class Shifted(Leaf):
         return torch.full_like(self.loc, self.number)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def pruned(self, keep: Tensor) -> Self:
-        raise NotImplementedError
-
-    def config(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
         raise NotImplementedError
 
 

@@ -132,7 +132,7 @@ class Flight:
         ]
 
     def close(self) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

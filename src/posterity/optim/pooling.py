@@ -167,7 +167,7 @@ def unpack(
 
 
 def _over(number: Any, by: float) -> Any:
-    """A quotient; in a captured step it takes a kernel, unless it is by 1."""
+    """A quotient, without a kernel in a captured step when the divisor is 1."""
     return number if by == 1 else number / by
 
 

@@ -221,9 +221,9 @@ def _if_any(context: AbstractContextManager[object]) -> Iterator[None]:
 
 
 def expect(opt: VariationalOptimizer, drawn: Sequence[Draw], examples: float | None, weight: float) -> None:
-    """Before the first gradients of a step that processes add up: weight them by the examples they are of.
+    """Weight a step's gradients by their number of examples, before the first of them are added.
 
-    Where that is not the weight in the end, it is corrected as sums are sent.
+    If the weight turns out to be another, sums are corrected before they are sent.
     """
     if opt.pools and not opt.local.samples:
         opt.local.scale = float(examples or 1.0)

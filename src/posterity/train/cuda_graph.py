@@ -164,7 +164,7 @@ class Graph:
         size, scale = learner.behind(self.examples, count)
         self.behind = Behind(size, None if scale is None else torch.tensor(scale, device=device))
         self.host_loss = torch.zeros(()).pin_memory()
-        self._read: list[Tensor] = []  # of the host, by every replay
+        self._read: list[Tensor] = []  # host tensors that every replay reads
         self.poison = torch.zeros((), device=device)  # NaN once a step was not finite, until it is raised
         self.keeper, self.world = buffers.Keeper(step.target), learner.world
         self.generation, self.used = learner.generation, 0

@@ -18,14 +18,17 @@ import by_gradient
 import reproduced
 from first_try import first_try
 from reproduced import (
+    CHOICES,
     CRITERIA,
     EARLIER,
     LATER,
     NAMES,
     RECORDS,
     RULES,
+    SECOND,
     WIDTHS,
     Record,
+    Runs,
     accuracy,
     beside,
     by_method,
@@ -148,7 +151,14 @@ def missed(folder: Path = RESULTS) -> str:
 
 def continual_row(folder: Path) -> list[str]:
     """The narrowest and the widest net of figure 1: BGD is ahead on one, and behind on the other."""
-    found, settings = load(folder, "bgd-permuted"), ("200", "2000")
+    settings = ("200", "2000")
+    by_choice = {choice: load(folder, f"{place}bgd-permuted") for place, choice in CHOICES.items()}
+    found: dict[tuple[str, str], list[Record]] = {}
+    told = []
+    for choice, runs in by_choice.items():
+        mine = {key: own for key, own in runs.items() if key[0] in settings and key not in found}
+        found |= mine
+        told += [f"settings by {choice}: {named(mine)}"] if mine else []
     cells = by_setting(found, settings, accuracy)
     return [
         "Ten permuted MNIST tasks, 2×200 / 2×2000 units: average accuracy after the last, % "
@@ -156,8 +166,14 @@ def continual_row(folder: Path) -> list[str]:
         f"BGD (not told of switches) {cells['bgd']}",
         beside(cells, "bgd"),
         "only a plot",
-        together(by_method(found, settings)),
+        "; ".join([together(by_method(found, settings)), *told]),
     ]
+
+
+def named(runs: Runs) -> str:
+    """Whose runs these are: "2×200 SGD, Adam; 2×2000 BGD"."""
+    nets = {setting: [NAMES[method] for own, method in runs if own == setting] for setting, _ in sorted(runs)}
+    return "; ".join(f"2×{setting} {', '.join(names)}" for setting, names in nets.items())
 
 
 def error_row(folder: Path) -> list[str]:
@@ -197,13 +213,15 @@ def averaged_row(folder: Path) -> list[str]:
 
 def pruning_row(folder: Path) -> list[str]:
     """Table 2, by both criteria."""
-    found, net = load(folder, LATER), "1200 to prune"
+    net = "1200 to prune"
+    found = {**load(folder, LATER), **load(folder, SECOND)}
 
     def cell(records: list[Record]) -> str:
         before, after, ratio = pruned(records, 0.95)
         return f"{ratio} ({before} → {after} %)"
 
-    named = {criterion: load(folder, study)[net, "bgd"] for study, criterion in CRITERIA.items()}
+    by_study = {criterion: load(folder, study) for study, criterion in CRITERIA.items()}
+    named = {criterion: runs[net, "bgd"] for criterion, runs in by_study.items() if (net, "bgd") in runs}
     others = {
         method: records
         for (setting, method), records in found.items()
@@ -216,7 +234,7 @@ def pruning_row(folder: Path) -> list[str]:
         beside({method: cell(records) for method, records in others.items()}, "bgd"),
         EXPERIMENTS["bgd-table2"].paper[net, "bgd"],
         together(
-            {"BGD": named[CRITERIA[LATER]], **{NAMES[name]: records for name, records in others.items()}}
+            {"BGD": named[CRITERIA[SECOND]], **{NAMES[name]: records for name, records in others.items()}}
         ),
     ]
 
@@ -273,6 +291,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "table 1": reproduced.table1,
         "pruning": reproduced.pruning,
         "permuted": reproduced.permuted,
+        "permuted trials": reproduced.permuted_trials,
         "vogn": reproduced.vogn,
         "sparse": reproduced.sparse,
         "units": reproduced.units,

@@ -54,10 +54,12 @@ NAMES = {
     "adam": "Adam",
 }
 MODES = {"single": "single networks", "average": "averaged probabilities", "mean": "mean weights"}
-# The two folders that hold BGD's runs for tables 1 and 2, and what differs between them.
-EARLIER, LATER = "earlier/bgd-mnist", "bgd-mnist"
+# The folders that hold BGD's runs for tables 1 and 2, and what differs between them.
+EARLIER, SECOND, LATER = "earlier/bgd-mnist", "earlier/second-rule/bgd-mnist", "bgd-mnist"
 RULES = {EARLIER: "paper's rule", LATER: "η 1.8 and a temperature"}
-CRITERIA = {EARLIER: "first criterion", LATER: "second criterion"}
+CRITERIA = {EARLIER: "first criterion", SECOND: "second criterion", LATER: "criterion fixed beforehand"}
+# The folders of streams, and whether what chose their settings was fixed before any test result was known.
+CHOICES = {"": "a rule fixed beforehand", "earlier/second-rule/": "an earlier rule"}
 
 Record = dict[str, Any]
 Runs = Mapping[tuple[str, str], list[Record]]
@@ -173,16 +175,16 @@ def pruning(folder: Path = RECORDS) -> str:
     """Tables 2 and 3 of the BGD paper: errors of single networks after pruning."""
     rows = []
     for study, name, fraction in (
-        (EARLIER, "bgd-table2", 0.95),
-        (LATER, "bgd-table2", 0.95),
+        *((study, "bgd-table2", 0.95) for study in CRITERIA),
         ("bgd-cifar10", "bgd-table3", 0.9),
+        ("earlier/second-rule/bgd-cifar10", "bgd-table3", 0.9),
     ):
         paper = EXPERIMENTS[name].paper
         for (setting, method), records in load(folder, study).items():
             if not setting.startswith(("1200", "vgg11")):
                 continue
             how = ""
-            if method == "bgd" and study in RULES:
+            if method == "bgd" and study in CRITERIA:
                 how = f", {(CRITERIA if setting.endswith('to prune') else RULES)[study]}"
             rows.append(
                 [
@@ -197,14 +199,35 @@ def pruning(folder: Path = RECORDS) -> str:
 
 
 def permuted(folder: Path = RECORDS) -> str:
-    """Ten permuted tasks in a row: average accuracy after the last, by net and method."""
+    """Ten permuted tasks in a row: average accuracy after the last, by net, rule of choice and method."""
     rows = []
+    for place, choice in CHOICES.items():
+        for study in ("bgd-permuted", "vogn-permuted"):
+            found = load(folder, f"{place}{study}")
+            for setting, method in sorted(found, key=lambda key: (int(key[0].split()[0]), key[0])):
+                records = found[setting, method]
+                rows.append([f"2×{setting}", NAMES[method], accuracy(records), lengths(records), choice])
+    head = ["net", "method", "average accuracy, %", "runs (epochs a task)", "settings by"]
+    return table(head, rows)
+
+
+def permuted_trials(folder: Path = RECORDS) -> str:
+    """The best of the trials that choose settings for permuted tasks: other permutations, held-out images."""
+    best: dict[tuple[str, str], list[float]] = {}
     for study in ("bgd-permuted", "vogn-permuted"):
-        found = load(folder, study)
-        for setting, method in sorted(found, key=lambda key: (int(key[0].split()[0]), key[0])):
-            records = found[setting, method]
-            rows.append([f"2×{setting}", NAMES[method], accuracy(records), lengths(records)])
-    return table(["net", "method", "average accuracy, %", "runs (epochs a task)"], rows)
+        for path in sorted((folder / study).glob("trial-*.json")):
+            record = json.loads(path.read_text())
+            scores = best.setdefault((record["setting"], record["method"]), [])
+            scores += [] if record["diverged"] else [record["metrics"]["accuracy"]]
+    order = list(NAMES)
+    rows = [
+        [f"2×{setting}", NAMES[method], f"{100 * max(scores):.1f}", str(len(scores))]
+        for (setting, method), scores in sorted(
+            best.items(), key=lambda item: (int(item[0][0]), order.index(item[0][1]))
+        )
+        if scores
+    ]
+    return table(["net", "method", "best trial, %", "trials that ended"], rows)
 
 
 def vogn(folder: Path = RECORDS) -> str:

@@ -731,7 +731,7 @@ def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
         }
 
     keep("earlier/bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.02, 0.024))
-    keep("bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.025, 0.025))
+    keep("earlier/second-rule/bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.025, 0.025))
     keep("bgd-mnist", "1200", "sgd", 0, {"errors": {"single": 0.015}, **pruned(0.015, 0.15)})
     _, ours, others, _, _ = headline.pruning_row(tmp_path)
     assert ours == "BGD, first criterion 1.20 (2.00 → 2.40 %); second criterion 1.00 (2.50 → 2.50 %)"

@@ -113,13 +113,13 @@ def test_tables_2_and_3_say_that_the_second_net_is_worse() -> None:
         after = [curve["errors"][curve["fractions"].index(0.95)] for curve in curves]
         return mean(curve["unpruned"] for curve in curves), mean(after)
 
-    first, second = errors("earlier/bgd-mnist"), errors("bgd-mnist")
+    first, second = errors("earlier/bgd-mnist"), errors("earlier/second-rule/bgd-mnist")
     assert second[0] > first[0]
     assert second[1] > first[1]
     says("README.md", "the second net is worse before and after pruning")
     ratios = [
         curve["errors"][curve["fractions"].index(0.95)] / curve["unpruned"]
-        for each in seeds("bgd-mnist/1200-to-prune-bgd")
+        for each in seeds("earlier/second-rule/bgd-mnist/1200-to-prune-bgd")
         for curve in [each["metrics"]["pruning"]["single"]]
     ]
     shown = ", ".join(f"{each:.2f}" for each in sorted(ratios))

@@ -29,7 +29,7 @@ from posterity.curvature import Collector
 from posterity.distributed import World, several
 from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
-from posterity.optim import checks, counting, groups, handover, loop, saved, watch
+from posterity.optim import apply, checks, counting, groups, handover, loop, saved, watch
 from posterity.optim.adam import ADAM
 from posterity.optim.matrices import Matrices, Moving
 from posterity.optim.pooling import meet, unwrapped
@@ -285,7 +285,7 @@ class VariationalOptimizer(Optimizer, ABC):
         try:
             if closure is not None:
                 loss = loop.run(self, closure, count or batch_size)
-            loop.learn(self, batch_size, count)
+            apply.learn(self, batch_size, count)
         except BaseException:
             self.buffers.undo()
             self.reset()

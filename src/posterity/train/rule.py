@@ -13,10 +13,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from posterity.distributed import World, several
 from posterity.optim import VariationalOptimizer
+from posterity.optim.apply import apply
 from posterity.optim.counting import Behind, as_count, behind
 from posterity.optim.pooling import SharedBuffers, pack, unpack
 from posterity.optim.statistics import Sink
-from posterity.optim.step import absorb, apply, collecting, draw, multiplies
+from posterity.optim.step import absorb, collecting, draw, multiplies
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import RuleReplays
 

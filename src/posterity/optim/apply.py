@@ -15,6 +15,7 @@ from torch import Tensor
 from posterity.noise import kernels
 from posterity.optim import checks, counting
 from posterity.optim.adam import adam_update
+from posterity.optim.agreement import refuse_unaveraged
 from posterity.optim.pooling import complete, share_buffers, summed
 from posterity.optim.state import FlatGroup, Group, State
 from posterity.optim.statistics import Statistics, Sums
@@ -29,8 +30,9 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     checks.refuse_missing(opt.param_groups, opt.sums, type(opt).__name__)
     opt.cache.groups()  # a user may have changed state since the draw
     if opt.world.size > 1 and not opt.pools:
-        complete(opt, first=not opt.averaged)
-        opt.averaged = True
+        if not opt.averaged:
+            refuse_unaveraged(opt)
+        complete(opt)
     inputs, alone = opt.sums.counted(), opt.world.size == 1
     total = (batch_size, count) if alone else (summed(opt, batch_size), summed(opt, count))
     behind = counting.behind(opt, total[0], inputs, total[1])

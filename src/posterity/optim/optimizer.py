@@ -31,8 +31,8 @@ from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
 from posterity.optim import apply, checks, counting, groups, handover, loop, saved, watch
 from posterity.optim.adam import ADAM
+from posterity.optim.agreement import meet, unwrapped
 from posterity.optim.matrices import Matrices, Moving
-from posterity.optim.pooling import meet, unwrapped
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members
 from posterity.optim.statistics import Accumulator, Statistics
 from posterity.optim.step import Numbers

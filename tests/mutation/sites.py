@@ -314,8 +314,8 @@ _SETTINGS = [
     Site(
         "by a rule, shares in unlike numbers of parts draw the same noise",
         "posterity/train/rule.py",
-        "opt.numbered(rows, self.parts * opt.own_samples())",
-        "opt.numbered(rows, round(1 / weight))",
+        "opt.world.numbered(rows, self.parts * opt.own_samples())",
+        "opt.world.numbered(rows, round(1 / weight))",
         _NOISE_OF_PARTS,
     ),
     Site(
@@ -446,8 +446,8 @@ _STEP = [
     Site(
         "a later step looks at inputs and targets again",
         f"{_OPTIM}/counting.py",
-        "return None if self._done else Notes(",
-        "return Notes(",
+        "scales, self._scales = self._scales, None",
+        "scales = self._scales",
         ("optim/test_scales.py::test_raw_pixels_are_warned_of_once",),
     ),
     Site(

@@ -75,6 +75,19 @@ class Moved(NamedTuple):
     results: list[tuple[Tensor, State]]
 
 
+def settle(
+    opt: VariationalOptimizer, verdict: checks.Verdict, moved: list[tuple[FlatGroup, list[int]]]
+) -> None:
+    """Wait for the verdict on a step that a device has judged, and raise it; what it has moved."""
+    bad = None
+    if not verdict.passed:  # it was held back on the device: uncount it
+        for flat, numbers in moved:
+            flat.count(numbers, -1)
+        opt.advance(-1)
+        bad = opt.ledger.not_finite(opt.named())
+    verdict.report(opt.watch, bad, opt.overshot(), " of the last step")
+
+
 @torch.no_grad()
 def apply(
     opt: VariationalOptimizer, behind: counting.Behind, ok: Tensor | None

@@ -1,6 +1,7 @@
-"""Samples of a step in a loop: contexts in which the model has drawn weights, and closures that run in them.
+"""A step in a loop: contexts in which the model has drawn weights, and closures that run in them.
 
-How weights are drawn and gradients absorbed is in :mod:`posterity.optim.step`.
+How weights are drawn and gradients absorbed is in :mod:`posterity.optim.step`, what is made of the sums in
+:mod:`posterity.optim.apply`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 from posterity.arguments import described, is_dense
 from posterity.curvature import NothingCollected
 from posterity.optim import checks
-from posterity.optim.counting import ModuleCalls
+from posterity.optim.apply import learn
+from posterity.optim.counting import ModuleCalls, as_count, refuse_unknown
 from posterity.optim.overlap import Flight
 from posterity.optim.pooling import mean_loss, pool
 from posterity.optim.step import Draw, absorb, collecting, draw, expect
@@ -24,6 +26,38 @@ from posterity.sharding import gradient
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
+
+
+def step(
+    opt: VariationalOptimizer,
+    closure: Callable[[], Tensor | float] | None,
+    batch_size: int | None,
+    count: float | Tensor | None,
+) -> Tensor | None:
+    """Learn from the contexts since the last step, or from those that a closure is run in; its loss."""
+    if closure is not None and not callable(closure):
+        raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
+    if closure is None and _asked_for_state(opt):
+        opt.cache.groups()
+        opt.blocks.expect(opt)
+        return None
+    opt.check_changed()
+    checks.refuse_scaler(opt)
+    count = as_count(count)
+    refuse_unknown(opt, batch_size, count, runs=closure is not None)
+    if closure is None:
+        _close(opt)
+    loss = None
+    try:
+        if closure is not None:
+            loss = _run(opt, closure, count or batch_size)
+        learn(opt, batch_size, count)
+    except BaseException:
+        opt.buffers.undo()
+        opt.reset()
+        raise
+    opt.reset()
+    return loss
 
 
 @contextmanager
@@ -85,7 +119,7 @@ def _one_sample(
     calls, handle = ModuleCalls(opt.batch_dim, params, opt.sharded), None
     try:
         one = range(number, number + 1)
-        drawn = draw(opt, opt.numbered(one) if weight else one, weight)
+        drawn = draw(opt, opt.world.numbered(one, opt.own_samples()) if weight else one, weight)
         with torch.no_grad():
             for each in drawn:
                 each.group.put(each.flat)
@@ -127,7 +161,11 @@ def _one_sample(
 
 
 def _take(
-    opt: VariationalOptimizer, drawn: Sequence[Draw], calls: ModuleCalls, weight: float, flight: Flight | None
+    opt: VariationalOptimizer,
+    drawn: Sequence[Draw],
+    calls: ModuleCalls,
+    weight: float,
+    flight: Flight | None,
 ) -> bool:
     """Absorb a sample's gradients; whether there are any."""
     grads = list(map(gradient, opt.parameters()))
@@ -201,7 +239,7 @@ def _next_sample(opt: VariationalOptimizer, flight: Flight | None) -> AbstractCo
     return _one_sample(opt, opt.taken(), weight, flight)
 
 
-def run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind: float | None) -> Tensor:
+def _run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind: float | None) -> Tensor:
     """Run a closure under ``mc_samples`` weight samples; its mean loss, over ``behind`` terms."""
     params = opt.parameters()
     losses: list[Tensor] = []
@@ -228,7 +266,7 @@ def run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind
     return torch.stack(losses).mean(0)
 
 
-def close(opt: VariationalOptimizer) -> None:
+def _close(opt: VariationalOptimizer) -> None:
     """After the contexts of a step: add up what no_sync() has kept back, and refuse an unfinished step."""
     if opt.local is not opt.sums and opt.local.samples:
         pool(opt, [], flight=_flight(opt))
@@ -236,7 +274,7 @@ def close(opt: VariationalOptimizer) -> None:
     checks.refuse_partial(opt.param_groups, opt.sums, type(opt).__name__)
 
 
-def asked_for_state(opt: VariationalOptimizer) -> bool:
+def _asked_for_state(opt: VariationalOptimizer) -> bool:
     """Whether torch.distributed.checkpoint makes this step, only to have the state created."""
     grads = list(map(gradient, opt.parameters()))
     return (

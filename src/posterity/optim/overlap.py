@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from posterity.flat import Layout
+from posterity.optim.counting import behind_here
 from posterity.optim.statistics import Sums
 from posterity.optim.step import Draw, due, expect, multiplies
 from posterity.torch_private import DisableTorchFunction
@@ -158,7 +159,7 @@ class Flight:
             expect(opt, self._drawn, examples, self._weight)
             opt.local.weight = self._weight
             opt.local.add_inputs(examples)
-            self.here, self._then = float(opt.behind_here(self._behind)), examples
+            self.here, self._then = float(behind_here(opt, self._behind)), examples
         return self.here
 
     def _send(self, piece: Piece) -> None:

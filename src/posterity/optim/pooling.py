@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from posterity.buffers import writable
 from posterity.distributed import World
+from posterity.optim.counting import asks_batch_size, behind_here
 from posterity.optim.factors import sign, summed_factors
 from posterity.optim.overlap import Flight, whole
 from posterity.optim.step import row
@@ -84,7 +85,7 @@ def pack(
     """
     local, flats = opt.local, list(opt.cache.latest)
     idle = not any(sums.used for sums in local)
-    here: Any = 0.0 if idle else opt.behind_here(behind)
+    here: Any = 0.0 if idle else behind_here(opt, behind)
     every = [local.of(flat, None) for flat in flats]
     for each in every:
         each.clean()
@@ -204,7 +205,7 @@ def refuse_unreached(names: Sequence[str], params: Sequence[Tensor], used: Colle
 def complete(opt: VariationalOptimizer) -> None:
     """Where a wrapper has averaged the gradients, add up what it knows nothing of: curvature and counts."""
     world, sums = opt.world, opt.sums
-    if opt.collects is None and not opt.asks_batch_size():
+    if opt.collects is None and not asks_batch_size(opt):
         return
     device = next(iter(sums)).group.device
     counts = [float(sums.inputs or 0), float(sums.inputs is None), float(sums.examples)]

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from posterity.arguments import described, is_dense, is_whole
 from posterity.optim.adam import adam_init
 from posterity.optim.checks import unfit
+from posterity.optim.groups import check_all
 from posterity.optim.state import COUNTS, Group, State, state_dtype
 from posterity.sharding import as_in, local
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
+
+
+def resume(
+    opt: VariationalOptimizer, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
+) -> None:
+    """Let torch's own ``load_state_dict`` load what fits an optimiser, and copy its state as it was saved."""
+    used: list[dict[str, Any]] = []
+
+    def fits(_: Optimizer, given: dict[str, Any]) -> None:
+        refuse_mismatch(opt.param_groups, given, opt.defaults, opt.matrices)
+        check_all(opt, given["param_groups"])
+        refuse_unfit(opt, given)
+        used.append(given)
+
+    # After the hooks of others, so that what they made of the state is what counts.
+    handle = opt.register_load_state_dict_pre_hook(fits)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    _copy(opt.state, opt.param_groups, used[0])
 
 
 def saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
@@ -27,7 +50,7 @@ def saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterato
         yield p, state_dict["state"].get(index, {})
 
 
-def load(states: Mapping[Tensor, State], groups: Sequence[Group], state_dict: dict[str, Any]) -> None:
+def _copy(states: Mapping[Tensor, State], groups: Sequence[Group], state_dict: dict[str, Any]) -> None:
     """Copy what was saved into the state, which torch would cast to the parameters' dtype."""
     with torch.inference_mode(False):
         for p, state in saved_states(groups, state_dict):

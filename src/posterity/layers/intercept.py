@@ -78,11 +78,7 @@ class Intercept(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        sinks: Mapping[Tensor, Sink] | None = None,
-        notes: Notes | None = None,
-        *,
-        fused: bool = True,
+        self, sinks: Mapping[Tensor, Sink] | None = None, notes: Notes | None = None, *, fused: bool = True
     ) -> None:
         super().__init__()
         self._fused = fused
@@ -138,17 +134,10 @@ class Intercept(TorchFunctionMode):
         if not stacked and not listened:
             return func(*args, **kwargs)
         call = LAYERS[func](*args, **kwargs)
-        if listened:
-            weight, bias = self.passes.find(call.weight), self.passes.find(call.bias)
-            if weight is not None or bias is not None:
-                out = self._listened(func, call, weight, bias, stacked)
-                if out is not NotImplemented:
-                    return out
-        if stacked:
+        out = self._listened(func, call, stacked) if listened else NotImplemented
+        if stacked and out is NotImplemented:
             out = call.stacked(self._sinks)
-            if out is not NotImplemented:
-                return out
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if out is NotImplemented else out
 
     def _estimated(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation that is given stand-ins: by their estimator, or at one draw of their weights."""
@@ -163,11 +152,13 @@ class Intercept(TorchFunctionMode):
             each.use()
         return _HANDLERS[func](self, func, args, kwargs)
 
-    def _listened(
-        self, func: Function, call: LayerCall, weight: Watched | None, bias: Watched | None, stacked: bool
-    ) -> Any:
-        """The outputs of a layer that reports; NotImplemented if it cannot."""
-        passes, vmap = self.passes, stacking() if stacked else None
+    def _listened(self, func: Function, call: LayerCall, stacked: bool) -> Any:
+        """The outputs of a layer that reports; NotImplemented if nobody listens, or it cannot."""
+        passes = self.passes
+        weight, bias = passes.find(call.weight), passes.find(call.bias)
+        if weight is None and bias is None:
+            return NotImplemented
+        vmap = stacking() if stacked else None
         x, x_axis, axis, weight_axis = call.input, None, None, None
         if stacked:
             x, x_axis, weight_axis = inside(x), samples_axis(x), samples_axis(call.weight)

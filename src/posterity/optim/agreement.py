@@ -30,11 +30,8 @@ def unwrapped(
             "the model is in DistributedDataParallel, which averages gradients of all processes, as mesh= "
             "would: pass wrapper.module, and call that, or leave mesh= out"
         )
-    for option, on in (
-        ("find_unused_parameters", wrapper.find_unused_parameters),
-        ("static_graph", wrapper.static_graph),
-    ):
-        if collects and on:
+    for option in ("find_unused_parameters", "static_graph"):
+        if collects and getattr(wrapper, option):
             raise ValueError(
                 f"DistributedDataParallel({option}=True) follows autograd's graph, in which weights have no "
                 f"place whose layers report single examples to {rule}: leave it out, or the wrapper, and "

@@ -99,8 +99,7 @@ def behind_here(opt: VariationalOptimizer, behind: Any) -> Any:
     """What this process's loss is a mean of: as the user says, or as many examples as were counted."""
     if behind is not None:
         return behind
-    own = opt.param_groups[0].get("batch_size") or 1
-    return opt.local.counted() or opt.local.seen_by_layers() or own
+    return opt.local.counted() or opt.local.seen_by_layers() or opt.param_groups[0].get("batch_size") or 1
 
 
 def behind(

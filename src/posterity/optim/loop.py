@@ -6,7 +6,6 @@ How weights are drawn and gradients absorbed is in :mod:`posterity.optim.step`, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
@@ -115,7 +114,7 @@ def _one_sample(
     params = opt.parameters()
     before = [p.grad for p in params]
     opt.buffers.enter(number)
-    used, failed, drawn = False, True, list[Draw]()
+    used, failed, entire, drawn = False, True, False, list[Draw]()
     calls, handle = ModuleCalls(opt.batch_dim, params, opt.sharded), None
     try:
         one = range(number, number + 1)
@@ -135,9 +134,13 @@ def _one_sample(
         if opt.module is not None and weight:
             handle = opt.module.register_forward_hook(calls, with_kwargs=True)
         terms = opt.terms.watch(opt.module, lambda: calls.last) if weight else nullcontext()
-        collector = collecting(opt)
-        with terms, collector if opt.collector is None else _if_any(collector):
-            yield
+        try:
+            with terms, collecting(opt):
+                yield
+                entire = True
+        except NothingCollected:  # a backward pass may be missing; what is raised inside is not
+            if not entire:
+                raise
         used = _take(opt, drawn, calls, weight, flight)
         failed = False
     finally:
@@ -189,19 +192,6 @@ def _take(
             "step in one context, and set_requires_gradient_sync(True) before the last"
         )
     return False
-
-
-@contextmanager
-def _if_any(context: AbstractContextManager[object]) -> Iterator[None]:
-    """A collector's context, in which a backward pass may be missing: then there is nothing to collect."""
-    context.__enter__()
-    try:
-        yield
-    except BaseException:
-        context.__exit__(*sys.exc_info())
-        raise
-    with suppress(NothingCollected):
-        context.__exit__(None, None, None)
 
 
 @contextmanager
@@ -276,12 +266,9 @@ def _close(opt: VariationalOptimizer) -> None:
 
 def _asked_for_state(opt: VariationalOptimizer) -> bool:
     """Whether torch.distributed.checkpoint makes this step, only to have the state created."""
-    grads = list(map(gradient, opt.parameters()))
-    return (
-        not (opt.state or opt.taken() or any(group["lr"] for group in opt.param_groups))
-        and all(grad is not None for grad in grads)
-        and not any(bool(grad.any()) for grad in grads if grad is not None)
-    )
+    if opt.state or opt.taken() or any(group["lr"] for group in opt.param_groups):
+        return False
+    return all(grad is not None and not bool(grad.any()) for grad in map(gradient, opt.parameters()))
 
 
 def _number(loss: Tensor | float) -> Tensor:

@@ -315,7 +315,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if built:
             self.sharded = sharded_model(self.module, self.parameters())
             self.cache.drop()
-            self.unfrozen = self._left_out()
+            self.unfrozen = watch.Unfrozen(self.module, self.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to resume from."""
@@ -329,8 +329,6 @@ class VariationalOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
         self.refuse_inside("load_state_dict()")
-        saved.refuse_foreign(state_dict)
-        self.settle()
         saved.resume(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -361,7 +359,7 @@ class VariationalOptimizer(Optimizer, ABC):
         noise = partial(handover.noise, proxy(self))  # a circle would keep both in memory
         slow = partial(handover.slow, proxy(self))
         self.watch = watch.LossWatch(type(self).__name__, self.narrower, noise, fresh, slow)
-        self.unfrozen = self._left_out()
+        self.unfrozen = watch.Unfrozen(self.module, self.parameters())
         self.terms = counting.LossTerms(type(self).__name__)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()
@@ -407,12 +405,6 @@ class VariationalOptimizer(Optimizer, ABC):
     def parameters(self) -> list[Tensor]:
         """All parameters, in the order of the groups."""
         return [p for group in self.param_groups for p in group["params"]]
-
-    def _left_out(self) -> watch.Unfrozen:
-        """The module's parameters that are not in any group."""
-        own = set(self.parameters())
-        named = [] if self.module is None else groups.unwrapped(self.module.named_parameters())
-        return watch.Unfrozen((name, p) for name, p in named if p not in own)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters with their names."""

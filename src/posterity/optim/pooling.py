@@ -23,6 +23,7 @@ from posterity.distributed import World
 from posterity.optim.counting import asks_batch_size, behind_here
 from posterity.optim.factors import sign, summed_factors
 from posterity.optim.overlap import Flight, whole
+from posterity.optim.statistics import times
 from posterity.optim.step import row
 from posterity.torch_private import foreach_copy_
 
@@ -92,11 +93,7 @@ def pack(
     left = whole(opt, every) if flight is None else flight.route()[flight.sent :]
     for piece in left:
         piece.multiply(local.missing(here, opt.collects is not None))
-    square = here * here / local.parts
-    local.layers = {
-        key: replace(each, A=each.A * local.parts, S=each.S * square, examples=each.examples * local.parts)
-        for key, each in local.layers.items()
-    }
+    local.layers = times(local.layers, local.parts, here * here / local.parts)
     used = [float(i in each.used) for each in every for i in range(len(each.group.params))]
     counts = [float(local.inputs or 0) * local.weight, float(local.inputs is None), float(local.examples)]
     counts += [float(failed), float(flight is not None and flight.changed(here))]
@@ -209,7 +206,7 @@ def complete(opt: VariationalOptimizer) -> None:
         return
     device = next(iter(sums)).group.device
     counts = [float(sums.inputs or 0), float(sums.inputs is None), float(sums.examples)]
-    meta = torch.tensor(counts, dtype=torch.float64, device=device)
+    meta = row(counts, device)
     world.add_up(meta)
     inputs, unknown, examples = meta.tolist()
     sums.inputs, sums.examples = (None if unknown else inputs / world.split), examples

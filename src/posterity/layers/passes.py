@@ -212,22 +212,25 @@ class Passes:
         """Give weights the gradients of their aliases.
 
         Autograd takes twenty times as long for that as an assignment does: it is asked only where somebody
-        would notice, by hooks or in other processes, or where weights were made of others.
+        would notice, by hooks or in other processes, or where weights were made of others: by a graph, which
+        may be kept to serve again.
         """
         everyone = torch.distributed.is_available() and torch.distributed.is_initialized()
-        by_autograd = []
-        for watched in made:
-            weight, alias, _ = watched
+        weights, grads = list[Tensor](), list[Tensor | None]()
+        for weight, alias, _ in made:
             if everyone or not weight.is_leaf or has_hooks(weight, own=1):
-                by_autograd.append(watched)
-                continue
-            if weight.grad is None:
+                weights.append(weight)
+                grads.append(alias.grad)
+            elif weight.grad is None:
                 weight.grad = alias.grad
             elif alias.grad is not None:
                 weight.grad.add_(alias.grad)
             alias.grad = None
-        if by_autograd:
-            deliver(by_autograd, keep_graph)
+        if weights:
+            with torch.enable_grad(), DisableTorchFunction():
+                root = _Deliver.apply(grads, *weights)  # type: ignore[no-untyped-call]
+                del grads
+                torch.autograd.backward(root, retain_graph=keep_graph)
 
     def _drop(self) -> None:
         """Forget the gradients of a pass that failed."""
@@ -246,7 +249,7 @@ class _Deliver(torch.autograd.Function):
     """A node with an edge to every weight: autograd adds gradients as it always does, and calls hooks."""
 
     @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, grads: list[Tensor | None], *weights: Tensor) -> Tensor:
         ctx.grads = grads
         return torch.empty(())
 
@@ -270,19 +273,3 @@ def leaves(outputs: Iterable[Any]) -> list[Tensor]:
         nodes |= below
         waiting += below
     return found
-
-
-def deliver(all_watched: Sequence[Watched], keep_graph: bool) -> None:
-    """Let autograd give weights the gradients that their aliases have.
-
-    Args:
-        all_watched: Weights and aliases.
-        keep_graph: Whether the graph that made weights of others is to serve again.
-    """
-    grads = [each.alias.grad for each in all_watched]
-    for each in all_watched:
-        each.alias.grad = None
-    with torch.enable_grad(), DisableTorchFunction():
-        root = _Deliver.apply(grads, *(each.tensor for each in all_watched))  # type: ignore[no-untyped-call]
-        del grads
-        torch.autograd.backward(root, retain_graph=keep_graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from posterity.distributed import Fingerprint, fingerprint
@@ -74,10 +74,9 @@ def _refuse_unlike(opt: VariationalOptimizer) -> None:
     opt.world.refuse_others(states, "the state")
 
 
-def _described(tensor: Tensor) -> str | Fingerprint:
+def _described(tensor: Any) -> str | Fingerprint:
     """What is the same in all processes: of a sharded tensor, how it is sharded."""
-    own: Any = tensor
-    return f"{list(own.shape)} {own.placements}" if is_sharded(tensor) else fingerprint(tensor)
+    return f"{list(tensor.shape)} {tensor.placements}" if is_sharded(tensor) else fingerprint(tensor)
 
 
 def refuse_unaveraged(opt: VariationalOptimizer) -> None:

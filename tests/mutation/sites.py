@@ -258,15 +258,15 @@ _SETTINGS = [
     Site(
         "processes add up gradients alone, each with its own products of these and noise",
         f"{_OPTIM}/overlap.py",
-        "both = multiplies(opt) or (opt.collects",
-        "both = (opt.collects",
+        "both = due(opt.param_groups[0])",
+        "both = opt.collects is not None and due(opt.param_groups[0])",
         ("distributed/test_together.py::test_two_processes_learn_what_one_learns",),
     ),
     Site(
         "processes send sums of products that no rule wants",
         f"{_OPTIM}/overlap.py",
-        "[each.both if both else each.grad]",
-        "[each.both]",
+        "[s.both if both else s.grad]",
+        "[s.both]",
         ("test_benchmarks.py::test_steps_between_estimates_of_the_hessian_send_the_gradient_alone",),
     ),
     Site(

@@ -53,13 +53,9 @@ class Piece(NamedTuple):
 
 def whole(opt: VariationalOptimizer, every: Sequence[Sums]) -> list[Piece]:
     """All sums, a piece for each group."""
-    # In a step without the second statistic all have zeros there.
-    both = multiplies(opt) or (opt.collects is not None and due(opt.param_groups[0]))
+    both = due(opt.param_groups[0])  # in a step without the second statistic all have zeros there
     return [
-        Piece(
-            each, (), each.grad, each.second if both else each.second[:0], [each.both if both else each.grad]
-        )
-        for each in every
+        Piece(s, (), s.grad, s.second if both else s.second[:0], [s.both if both else s.grad]) for s in every
     ]
 
 

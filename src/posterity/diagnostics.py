@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posterity.arguments import instance, takes
 from posterity.caller import warn
-from posterity.optim import VariationalOptimizer
+from posterity.optim import VariationalOptimizer, handover
 from posterity.optim.state import members
 from posterity.optim.watch import PosteriorWarning
 from posterity.posterior import Factorised
@@ -125,7 +125,7 @@ def check(
     found = [f"that of {_listed(names)} {complaint}" for complaint, names in said.items()]
     if found:
         found[0] = found[0].replace("that of", "the posterior of", 1)
-    if optimizer is not None and (unfit := optimizer.unfit(posterior.blocks.values())):
+    if optimizer is not None and (unfit := handover.unfit(optimizer, posterior.blocks.values())):
         found.append(unfit)
     if found:
         warn("; ".join(found), PosteriorWarning)

@@ -55,8 +55,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kind: type[VariationalOptimizer], wha
         return mean, state
 
     if what == "adam":
-        adam = posterity.optim.step.adam_update
-        monkeypatch.setattr(posterity.optim.step, "adam_update", lambda *given: spoiled(*adam(*given)))
+        adam = posterity.optim.apply.adam_update
+        monkeypatch.setattr(posterity.optim.apply, "adam_update", lambda *given: spoiled(*adam(*given)))
         return
     update, updates = kind.update, kind.updates
     monkeypatch.setattr(kind, "update", lambda *given: spoiled(*update(*given)))

@@ -10,8 +10,8 @@ from torch import nn
 
 from posterity import IVON, VOGN
 from posterity.noise import normal
+from posterity.optim.apply import move
 from posterity.optim.ivon import ivon_hess
-from posterity.optim.step import move
 from posterity.train import cuda_graph as fused
 
 

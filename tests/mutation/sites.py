@@ -258,15 +258,15 @@ _SETTINGS = [
     Site(
         "processes add up gradients alone, each with its own products of these and noise",
         f"{_OPTIM}/overlap.py",
-        "both = multiplies(opt) or (opt.collects",
-        "both = (opt.collects",
+        "both = due(opt.param_groups[0])",
+        "both = opt.collects is not None and due(opt.param_groups[0])",
         ("distributed/test_together.py::test_two_processes_learn_what_one_learns",),
     ),
     Site(
         "processes send sums of products that no rule wants",
         f"{_OPTIM}/overlap.py",
-        "[each.both if both else each.grad]",
-        "[each.both]",
+        "[s.both if both else s.grad]",
+        "[s.both]",
         ("test_benchmarks.py::test_steps_between_estimates_of_the_hessian_send_the_gradient_alone",),
     ),
     Site(
@@ -314,8 +314,8 @@ _SETTINGS = [
     Site(
         "by a rule, shares in unlike numbers of parts draw the same noise",
         "posterity/train/rule.py",
-        "opt.numbered(rows, self.parts * opt.own_samples())",
-        "opt.numbered(rows, round(1 / weight))",
+        "opt.world.numbered(rows, self.parts * opt.own_samples())",
+        "opt.world.numbered(rows, round(1 / weight))",
         _NOISE_OF_PARTS,
     ),
     Site(
@@ -446,8 +446,8 @@ _STEP = [
     Site(
         "a later step looks at inputs and targets again",
         f"{_OPTIM}/counting.py",
-        "return None if self._done else Notes(",
-        "return Notes(",
+        "scales, self._scales = self._scales, None",
+        "scales = self._scales",
         ("optim/test_scales.py::test_raw_pixels_are_warned_of_once",),
     ),
     Site(

@@ -236,7 +236,7 @@ def test_a_posterior_whose_stds_outweigh_its_weights_says_so(rule: Rule) -> None
     wide = {"std_init": 1.0} if rule.name == "BGD" else {"std_init": 1.0, "prior_precision": 0.01}
     opt = rule.make(model, lr=0.0, mc_samples=1, **wide)
     start = opt.posterior()  # before the first step there is nothing to say
-    assert opt.unfit(start.blocks.values()) is None
+    assert handover.unfit(opt, start.blocks.values()) is None
     by_context(model, opt)
     for step in range(60):  # a rule that draws is judged by the losses it has seen
         opt.watch(2.3 + 0.3 * math.sin(step))
@@ -253,10 +253,10 @@ def test_a_posterior_that_is_fit_says_nothing(rule: Rule) -> None:
     opt = rule.make(model, mc_samples=1, std_init=0.01)
     for _ in range(2):
         by_context(model, opt)
-    assert opt.unfit(opt.posterior().blocks.values()) is None
+    assert handover.unfit(opt, opt.posterior().blocks.values()) is None
     opt.load_posterior(posterity.prune(opt.posterior(), 0.99))
     by_context(model, opt)
-    assert opt.unfit(opt.posterior().blocks.values()) is None
+    assert handover.unfit(opt, opt.posterior().blocks.values()) is None
 
 
 def test_wide_stds_that_were_learned_with_are_no_reason_to_warn() -> None:
@@ -269,7 +269,7 @@ def test_wide_stds_that_were_learned_with_are_no_reason_to_warn() -> None:
     with torch.no_grad():
         model.weight.mul_(0.01)  # whatever the stds are now, they outweigh this
     assert opt.watch.learned
-    assert opt.unfit(opt.posterior().blocks.values()) is None
+    assert handover.unfit(opt, opt.posterior().blocks.values()) is None
     assert loss_fn(model, X, Y).isfinite()
 
 

@@ -109,7 +109,7 @@ class Collector(ABC):
         self._run, self._collected = Run(self._context), False  # whether there was a backward pass
         self.reported: set[str] = set()  # by the running backward pass
         self._versions = [(tensor, tensor._version) for tensor, _ in self._watched if not tensor.is_leaf]
-        self._intercept.listen(self, self._watched)
+        self._intercept.passes.listen(self, self._watched)
         if not self._joined:
             self._intercept.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -120,7 +120,7 @@ class Collector(ABC):
         try:
             if not self._joined:
                 intercept.__exit__(kind, *error)  # type: ignore[no-untyped-call]
-            intercept.leave(self, failed=kind is not None)
+            intercept.passes.leave(self, failed=kind is not None)
         finally:
             self._intercept = self._context = None
         self._add_late()

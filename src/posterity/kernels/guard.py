@@ -100,7 +100,7 @@ def _accept(a, new_a, b, new_b, c, new_c, ok, size, PAIRS: tl.constexpr, COUNT: 
 
 
 def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor) -> None:
-    """What :func:`posterity.optim.step.accept` does, to contiguous tensors of one type."""
+    """What :func:`posterity.optim.apply.accept` does, to contiguous tensors of one type."""
     for start in range(0, len(pairs), 3):
         some = pairs[start : start + 3]
         given = [each for pair in (*some, some[0], some[0])[:3] for each in pair]

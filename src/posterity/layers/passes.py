@@ -1,87 +1,255 @@
-"""Watched weights and their aliases: what a backward pass brings to these, and from these to the weights."""
+"""Backward passes of watched layers: what they report to listeners, and deliver to the weights.
+
+Autograd delivers a known layer's gradient to its weight's alias, never to the weight: a gradient that reaches
+the weight itself was reported by no layer, and is refused by the parameter's name. After each backward pass
+the gradients of aliases are delivered to the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from posterity.layers.calls import LayerCall, Listener, Part
-from posterity.layers.stacks import rows_of
-from posterity.torch_private import DisableTorchFunction, fast_apply
+from posterity.layers.calls import Listener, Part
+from posterity.layers.embedding import Rows
+from posterity.layers.stacks import inside, samples_axis
+from posterity.layers.watched import Watched
+from posterity.torch_private import DisableTorchFunction, any_autocast_enabled, has_hooks, hooks_of
+
+Function: TypeAlias = Callable[..., Any]
+_UNREPORTED = "is used by an operation that is not a known layer"
 
 
-class Watched(NamedTuple):
-    """A watched tensor, or a part of one.
+@final
+class Passes:
+    """The weights that are watched inside an :class:`Intercept`, and the backward passes there.
 
     Attributes:
-        tensor: The whole tensor.
-        alias: What layers are given instead, a leaf in the same memory; of a part a view of that.
-        parts: What it is to each listener.
+        watched: By id of the weight.
+        listeners: Who watches them.
+        reasons: Why a layer reports nothing, by the parameter's name.
+        edgeless: Whether a layer has no edge to its weight's alias.
+        aranges: By id, what torch.arange() has made in this forward pass.
+        rows: What embeddings have made, by the id of what they gave.
     """
 
-    tensor: Tensor
-    alias: Tensor
-    parts: dict[Listener, Part]
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self.watched: dict[int, Watched] = {}
+        self._memory: dict[int, list[Watched]] = {}  # the same, by where they lie
+        self._unreported: dict[int, tuple[Watched, str]] = {}
+        self.reasons: dict[str, str] = {}
+        self.edgeless = False
+        self.aranges: dict[int, Tensor] = {}
+        self.rows: dict[int, Rows] = {}
 
-    def part(self, some: Tensor, samples_axis: int | None) -> Watched | None:
-        """The rows, the sample, or the rows of a sample that another tensor is in the same memory, if any.
+    # Who listens to what.
 
-        Args:
-            some: The other tensor.
-            samples_axis: Where vmap has its samples, if it has any.
+    def listen(self, listener: Listener, parts: Iterable[tuple[Tensor, Part]]) -> None:
+        """From here on, layers that use these tensors report to a listener."""
+        self.listeners.append(listener)
+        self._memory.clear()
+        for tensor, part in parts:
+            watched = self.watched.get(id(tensor))
+            if watched is None:
+                watched = Watched(tensor, tensor.detach().requires_grad_(), {})
+                self.watched[id(tensor)] = watched
+                hooks_of(tensor)[self] = partial(self.unreport, watched, _UNREPORTED)
+            watched.parts[listener] = part
+
+    def leave(self, listener: Listener, failed: bool) -> None:
+        """No longer, and check what is left to check unless something else has failed."""
+        try:
+            if failed:
+                self._drop()
+            else:
+                self._end_pass()
+        finally:
+            self.listeners.remove(listener)
+            self._memory.clear()
+            if any_autocast_enabled():
+                torch.clear_autocast_cache()  # it would hold what it has made of aliases that are gone
+            for key, (tensor, _, parts) in list(self.watched.items()):
+                parts.pop(listener, None)
+                if not parts:
+                    del self.watched[key]
+                    hooks_of(tensor).pop(self, None)
+
+    def find(self, tensor: Tensor | None) -> Watched | None:
+        """What is watched of a layer's weight: all of it, some rows, or one sample."""
+        found = self.watched.get(id(tensor))
+        if found is not None or tensor is None:
+            return found
+        axis, own = samples_axis(tensor), inside(tensor)
+        found = self.watched.get(id(own))
+        if found is not None or not own.requires_grad:
+            return found
+        if not self._memory:
+            for each in self.watched.values():
+                self._memory.setdefault(each.tensor.untyped_storage().data_ptr(), []).append(each)
+        there = self._memory.get(own.untyped_storage().data_ptr(), ())
+        return next((part for each in there if (part := each.part(own, axis)) is not None), None)
+
+    def unreport(self, watched: Watched, reason: str, _: Tensor) -> None:
+        """The hook on a watched tensor, to which no layer that is known sends a gradient."""
+        self._unreported[id(watched.tensor)] = watched, reason
+
+    # Backward passes.
+
+    def backward(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call of backward(), whose gradients go to aliases, and from these to the weights."""
+        kept: list[tuple[Tensor, Tensor | None]] = []
+        if (given := kwargs.get("inputs")) is not None:
+            given = (given,) if isinstance(given, Tensor) else tuple(given)
+            inputs = [*self._aliases(given), *given]
+            more = self._more(args[0], inputs)
+            kept = [(leaf, leaf.grad) for leaf in more]
+            kwargs = {**kwargs, "inputs": [*inputs, *more]}
+        with self._one_pass(bool(kwargs.get("retain_graph"))):
+            for leaf, _ in kept:
+                leaf.grad = None
+            try:
+                return func(*args, **kwargs)
+            finally:
+                for leaf, grad in kept:
+                    leaf.grad = grad
+                if given is not None:
+                    self._keep_grads(given)
+
+    def grad(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Gradients of watched inputs are those of their aliases."""
+        outputs, given = args
+        watched = [self.watched.get(id(each)) for each in given]
+        inputs = [*self._aliases(given), *(each.tensor for each in watched if each)]
+        may_lack = kwargs.get("allow_unused") or kwargs.get("materialize_grads")
+        with self._one_pass():
+            inputs += self._more(outputs, inputs)
+            grads = func(outputs, inputs, **{**kwargs, "allow_unused": True})
+            unreported = iter(grads[len(given) :])
+            found: list[Tensor | None] = []
+            for grad, each in zip(grads, watched, strict=False):
+                parts = [grad] if each is None else [grad, each.alias.grad, next(unreported)]
+                parts = [part for part in parts if part is not None]
+                found.append(sum(parts[1:], parts[0]) if parts else None)
+            self._keep_grads(())
+        if not may_lack and any(each is None for each in found):
+            raise RuntimeError(
+                "one of the tensors to differentiate in was not used: pass allow_unused=True if that is meant"
+            )
+        return tuple(found)
+
+    def _keep_grads(self, inputs: Sequence[Any]) -> None:
+        """Drop the gradients of all aliases but those of some inputs."""
+        kept = set(map(id, inputs))
+        for key, watched in self.watched.items():
+            if key not in kept:
+                watched.alias.grad = None
+
+    @contextmanager
+    def _one_pass(self, keep_graph: bool = True) -> Iterator[None]:
+        """Inside, a backward pass runs; if it fails, nothing is left of it."""
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+        self._end_pass(keep_graph)
+
+    def _more(self, outputs: Any, inputs: Sequence[Any]) -> list[Tensor]:
+        """What else a backward pass to some inputs must reach, so that all layers report.
+
+        A layer whose gradient a listener brings has no edge to its weight's alias, and rows that all examples
+        share are a leaf.
         """
-        whole, alias, sample, at = self.tensor, self.alias, None, 0 if samples_axis is None else 1
-        if samples_axis not in (None, 0):
-            return None
-        if some.dim() < whole.dim() and at == 0 and all(listener.stacked for listener in self.parts):
-            sample = (some.storage_offset() - whole.storage_offset()) // max(whole.stride(0), 1)
-            if not 0 <= sample < len(whole):
-                return None
-            whole, alias = whole.detach()[sample], alias[sample]
-        rows, span = rows_of(some, whole, at), None
-        if rows is None:
-            return None
-        if rows != (0, whole.shape[at]):
-            span, alias = (*rows, whole.shape[at]), alias.narrow(at, rows[0], rows[1] - rows[0])
-        parts = {listener: Part(part.name, span, sample) for listener, part in self.parts.items()}
-        return Watched(self.tensor, alias, parts)
+        if not (self.edgeless or self.rows):
+            return []
+        there = set(map(id, inputs))
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        return [leaf for leaf in leaves(outputs) if id(leaf) not in there]
 
+    def _aliases(self, inputs: Sequence[Any]) -> list[Any]:
+        """What a backward pass is to be restricted to instead of some inputs."""
+        found = [self.watched.get(id(each)) for each in inputs]
+        for listener in self.listeners:
+            listener.only = {each.parts[listener].name for each in found if each and listener in each.parts}
+        return [each if own is None else own.alias for each, own in zip(inputs, found, strict=True)]
 
-class _Tap(torch.autograd.Function):
-    """Nothing, forward; backward, a layer reports, and the listener brings the gradient of its weight."""
+    def _end_pass(self, keep_graph: bool = True) -> None:
+        """Refuse what no layer reported, let listeners add up, and deliver gradients."""
+        unreported = list(self._unreported.values())
+        self._forget()
+        made = [watched for watched in self.watched.values() if watched.alias.grad is not None]
+        for watched in made:
+            for listener, part in watched.parts.items():
+                if part.name not in listener.reported:  # by a layer whose hook was lost
+                    unreported.append((watched, _UNREPORTED))
+        try:
+            for listener in self.listeners:
+                reasons: dict[str, list[str]] = {}
+                for watched, reason in unreported:
+                    if listener in watched.parts:
+                        name = watched.parts[listener].name
+                        reasons.setdefault(self.reasons.get(name, reason), []).append(name)
+                for reason, names in reasons.items():
+                    listener.refuse(sorted(names), reason)
+                listener.end_pass()
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self.reasons.clear()
+        if made:
+            self._deliver(made, keep_graph)
+        self._unreported.clear()  # hooks on parameters hear of what is delivered
 
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, alias: Tensor, call: LayerCall, axis: int | None, stacked: bool
-    ) -> Tensor:
-        ctx.call, ctx.dtype, ctx.how = call, alias.dtype, (axis, stacked)
-        # The same memory, but no view in the eyes of autograd: what follows may change it in place.
-        return y.data
+    @torch.no_grad()
+    def _deliver(self, made: Iterable[Watched], keep_graph: bool) -> None:
+        """Give weights the gradients of their aliases.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        into, (axis, stacked) = ctx.call.report(grad), ctx.how
-        if into is not None and stacked:
-            into = into if ctx.call.samples > 1 else into[None]
-            into = into.sum(0) if axis is None else into.movedim(0, axis)
-        if into is not None and into.dtype is not ctx.dtype:
-            into = into.to(ctx.dtype)
-        return grad, into, None, None, None
+        Autograd takes twenty times as long for that as an assignment does: it is asked only where somebody
+        would notice, by hooks or in other processes, or where weights were made of others: by a graph, which
+        may be kept to serve again.
+        """
+        everyone = torch.distributed.is_available() and torch.distributed.is_initialized()
+        weights, grads = list[Tensor](), list[Tensor | None]()
+        for weight, alias, _ in made:
+            if everyone or not weight.is_leaf or has_hooks(weight, own=1):
+                weights.append(weight)
+                grads.append(alias.grad)
+            elif weight.grad is None:
+                weight.grad = alias.grad
+            elif alias.grad is not None:
+                weight.grad.add_(alias.grad)
+            alias.grad = None
+        if weights:
+            with torch.enable_grad(), DisableTorchFunction():
+                root = _Deliver.apply(grads, *weights)  # type: ignore[no-untyped-call]
+                del grads
+                torch.autograd.backward(root, retain_graph=keep_graph)
 
+    def _drop(self) -> None:
+        """Forget the gradients of a pass that failed."""
+        self._forget()
+        self._keep_grads(())
 
-# y, the alias, the call, where the weight has its samples, and whether vmap runs: outputs behind a node that
-# reports.
-tap = fast_apply(_Tap)
+    def _forget(self) -> None:
+        self._unreported.clear()
+        self.aranges.clear()
+        self.rows.clear()
+        for listener in self.listeners:
+            listener.only = None
 
 
 class _Deliver(torch.autograd.Function):
     """A node with an edge to every weight: autograd adds gradients as it always does, and calls hooks."""
 
     @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, grads: list[Tensor | None], *weights: Tensor) -> Tensor:
         ctx.grads = grads
         return torch.empty(())
 
@@ -105,19 +273,3 @@ def leaves(outputs: Iterable[Any]) -> list[Tensor]:
         nodes |= below
         waiting += below
     return found
-
-
-def deliver(all_watched: Sequence[Watched], keep_graph: bool) -> None:
-    """Let autograd give weights the gradients that their aliases have.
-
-    Args:
-        all_watched: Weights and aliases.
-        keep_graph: Whether the graph that made weights of others is to serve again.
-    """
-    grads = [each.alias.grad for each in all_watched]
-    for each in all_watched:
-        each.alias.grad = None
-    with torch.enable_grad(), DisableTorchFunction():
-        root = _Deliver.apply(grads, *(each.tensor for each in all_watched))  # type: ignore[no-untyped-call]
-        del grads
-        torch.autograd.backward(root, retain_graph=keep_graph)

@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 from posterity.names import NameFilter
+from posterity.optim.apply import furthest
 from posterity.optim.entries import constructor
 from posterity.optim.groups import Params, above_zero, representable, whole
 from posterity.optim.optimizer import VariationalOptimizer
 from posterity.optim.presets import settings, start_std
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
-from posterity.optim.step import furthest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,8 +21,8 @@ from posterity.sharding import gradient, local
 from posterity.torch_private import foreach_norm
 
 if TYPE_CHECKING:
+    from posterity.optim.apply import Moved
     from posterity.optim.optimizer import VariationalOptimizer
-    from posterity.optim.step import Moved
 
 _GRADIENT = "a gradient"
 

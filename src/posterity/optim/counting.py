@@ -86,8 +86,20 @@ def refuse_unknown(
         raise ValueError(f"batch_size must be at least 1, not {described(batch_size)}")
     told = batch_size or count or opt.param_groups[0].get("batch_size") or opt.sums.counted()
     waits = opt.module is not None and (runs or not opt.sums.samples)
-    if opt.asks_batch_size() and not told and not waits:
+    if asks_batch_size(opt) and not told and not waits:
         raise ValueError(_UNKNOWN.format(type(opt).__name__))
+
+
+def asks_batch_size(opt: VariationalOptimizer) -> bool:
+    """Whether the rule must know the number of examples behind a step."""
+    return opt.needs_batch_size and not all(group["deterministic"] for group in opt.param_groups)
+
+
+def behind_here(opt: VariationalOptimizer, behind: Any) -> Any:
+    """What this process's loss is a mean of: as the user says, or as many examples as were counted."""
+    if behind is not None:
+        return behind
+    return opt.local.counted() or opt.local.seen_by_layers() or opt.param_groups[0].get("batch_size") or 1
 
 
 def behind(
@@ -102,7 +114,7 @@ def behind(
         count: Terms that the loss is a mean of; None if they are the examples.
     """
     size, own = counted if given is None else given, opt.param_groups[0].get("batch_size")
-    layers, asks = opt.sums.seen_by_layers(), opt.asks_batch_size()
+    layers, asks = opt.sums.seen_by_layers(), asks_batch_size(opt)
     if size is not None and layers is not None and abs(size - layers) * opt.sums.samples > 0.5:
         said, other = f"batch_size={given}", "count those of all micro-batches"
         if given is None:
@@ -216,18 +228,20 @@ class LossTerms:
     """
 
     def __init__(self, rule: str) -> None:
-        self._rule, self._done = rule, False
-        self._scales = Scales()
+        self._rule = rule
+        self._scales: Scales | None = Scales()  # None after the first step
         self.clear()
 
     def clear(self) -> None:
         """Start the next step."""
         self._seen: list[tuple[str, float, float | None]] = []
-        self._scales.clear()
+        if self._scales is not None:
+            self._scales.clear()
 
     def notes(self, examples: Callable[[], float | None]) -> Notes | None:
         """Where to note layers and losses, given what says their examples; None after the first step."""
-        return None if self._done else Notes(self._scales.add_layer, partial(self._add, examples))
+        scales = self._scales
+        return None if scales is None else Notes(scales.add_layer, partial(self._add, scales, examples))
 
     def watch(
         self, module: nn.Module | None, examples: Callable[[], float | None]
@@ -238,9 +252,11 @@ class LossTerms:
             return nullcontext()
         return Intercept(notes=notes)
 
-    def _add(self, examples: Callable[[], float | None], name: str, terms: float, value: Tensor) -> None:
+    def _add(
+        self, scales: Scales, examples: Callable[[], float | None], name: str, terms: float, value: Tensor
+    ) -> None:
         self._seen.append((name, terms, examples()))
-        self._scales.add_loss(name, value)
+        scales.add_loss(name, value)
 
     def judge(self, batch_size: float, inputs: float | None, counted: bool) -> None:
         """Warn, once, of means over other things than examples.
@@ -253,8 +269,10 @@ class LossTerms:
             inputs: Those of the module's inputs, if they could be counted.
             counted: Whether the user gave ``count=``.
         """
-        self._done = True
-        self._scales.judge()
+        scales, self._scales = self._scales, None
+        if scales is None:
+            return
+        scales.judge()
         if counted:
             return
         said = batch_size / inputs if inputs and batch_size else 1.0  # of a user who knows better than inputs

@@ -55,12 +55,13 @@ import torch
 from torch import Tensor
 
 from posterity.curvature import Factors
+from posterity.optim.apply import furthest
 from posterity.optim.entries import constructor
 from posterity.optim.groups import Params, whole
 from posterity.optim.matrices import Moving, Refused
 from posterity.optim.state import Group, State
 from posterity.optim.statistics import Statistics
-from posterity.optim.step import due, furthest
+from posterity.optim.step import due
 from posterity.optim.vogn import GaussNewton, Settings, scales
 from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
 from posterity.posterior.algebra import SINGULAR, full_precision, inverse_cholesky, shares, solved

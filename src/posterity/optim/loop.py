@@ -1,11 +1,12 @@
-"""A step in a loop: contexts that draw weights, closures that run in them, and sums that go to the rule.
+"""A step in a loop: contexts in which the model has drawn weights, and closures that run in them.
 
-What happens inside a context, and what a rule makes of the sums, is in :mod:`posterity.optim.step`.
+How weights are drawn and gradients absorbed is in :mod:`posterity.optim.step`, what is made of the sums in
+:mod:`posterity.optim.apply`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,49 @@ import torch
 from torch import Tensor
 
 from posterity.arguments import described, is_dense
-from posterity.optim import checks, counting
+from posterity.curvature import NothingCollected
+from posterity.optim import checks
+from posterity.optim.apply import learn
+from posterity.optim.counting import ModuleCalls, as_count, refuse_unknown
 from posterity.optim.overlap import Flight
-from posterity.optim.pooling import complete, mean_loss, pool, share_buffers, summed
-from posterity.optim.step import apply, one_sample
+from posterity.optim.pooling import mean_loss, pool
+from posterity.optim.step import Draw, absorb, collecting, draw, expect
 from posterity.sharding import gradient
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
+
+
+def step(
+    opt: VariationalOptimizer,
+    closure: Callable[[], Tensor | float] | None,
+    batch_size: int | None,
+    count: float | Tensor | None,
+) -> Tensor | None:
+    """Learn from the contexts since the last step, or from those that a closure is run in; its loss."""
+    if closure is not None and not callable(closure):
+        raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
+    if closure is None and _asked_for_state(opt):
+        opt.cache.groups()
+        opt.blocks.expect(opt)
+        return None
+    opt.check_changed()
+    checks.refuse_scaler(opt)
+    count = as_count(count)
+    refuse_unknown(opt, batch_size, count, runs=closure is not None)
+    if closure is None:
+        _close(opt)
+    loss = None
+    try:
+        if closure is not None:
+            loss = _run(opt, closure, count or batch_size)
+        learn(opt, batch_size, count)
+    except BaseException:
+        opt.buffers.undo()
+        opt.reset()
+        raise
+    opt.reset()
+    return loss
 
 
 @contextmanager
@@ -37,7 +73,7 @@ def sampled(opt: VariationalOptimizer) -> Iterator[None]:
         return
     opt.check_changed()
     if not torch.is_grad_enabled():
-        with one_sample(opt, next(opt.peeks), 0.0):
+        with _one_sample(opt, next(opt.peeks), 0.0):
             yield
         return
     if opt.taken() and all(p.grad is None for p in opt.parameters()):
@@ -59,6 +95,103 @@ def sampled(opt: VariationalOptimizer) -> Iterator[None]:
         if opt.local is opt.sums or not opt.local.samples:
             opt.sums.publish()
         opt.ledger.remember(opt.parameters())
+
+
+@contextmanager
+def _one_sample(
+    opt: VariationalOptimizer, number: int, weight: float, flight: Flight | None = None
+) -> Iterator[None]:
+    """Inside, the model has drawn weights; gradients that were taken there are absorbed.
+
+    Whatever is raised inside, the means come back, and nothing is absorbed. So it is without a weight.
+
+    Args:
+        opt: The optimiser.
+        number: Of the sample.
+        weight: Of the sample; 0 if nothing is to be learned from it.
+        flight: What sends gradients as soon as they are there.
+    """
+    params = opt.parameters()
+    before = [p.grad for p in params]
+    opt.buffers.enter(number)
+    used, failed, entire, drawn = False, True, False, list[Draw]()
+    calls, handle = ModuleCalls(opt.batch_dim, params, opt.sharded), None
+    try:
+        one = range(number, number + 1)
+        drawn = draw(opt, opt.world.numbered(one, opt.own_samples()) if weight else one, weight)
+        with torch.no_grad():
+            for each in drawn:
+                each.group.put(each.flat)
+        if opt.sharded is not None:
+            opt.sharded.drop_gathered(failed=False)
+        torch.clear_autocast_cache()  # it casts a weight once, and would use it in all samples
+        for p, grad in zip(params, before, strict=True):
+            if grad is not None:
+                p.grad = None
+        opt.entered = 0
+        if flight is not None:
+            flight.listen(drawn, calls.examples, weight)
+        if opt.module is not None and weight:
+            handle = opt.module.register_forward_hook(calls, with_kwargs=True)
+        terms = opt.terms.watch(opt.module, lambda: calls.last) if weight else nullcontext()
+        try:
+            with terms, collecting(opt):
+                yield
+                entire = True
+        except NothingCollected:  # a backward pass may be missing; what is raised inside is not
+            if not entire:
+                raise
+        used = _take(opt, drawn, calls, weight, flight)
+        failed = False
+    finally:
+        calls.inside = False
+        if flight is not None:
+            flight.close()
+        if handle is not None:
+            handle.remove()
+        if not used:  # an error, or a forward pass alone: as if nothing had happened
+            for p, grad in zip(params, before, strict=True):
+                p.grad = grad
+        opt.entered = None
+        with torch.no_grad():
+            for each in drawn:
+                each.group.locate()
+                each.group.put(each.group.weights)
+        if opt.sharded is not None:
+            opt.sharded.drop_gathered(failed)
+        torch.clear_autocast_cache()
+        opt.buffers.leave(number, used)
+
+
+def _take(
+    opt: VariationalOptimizer,
+    drawn: Sequence[Draw],
+    calls: ModuleCalls,
+    weight: float,
+    flight: Flight | None,
+) -> bool:
+    """Absorb a sample's gradients; whether there are any."""
+    grads = list(map(gradient, opt.parameters()))
+    if any(grad.is_sparse for grad in grads if grad is not None):
+        raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
+    if not weight:
+        return False
+    if any(grad is not None for grad in grads):
+        begun = flight is not None and flight.here is not None
+        if not begun:
+            expect(opt, drawn, calls.examples(), weight)
+        absorb(opt, grads, drawn, 1, weight, flight.absorbed if flight else ())
+        if not begun:
+            opt.local.add_inputs(calls.examples())
+        return True
+    if opt.world.mesh is not None:  # others may have examples in this context
+        opt.local.skip(weight)
+    elif opt.sharded is not None and calls.reached():
+        raise RuntimeError(
+            "a backward pass inside sampled_params() has left no gradient: take all backward passes of a "
+            "step in one context, and set_requires_gradient_sync(True) before the last"
+        )
+    return False
 
 
 @contextmanager
@@ -93,10 +226,10 @@ def _next_sample(opt: VariationalOptimizer, flight: Flight | None) -> AbstractCo
         opt.refuse_foreign()
     elif weight != (opt.local if opt.local.samples else opt.sums).weight:
         raise RuntimeError("mc_samples was changed while samples wait: call step() or zero_grad() first")
-    return one_sample(opt, opt.taken(), weight, flight)
+    return _one_sample(opt, opt.taken(), weight, flight)
 
 
-def run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind: float | None) -> Tensor:
+def _run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind: float | None) -> Tensor:
     """Run a closure under ``mc_samples`` weight samples; its mean loss, over ``behind`` terms."""
     params = opt.parameters()
     losses: list[Tensor] = []
@@ -123,7 +256,7 @@ def run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind
     return torch.stack(losses).mean(0)
 
 
-def close(opt: VariationalOptimizer) -> None:
+def _close(opt: VariationalOptimizer) -> None:
     """After the contexts of a step: add up what no_sync() has kept back, and refuse an unfinished step."""
     if opt.local is not opt.sums and opt.local.samples:
         pool(opt, [], flight=_flight(opt))
@@ -131,47 +264,11 @@ def close(opt: VariationalOptimizer) -> None:
     checks.refuse_partial(opt.param_groups, opt.sums, type(opt).__name__)
 
 
-def asked_for_state(opt: VariationalOptimizer) -> bool:
+def _asked_for_state(opt: VariationalOptimizer) -> bool:
     """Whether torch.distributed.checkpoint makes this step, only to have the state created."""
-    grads = list(map(gradient, opt.parameters()))
-    return (
-        not (opt.state or opt.taken() or any(group["lr"] for group in opt.param_groups))
-        and all(grad is not None for grad in grads)
-        and not any(bool(grad.any()) for grad in grads if grad is not None)
-    )
-
-
-def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None) -> None:
-    """Judge what was absorbed, and apply it."""
-    checks.refuse_missing(opt.param_groups, opt.sums, type(opt).__name__)
-    opt.cache.groups()  # a user may have changed state since the draw
-    if opt.world.size > 1 and not opt.pools:
-        complete(opt, first=not opt.averaged)
-        opt.averaged = True
-    inputs, alone = opt.sums.counted(), opt.world.size == 1
-    total = (batch_size, count) if alone else (summed(opt, batch_size), summed(opt, count))
-    behind = counting.behind(opt, total[0], inputs, total[1])
-    size = float(behind.batch_size) if alone else float(batch_size or 0)  # each looks at losses of its own
-    opt.terms.judge(size, inputs if alone else None, counted=count is not None)
-    if (opt.pools or opt.sharded is not None) and opt.module is not None:
-        share_buffers(opt.world, opt.module)  # before the verdict: some processes may replay this step
-    opt.unfrozen.look(type(opt).__name__)
-    opt.settle_step()
-    opt.sums.finish()
-    verdict = checks.Verdict(opt.sums, None if opt.sharded is None else opt.world)
-    # What may fail in the middle of a step is not for a device alone to judge.
-    waits = bool(opt.matrices) or not checks.runs_ahead_of({flat.device for flat in opt.cache.latest})
-    if waits:
-        verdict.report(opt.watch, None if verdict.passed else checks.bad_gradient(opt.named()))
-    opt.ok = None if waits else verdict.ok
-    opt.cache.reread()
-    moved = apply(opt, behind, opt.ok)
-    opt.buffers.undo_unless(opt.ok)
-    if not waits:
-        verdict.send()
-        opt.pending = verdict, moved
-    opt.watch.close()
-    opt.advance()
+    if opt.state or opt.taken() or any(group["lr"] for group in opt.param_groups):
+        return False
+    return all(grad is not None and not bool(grad.any()) for grad in map(gradient, opt.parameters()))
 
 
 def _number(loss: Tensor | float) -> Tensor:

@@ -10,7 +10,7 @@ method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import chain, count
@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from posterity.arguments import described, instance, takes
+from posterity.arguments import instance, takes
 from posterity.buffers import StepBuffers
 from posterity.caller import warn
 from posterity.curvature import Collector
 from posterity.distributed import World, several
 from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
-from posterity.optim import checks, counting, groups, handover, loop, saved, watch
+from posterity.optim import apply, checks, counting, groups, handover, loop, saved, watch
 from posterity.optim.adam import ADAM
+from posterity.optim.agreement import meet, unwrapped
 from posterity.optim.matrices import Matrices, Moving
-from posterity.optim.pooling import meet, unwrapped
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members
 from posterity.optim.statistics import Accumulator, Statistics
 from posterity.optim.step import Numbers
@@ -225,22 +225,6 @@ class VariationalOptimizer(Optimizer, ABC):
         """Weight samples that this process takes of its share of a batch."""
         return self.world.share(int(self.param_groups[0]["mc_samples"]))  # 2.0 equals a 2 that was checked
 
-    def behind_here(self, behind: Any = None) -> Any:
-        """What this process's loss is a mean of: as the user says, or as many examples as were counted."""
-        if behind is not None:
-            return behind
-        own = self.param_groups[0].get("batch_size") or 1
-        return self.local.counted() or self.local.seen_by_layers() or own
-
-    def numbered(self, samples: range, of: int | None = None) -> range:
-        """The numbers of some of this process's samples among those of all processes.
-
-        Args:
-            samples: By their numbers here.
-            of: How many each process takes at once, at most; ``own_samples`` if not given.
-        """
-        return self.world.numbered(samples, of or self.own_samples())
-
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -269,29 +253,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 the posterior, raises, and drops what was gathered for a step of its own.
         """
         self.refuse_inside("step()")
-        if closure is not None and not callable(closure):
-            raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
-        if closure is None and loop.asked_for_state(self):
-            self.cache.groups()
-            self.blocks.expect(self)
-            return None
-        self.check_changed()
-        checks.refuse_scaler(self)
-        count = counting.as_count(count)
-        counting.refuse_unknown(self, batch_size, count, runs=closure is not None)
-        if closure is None:
-            loop.close(self)
-        loss = None
-        try:
-            if closure is not None:
-                loss = loop.run(self, closure, count or batch_size)
-            loop.learn(self, batch_size, count)
-        except BaseException:
-            self.buffers.undo()
-            self.reset()
-            raise
-        self.reset()
-        return loss
+        return loop.step(self, closure, batch_size, count)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients: inside a sampling context what it has added so far, outside everything."""
@@ -304,10 +266,6 @@ class VariationalOptimizer(Optimizer, ABC):
             self.collector.clear()
         if self.entered is None:
             self.reset()
-
-    def asks_batch_size(self) -> bool:
-        """Whether the rule must know the number of examples behind a step."""
-        return self.needs_batch_size and not all(group["deterministic"] for group in self.param_groups)
 
     # The posterior, described and taken up.
 
@@ -328,13 +286,9 @@ class VariationalOptimizer(Optimizer, ABC):
         self.settle()
         self.cache.groups()
         leaves = handover.leaves(self, groups.names_in(model, self.named()))
-        if complaint := self.unfit(leaves.values()):
+        if complaint := handover.unfit(self, leaves.values()):
             warn(complaint, watch.PosteriorWarning)
         return Factorised(leaves)
-
-    def unfit(self, leaves: Iterable[Leaf]) -> str | None:
-        """Why this optimiser's posterior is not fit to be sampled, and what to do, if so it is."""
-        return handover.unfit(self, leaves)
 
     @torch.no_grad()
     @takes(posterior=instance("a Factorised posterior", Factorised))
@@ -361,7 +315,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if built:
             self.sharded = sharded_model(self.module, self.parameters())
             self.cache.drop()
-            self.unfrozen = self._left_out()
+            self.unfrozen = watch.Unfrozen(self.module, self.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """All there is to resume from."""
@@ -375,23 +329,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
         self.refuse_inside("load_state_dict()")
-        saved.refuse_foreign(state_dict)
-        self.settle()
-        used: list[dict[str, Any]] = []
-
-        def fits(_: Optimizer, given: dict[str, Any]) -> None:
-            saved.refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
-            groups.check_all(self, given["param_groups"])
-            saved.refuse_unfit(self, given)
-            used.append(given)
-
-        # After the hooks of others, so that what they made of the state is what counts.
-        handle = self.register_load_state_dict_pre_hook(fits)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        saved.load(self.state, self.param_groups, used[0])
+        saved.resume(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         self.refuse_inside("copying an optimiser")
@@ -421,7 +359,7 @@ class VariationalOptimizer(Optimizer, ABC):
         noise = partial(handover.noise, proxy(self))  # a circle would keep both in memory
         slow = partial(handover.slow, proxy(self))
         self.watch = watch.LossWatch(type(self).__name__, self.narrower, noise, fresh, slow)
-        self.unfrozen = self._left_out()
+        self.unfrozen = watch.Unfrozen(self.module, self.parameters())
         self.terms = counting.LossTerms(type(self).__name__)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()
@@ -468,12 +406,6 @@ class VariationalOptimizer(Optimizer, ABC):
         """All parameters, in the order of the groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _left_out(self) -> watch.Unfrozen:
-        """The module's parameters that are not in any group."""
-        own = set(self.parameters())
-        named = [] if self.module is None else groups.unwrapped(self.module.named_parameters())
-        return watch.Unfrozen((name, p) for name, p in named if p not in own)
-
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters with their names."""
         return chain.from_iterable(map(members, self.param_groups))
@@ -497,16 +429,6 @@ class VariationalOptimizer(Optimizer, ABC):
             meet(self)
         self.ledger.refuse_foreign(self.named())
 
-    @contextmanager
-    def pooling(self) -> Iterator[None]:
-        """Inside, sums of processes are added up by this optimiser, not by a wrapper."""
-        before = self.pools, self.local
-        self.pools, self.local = True, Accumulator()
-        try:
-            yield
-        finally:
-            self.pools, self.local = before
-
     def all_processes(self) -> World:
         """The processes that learn together, as there are now."""
         return World(self.mesh, None if self.sharded is None else self.sharded.shares)
@@ -528,16 +450,8 @@ class VariationalOptimizer(Optimizer, ABC):
     def settle_step(self) -> None:
         """Wait for the verdict on the last step that was no replay of a graph, and raise it, once."""
         pending, self.pending = self.pending, None
-        if pending is None:
-            return
-        verdict, moved = pending
-        bad = None
-        if not verdict.passed:  # it was held back on the device: uncount it
-            for flat, numbers in moved:
-                flat.count(numbers, -1)
-            self.advance(-1)
-            bad = self.ledger.not_finite(self.named())
-        verdict.report(self.watch, bad, self.overshot(), " of the last step")
+        if pending is not None:
+            apply.settle(self, *pending)
 
     def overshot(self, what: str = "a mean, a state or a std that is not finite") -> str:
         """The sentence for a step whose result is not fit: what it is, and which settings make it smaller."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from posterity.flat import Layout
+from posterity.optim.counting import behind_here
 from posterity.optim.statistics import Sums
 from posterity.optim.step import Draw, due, expect, multiplies
 from posterity.torch_private import DisableTorchFunction
@@ -52,13 +53,9 @@ class Piece(NamedTuple):
 
 def whole(opt: VariationalOptimizer, every: Sequence[Sums]) -> list[Piece]:
     """All sums, a piece for each group."""
-    # In a step without the second statistic all have zeros there.
-    both = multiplies(opt) or (opt.collects is not None and due(opt.param_groups[0]))
+    both = due(opt.param_groups[0])  # in a step without the second statistic all have zeros there
     return [
-        Piece(
-            each, (), each.grad, each.second if both else each.second[:0], [each.both if both else each.grad]
-        )
-        for each in every
+        Piece(s, (), s.grad, s.second if both else s.second[:0], [s.both if both else s.grad]) for s in every
     ]
 
 
@@ -158,7 +155,7 @@ class Flight:
             expect(opt, self._drawn, examples, self._weight)
             opt.local.weight = self._weight
             opt.local.add_inputs(examples)
-            self.here, self._then = float(opt.behind_here(self._behind)), examples
+            self.here, self._then = float(behind_here(opt, self._behind)), examples
         return self.here
 
     def _send(self, piece: Piece) -> None:

@@ -10,7 +10,6 @@ process sends does not depend on whether it replays a graph.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -18,27 +17,19 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from posterity.buffers import writable
-from posterity.curvature import Kronecker
-from posterity.distributed import Fingerprint, World, fingerprint
+from posterity.distributed import World
+from posterity.optim.counting import asks_batch_size, behind_here
+from posterity.optim.factors import sign, summed_factors
 from posterity.optim.overlap import Flight, whole
-from posterity.optim.statistics import Accumulator
+from posterity.optim.statistics import times
 from posterity.optim.step import row
-from posterity.sharding import is_sharded
 from posterity.torch_private import foreach_copy_
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from posterity.optim.optimizer import VariationalOptimizer
 
-
-_UNWRAPPED = (
-    "wrap the model in DistributedDataParallel and take the backward passes of a step that are inside its "
-    "no_sync() in one context with the last, or give the optimiser mesh="
-)
 
 _CHANGED = (
     "overlap=True has sent gradients that were changed afterwards inside sampled_params(): put all backward "
@@ -95,22 +86,18 @@ def pack(
     """
     local, flats = opt.local, list(opt.cache.latest)
     idle = not any(sums.used for sums in local)
-    here: Any = 0.0 if idle else opt.behind_here(behind)
+    here: Any = 0.0 if idle else behind_here(opt, behind)
     every = [local.of(flat, None) for flat in flats]
     for each in every:
         each.clean()
     left = whole(opt, every) if flight is None else flight.route()[flight.sent :]
     for piece in left:
         piece.multiply(local.missing(here, opt.collects is not None))
-    square = here * here / local.parts
-    local.layers = {
-        key: replace(each, A=each.A * local.parts, S=each.S * square, examples=each.examples * local.parts)
-        for key, each in local.layers.items()
-    }
+    local.layers = times(local.layers, local.parts, here * here / local.parts)
     used = [float(i in each.used) for each in every for i in range(len(each.group.params))]
     counts = [float(local.inputs or 0) * local.weight, float(local.inputs is None), float(local.examples)]
     counts += [float(failed), float(flight is not None and flight.changed(here))]
-    numbers, poisons = [*counts, *_sign(local), *used], [each.poison for each in every]
+    numbers, poisons = [*counts, *sign(local), *used], [each.poison for each in every]
     meta = meeting(here, [] if idle else losses, numbers, flats[0].device, poisons, opt.numbers.row)
     return [meta, *(tensor for piece in left for tensor in piece.sent)]
 
@@ -153,7 +140,7 @@ def unpack(
         everywhere = everywhere[len(flat.params) :]
         opt.sums.take(sums, union, share, squared if opt.collects is None else squared * local.parts)
     if not captured:
-        layers = _layers(opt, local, squared, some=signs * signs != squares * world.size)
+        layers = summed_factors(opt, local, squared, some=signs * signs != squares * world.size)
         opt.sums.add_weighted({key: replace(each, S=each.S * local.parts) for key, each in layers.items()})
     opt.sums.samples += local.samples
     opt.sums.weight, opt.sums.parts = local.weight, local.parts
@@ -212,23 +199,14 @@ def refuse_unreached(names: Sequence[str], params: Sequence[Tensor], used: Colle
 
 
 @torch.no_grad()
-def complete(opt: VariationalOptimizer, first: bool) -> None:
-    """Where a wrapper has averaged the gradients, add up what it knows nothing of: curvature and counts.
-
-    Args:
-        opt: The optimiser.
-        first: Whether to look, before that, if there is a wrapper.
-    """
+def complete(opt: VariationalOptimizer) -> None:
+    """Where a wrapper has averaged the gradients, add up what it knows nothing of: curvature and counts."""
     world, sums = opt.world, opt.sums
-    if first:
-        plain = ((name, p.grad) for name, p in opt.named() if not is_sharded(p))
-        mine = {name: "none" if grad is None else fingerprint(grad) for name, grad in plain}
-        world.refuse_others(mine, "the gradient of", _UNWRAPPED)
-    if opt.collects is None and not opt.asks_batch_size():
+    if opt.collects is None and not asks_batch_size(opt):
         return
     device = next(iter(sums)).group.device
     counts = [float(sums.inputs or 0), float(sums.inputs is None), float(sums.examples)]
-    meta = torch.tensor(counts, dtype=torch.float64, device=device)
+    meta = row(counts, device)
     world.add_up(meta)
     inputs, unknown, examples = meta.tolist()
     sums.inputs, sums.examples = (None if unknown else inputs / world.split), examples
@@ -238,7 +216,7 @@ def complete(opt: VariationalOptimizer, first: bool) -> None:
     for each in sums:
         each.second.mul_(squared)
         world.add_up(each.second)
-    sums.layers = _layers(opt, sums, squared, some=False)
+    sums.layers = summed_factors(opt, sums, squared, some=False)
 
 
 @torch.no_grad()
@@ -308,122 +286,3 @@ class SharedBuffers:
                 own, values = zip(*alike, strict=True)
                 given = [value.view(b.dtype).view(b.shape) for b, value in zip(own, values, strict=True)]
                 foreach_copy_(list(own), given)
-
-
-def unwrapped(
-    wrapper: DistributedDataParallel, rule: str, collects: bool, mesh: DeviceMesh | None
-) -> nn.Module:
-    """The module in a wrapper that averages gradients as a rule needs them; others are refused."""
-    if mesh is not None:
-        raise ValueError(
-            "the model is in DistributedDataParallel, which averages gradients of all processes, as mesh= "
-            "would: pass wrapper.module, and call that, or leave mesh= out"
-        )
-    for option, on in (
-        ("find_unused_parameters", wrapper.find_unused_parameters),
-        ("static_graph", wrapper.static_graph),
-    ):
-        if collects and on:
-            raise ValueError(
-                f"DistributedDataParallel({option}=True) follows autograd's graph, in which weights have no "
-                f"place whose layers report single examples to {rule}: leave it out, or the wrapper, and "
-                "pass mesh="
-            )
-    module: nn.Module = wrapper.module
-    return module
-
-
-def meet(opt: VariationalOptimizer) -> None:
-    """Before the first step: refuse processes that differ, and let all draw by one seed."""
-    if opt.mesh is None:  # processes may have come together after this was built
-        opt.world = opt.all_processes()
-    opt.met = True
-    if opt.world.size == 1:
-        return
-    if not opt.seeded and not opt.param_groups[0]["steps"]:
-        seed = opt.world.gathered(opt.param_groups[0]["seed"])[0]
-        for group in opt.param_groups:
-            group["seed"] = seed
-    _refuse_unlike(opt)
-
-
-def _refuse_unlike(opt: VariationalOptimizer) -> None:
-    """Raise in all processes if they differ in what a posterior of all of them is made of."""
-    settings = {
-        f"{key} of group {number}": repr(value)
-        for number, group in enumerate(opt.param_groups)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-    own = {"rule": type(opt).__name__, "overlap": opt.overlap}
-    opt.world.refuse_others({**own, **settings}, "the optimiser's")
-    opt.world.refuse_others({name: _described(p) for name, p in opt.named()}, "the parameter")
-    states = {
-        f"{key} of {name}": _described(value)
-        for name, p in opt.named()
-        for key, value in opt.state.get(p, {}).items()
-    }
-    opt.world.refuse_others(states, "the state")
-
-
-def _described(tensor: Tensor) -> str | Fingerprint:
-    """What is the same in all processes: of a sharded tensor, how it is sharded."""
-    own: Any = tensor
-    return f"{list(own.shape)} {own.placements}" if is_sharded(tensor) else fingerprint(tensor)
-
-
-def _sign(sums: Accumulator) -> tuple[float, float]:
-    """A number that tells which layers have factors, and its square; sums of both tell if all agree."""
-    known = sorted((key, len(each.A), len(each.S)) for key, each in sums.layers.items())
-    number = zlib.crc32(repr(known).encode()) % (1 << 20)  # squares are exact, and their sums
-    return float(number), float(number * number)
-
-
-def _layers(opt: VariationalOptimizer, sums: Accumulator, squared: float, some: bool) -> dict[str, Kronecker]:
-    """Kronecker factors of all processes, by their upper triangles in one buffer.
-
-    Args:
-        opt: The optimiser.
-        sums: Of this process.
-        squared: What its factors of gradients are multiplied by.
-        some: Whether processes may know of other layers than this one.
-    """
-    mine = {
-        key: replace(each, A=each.A.new_empty(()), S=each.S.new_empty(()))
-        for key, each in sums.layers.items()
-    }
-    sizes = {key: (len(each.A), len(each.S)) for key, each in sums.layers.items()}
-    if some:
-        for others, theirs in opt.world.gathered((mine, sizes)):
-            mine, sizes = {**others, **mine}, {**theirs, **sizes}
-    if not mine:
-        return {}
-    flat = opt.cache.latest[0]
-    like = flat.mean.new_zeros(())
-    parts: list[Tensor] = []
-    for key in sorted(mine):
-        each = sums.layers.get(key)
-        for size, factor in zip(
-            sizes[key], (None, None) if each is None else (each.A, each.S * squared), strict=True
-        ):
-            empty = like.new_zeros(size, size) if factor is None else factor
-            parts.append(empty[_triangle(size)])
-        parts.append(like.new_tensor([0.0 if each is None else each.examples]))
-    joined = torch.cat(parts)
-    opt.world.add_up(joined)
-    found, split = {}, iter(torch.split(joined, [len(part) for part in parts]))
-    for key in sorted(mine):
-        A, S = (_symmetric(next(split), size) for size in sizes[key])
-        found[key] = replace(mine[key], A=A, S=S, examples=float(next(split)))
-    return found
-
-
-def _triangle(size: int) -> tuple[Tensor, Tensor]:
-    rows, columns = torch.triu_indices(size, size)
-    return rows, columns
-
-
-def _symmetric(triangle: Tensor, size: int) -> Tensor:
-    whole = triangle.new_zeros(size, size)
-    whole[_triangle(size)] = triangle
-    return whole + whole.triu(1).mT

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from posterity.arguments import described, is_dense, is_whole
 from posterity.optim.adam import adam_init
 from posterity.optim.checks import unfit
+from posterity.optim.groups import check_all
 from posterity.optim.state import COUNTS, Group, State, state_dtype
 from posterity.sharding import as_in, local
 
@@ -19,7 +21,35 @@ if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
 
 
-def saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
+def resume(
+    opt: VariationalOptimizer, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
+) -> None:
+    """Let torch's own ``load_state_dict`` load what fits an optimiser, and copy its state as it was saved."""
+    _refuse_foreign(state_dict)
+    opt.settle()
+    used: list[dict[str, Any]] = []
+
+    def fits(_: Optimizer, given: dict[str, Any]) -> None:
+        _refuse_mismatch(opt.param_groups, given, opt.defaults, opt.matrices)
+        check_all(opt, given["param_groups"])
+        _refuse_unfit(opt, given)
+        used.append(given)
+
+    # After the hooks of others, so that what they made of the state is what counts.
+    handle = opt.register_load_state_dict_pre_hook(fits)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    with torch.inference_mode(False):  # torch would cast state to the parameters' dtype
+        for p, state in _saved_states(opt.param_groups, used[0]):
+            for key, value in state.items():
+                own = value.detach().to("cpu" if key in COUNTS else p.device, copy=True)
+                own = own if key in COUNTS else as_in(own, p)
+                opt.state[p][key] = own.contiguous().clone() if own.is_inference() else own.contiguous()
+
+
+def _saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
     """Each parameter with its saved state, in the order of the groups."""
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     params = [p for group in groups for p in group["params"]]
@@ -27,17 +57,7 @@ def saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterato
         yield p, state_dict["state"].get(index, {})
 
 
-def load(states: Mapping[Tensor, State], groups: Sequence[Group], state_dict: dict[str, Any]) -> None:
-    """Copy what was saved into the state, which torch would cast to the parameters' dtype."""
-    with torch.inference_mode(False):
-        for p, state in saved_states(groups, state_dict):
-            for key, value in state.items():
-                own = value.detach().to("cpu" if key in COUNTS else p.device, copy=True)
-                own = own if key in COUNTS else as_in(own, p)
-                states[p][key] = own.contiguous().clone() if own.is_inference() else own.contiguous()
-
-
-def refuse_mismatch(
+def _refuse_mismatch(
     groups: Sequence[Group], state_dict: dict[str, Any], defaults: Collection[str], matrices: Collection[str]
 ) -> None:
     """Raise, naming the first thing that differs, unless the state was saved for these parameters.
@@ -48,7 +68,7 @@ def refuse_mismatch(
         defaults: Names of hyper-parameters.
         matrices: Keys of tensors that have no value for each weight.
     """
-    refuse_foreign(state_dict)
+    _refuse_foreign(state_dict)
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError(f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}")
@@ -71,7 +91,7 @@ def refuse_mismatch(
                 raise ValueError(f"the state has {described(there)} where this optimiser has {here!r}")
         _refuse_blocks(theirs, matrices, state_dict["state"])
     names = [name for group in groups for name in group["param_names"]]
-    for name, (p, state) in zip(names, saved_states(groups, state_dict), strict=True):
+    for name, (p, state) in zip(names, _saved_states(groups, state_dict), strict=True):
         for key, value in state.items():
             if not (isinstance(value, Tensor) and is_dense(value)):
                 raise TypeError(f"{key!r} of {name!r} must be a tensor in the state, not {described(value)}")
@@ -106,7 +126,7 @@ def _refuse_blocks(group: Group, matrices: Collection[str], states: Mapping[Any,
             )
 
 
-def refuse_foreign(state_dict: object) -> None:
+def _refuse_foreign(state_dict: object) -> None:
     """Raise for what no ``state_dict()`` has returned."""
     if not isinstance(state_dict, dict):
         raise TypeError(f"a state is what state_dict() returns, a dict, not a {type(state_dict).__name__}")
@@ -136,7 +156,7 @@ def refuse_foreign(state_dict: object) -> None:
         )
 
 
-def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None:
+def _refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None:
     """Raise, naming the parameter, for a state with which no step can be taken.
 
     Args:
@@ -144,7 +164,7 @@ def refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None
         state_dict: Of its parameters and settings.
     """
     saved, groups = state_dict["param_groups"], rule.param_groups
-    given = iter(list(saved_states(groups, state_dict)))
+    given = iter(list(_saved_states(groups, state_dict)))
     for group, theirs in zip(groups, saved, strict=True):
         wanted = (
             adam_init(torch.zeros(1)) if rule.by_adam(theirs) else rule.init(torch.zeros(1), None, theirs)
@@ -173,11 +193,9 @@ def _refuse_block(
     rule: VariationalOptimizer, names: Sequence[str], params: Mapping[str, Tensor], state_dict: dict[str, Any]
 ) -> None:
     """Raise, naming the block, unless its matrices make a posterior of it."""
-    states = {id(p): state for p, state in saved_states(rule.param_groups, state_dict)}
-    state, means = (
-        states[id(params[names[0]])],
-        [torch.zeros_like(params[name], device="cpu") for name in names],
-    )
+    states = {id(p): state for p, state in _saved_states(rule.param_groups, state_dict)}
+    state = states[id(params[names[0]])]
+    means = [torch.zeros_like(params[name], device="cpu") for name in names]
     values = {key: value.detach().cpu() for key, value in state.items()}
     try:
         rule.leaf([mean.to(values["rows"].dtype) for mean in means], values, None, rule.param_groups[0])

@@ -245,13 +245,7 @@ class Accumulator:
 
     def add_layers(self, layers: Mapping[str, Kronecker]) -> None:
         """Add factors of the loss as the backward pass saw it."""
-        w = self.weight
-        self.add_weighted(
-            {
-                k: replace(each, A=each.A * w, S=each.S * w, examples=each.examples * w)
-                for k, each in layers.items()
-            }
-        )
+        self.add_weighted(times(layers, self.weight, self.weight))
 
     def add_weighted(self, layers: Mapping[str, Kronecker]) -> None:
         """Add factors that have their weights already."""
@@ -291,6 +285,11 @@ class Accumulator:
 
     def __iter__(self) -> Iterator[Sums]:
         return iter(self._sums.values())
+
+
+def times(layers: Mapping[str, Kronecker], A: float, S: float) -> dict[str, Kronecker]:
+    """Factors of inputs and of gradients, multiplied by one number each; examples count as inputs do."""
+    return {k: replace(e, A=e.A * A, S=e.S * S, examples=e.examples * A) for k, e in layers.items()}
 
 
 def _whole(number: float) -> float:

@@ -1,34 +1,26 @@
-"""One training step: weights are drawn, their gradients absorbed, and the statistics applied.
+"""The samples of a step: weights are drawn, and the gradients taken there absorbed.
 
-A sample of a step is :func:`draw`, a forward and a backward pass inside :func:`collecting`, and
-:func:`absorb`. After the last one :func:`apply` hands the statistics to the rule. Loop, stack and CUDA graph
-all run these functions; they differ in who calls them, and in where :class:`Numbers` come from.
+A sample is :func:`draw`, a forward and a backward pass inside :func:`collecting`, and :func:`absorb`. After
+the last one the statistics go to the rule, in :mod:`posterity.optim.apply`. Loop, stack and CUDA graph all
+run these functions; they differ in who calls them, and in where :class:`Numbers` come from.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from posterity.curvature import NothingCollected
-from posterity.noise import Noise, kernels
-from posterity.optim.adam import adam_update
-from posterity.optim.checks import hold_back, refuse_unfit, refuse_unreported
-from posterity.optim.counting import Behind, ModuleCalls
-from posterity.optim.state import FlatGroup, Group, State, members
-from posterity.optim.statistics import Statistics, Sums
-from posterity.sharding import gradient
+from posterity.noise import Noise
+from posterity.optim.checks import refuse_unreported
+from posterity.optim.state import FlatGroup, Group, members
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
-    from posterity.optim.overlap import Flight
 
 
 class Draw(NamedTuple):
@@ -123,98 +115,6 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
     if drawn and opt.matrices:
         opt.blocks.draw(opt, drawn)
     return drawn
-
-
-@contextmanager
-def one_sample(
-    opt: VariationalOptimizer, number: int, weight: float, flight: Flight | None = None
-) -> Iterator[None]:
-    """Inside, the model has drawn weights; gradients that were taken there are absorbed.
-
-    Whatever is raised inside, the means come back, and nothing is absorbed. So it is without a weight.
-
-    Args:
-        opt: The optimiser.
-        number: Of the sample.
-        weight: Of the sample; 0 if nothing is to be learned from it.
-        flight: What sends gradients as soon as they are there.
-    """
-    params = opt.parameters()
-    before = [p.grad for p in params]
-    opt.buffers.enter(number)
-    used, failed, drawn = False, True, list[Draw]()
-    calls, handle = ModuleCalls(opt.batch_dim, params, opt.sharded), None
-    try:
-        one = range(number, number + 1)
-        drawn = draw(opt, opt.numbered(one) if weight else one, weight)
-        with torch.no_grad():
-            for each in drawn:
-                each.group.put(each.flat)
-        if opt.sharded is not None:
-            opt.sharded.drop_gathered(failed=False)
-        torch.clear_autocast_cache()  # it casts a weight once, and would use it in all samples
-        for p, grad in zip(params, before, strict=True):
-            if grad is not None:
-                p.grad = None
-        opt.entered = 0
-        if flight is not None:
-            flight.listen(drawn, calls.examples, weight)
-        if opt.module is not None and weight:
-            handle = opt.module.register_forward_hook(calls, with_kwargs=True)
-        terms = opt.terms.watch(opt.module, lambda: calls.last) if weight else nullcontext()
-        collector = collecting(opt)
-        with terms, collector if opt.collector is None else _if_any(collector):
-            yield
-        grads = list(map(gradient, params))
-        if any(grad.is_sparse for grad in grads if grad is not None):
-            raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
-        if weight and any(grad is not None for grad in grads):
-            begun = flight is not None and flight.here is not None
-            if not begun:
-                expect(opt, drawn, calls.examples(), weight)
-            absorb(opt, grads, drawn, 1, weight, flight.absorbed if flight else ())
-            if not begun:
-                opt.local.add_inputs(calls.examples())
-            used = True
-        elif weight and opt.world.mesh is not None:  # others may have examples in this context
-            opt.local.skip(weight)
-        elif weight and opt.sharded is not None and calls.reached():
-            raise RuntimeError(
-                "a backward pass inside sampled_params() has left no gradient: take all backward passes of a "
-                "step in one context, and set_requires_gradient_sync(True) before the last"
-            )
-        failed = False
-    finally:
-        calls.inside = False
-        if flight is not None:
-            flight.close()
-        if handle is not None:
-            handle.remove()
-        if not used:  # an error, or a forward pass alone: as if nothing had happened
-            for p, grad in zip(params, before, strict=True):
-                p.grad = grad
-        opt.entered = None
-        with torch.no_grad():
-            for each in drawn:
-                each.group.locate()
-                each.group.put(each.group.weights)
-        if opt.sharded is not None:
-            opt.sharded.drop_gathered(failed)
-        torch.clear_autocast_cache()
-        opt.buffers.leave(number, used)
-
-
-@contextmanager
-def _if_any(context: AbstractContextManager[object]) -> Iterator[None]:
-    """A collector's context, in which a backward pass may be missing: then there is nothing to collect."""
-    context.__enter__()
-    try:
-        yield
-    except BaseException:
-        context.__exit__(*sys.exc_info())
-        raise
-    with suppress(NothingCollected):
-        context.__exit__(None, None, None)
 
 
 # Absorb.
@@ -313,180 +213,3 @@ def absorb(
     sums.examples += reports.examples
     sums.add_layers(reports.blocks)
     reports.watch({}).clear()  # it would hold on to drawn weights and sums until the next pass
-
-
-# Apply.
-
-
-class Moved(NamedTuple):
-    """What a rule has made of parameters of a group, which is not theirs yet.
-
-    Attributes:
-        flat: The group.
-        numbers: Of the parameters.
-        spans: Where they lie.
-        results: New means and states of each span; none where these are in the cache already.
-    """
-
-    flat: FlatGroup
-    numbers: list[int]
-    spans: list[slice | None]
-    results: list[tuple[Tensor, State]]
-
-
-@torch.no_grad()
-def apply(opt: VariationalOptimizer, behind: Behind, ok: Tensor | None) -> list[tuple[FlatGroup, list[int]]]:
-    """Move every parameter that has a gradient, or none; which of each group were moved.
-
-    What the rule returns is judged as a whole before any of it is written.
-
-    Args:
-        opt: The optimiser.
-        behind: The examples behind the step, and what makes of the loss a mean over these.
-        ok: A flag on the device that lets values through, if the host does not wait for it; it falls if a
-            result is not fit.
-
-    Raises:
-        FloatingPointError: A result is not fit, and the host waits.
-    """
-    made = opt.blocks.made(opt, behind) if opt.matrices else None
-    done = made.params if made is not None else set[Tensor]()
-    everything = []
-    try:
-        for sums in opt.sums:
-            moved = [i for i, p in enumerate(sums.group.params) if p.grad is not None and p not in done]
-            if moved:
-                everything.append(_run_rule(opt, sums, moved, behind, ok))
-        values = {} if made is None else made.values()
-        if ok is None:
-            refuse_unfit(opt, everything, values)
-        else:
-            hold_back(ok, everything, values, None if opt.sharded is None else opt.world)
-    except BaseException:
-        for flat in opt.cache.latest:
-            flat.load()
-        raise
-    if made is not None:
-        opt.blocks.write(made, ok)
-        for sums in opt.sums:  # which has written to state that is cached, and of no more use there
-            sums.group.keep_in_mind()
-    for flat, moved, spans, results in everything:
-        for span, (mean, state) in zip(spans, results, strict=False):
-            old = [(_part(flat.state[key], span), value) for key, value in state.items()]
-            accept([(_part(flat.mean, span), mean), *old], ok)
-        flat.count(moved)
-        flat.write(moved)
-        flat.save([key for key in flat.state if key not in _FIXED], moved)
-    torch.clear_autocast_cache()  # of weights that were
-    return [(flat, moved) for flat, moved, *_ in everything]
-
-
-def _run_rule(
-    opt: VariationalOptimizer, sums: Sums, moved: list[int], behind: Behind, ok: Tensor | None
-) -> Moved:
-    """What the rule makes of some parameters of a group."""
-    flat, numbers, run_move = sums.group, opt.numbers, opt.numbers.run(opt, move)
-    collected = multiplies(opt) or opt.sums.collected
-    group = numbers.groups[flat.number]
-    grad, counts = sums.mean_grad, [int(step) + 1 for step in flat.steps]
-    similar = len(moved) == len(flat.params) and len(set(counts)) == 1
-    places, results = list(flat.spans(None if similar else moved)), []
-    for i, span in places:
-        mean = _part(flat.mean, span)
-        own = {key: _part(value, span) for key, value in flat.state.items() if key != "mean"}
-        new_mean, new_state = run_move(
-            mean,
-            own,
-            _part(grad, span),
-            None if opt.by_adam(group) else _part(sums.second, span if collected else slice(0)),
-            sums.factor,
-            *behind,
-            numbers.updates(flat.params[i], counts[i]),
-            group,
-            own.pop("keep", None),
-            ok is not None,
-        )
-        if ok is None:  # while it is in a CPU's cache; the optimiser's own tensors are as they were
-            accept([(mean, new_mean), *((own[key], value) for key, value in new_state.items())], None)
-        else:
-            results.append((new_mean, new_state))
-    # A host judges a group as a whole, not by parts that fit into a cache.
-    whole = bool(places) and similar and ok is None
-    return Moved(flat, moved, [None] if whole else [span for _, span in places], results)
-
-
-# What no step changes.
-_FIXED = ("keep", "prior_mean", "known")
-
-
-def move(
-    rule: VariationalOptimizer,
-    mean: Tensor,
-    state: State,
-    grad: Tensor,
-    second: Tensor | None,
-    factor: float | Tensor,
-    batch_size: float,
-    scale: float | Tensor | None,
-    step: int | Tensor,
-    group: Group,
-    keep: Tensor | None,
-    marks: bool,
-) -> tuple[Tensor, State]:
-    """The rule: new means and state. It is a function of numbers, so that it fuses.
-
-    With ``marks`` a mean is NaN where the state or the std is not fit, so that means alone tell of all.
-    """
-    if second is None:
-        new_mean, new_state = adam_update(mean, state, grad, step, group)
-    else:
-        none = second[:0]
-        if isinstance(factor, Tensor) or factor != 1.0:
-            second = factor * second
-        if scale is not None:  # of a mean over other things than examples
-            grad, second = scale * grad, (scale if rule.collects is None else scale * scale) * second
-        noise, squares = (second, none) if rule.collects is None else (none, second)
-        stats = Statistics(grad, noise, batch_size, step, squares)
-        new_mean, new_state = rule.update(mean, state, stats, group)
-        if group["max_step"] < math.inf:
-            reach = furthest(group, step) * rule.scale(state, group)
-            new_mean = mean + (new_mean - mean).clamp(-reach, reach)
-    if marks:
-        unfit = [~torch.isfinite(each) for each in new_state.values()]
-        if second is not None and not group["deterministic"]:
-            std = rule.std({**state, **new_state}, group)
-            unfit.append(~((std > 0) & (std < math.inf)))
-        for each in unfit:
-            new_mean = torch.where(each, math.nan, new_mean)
-    if keep is not None:  # others do not move: their std, which no gradient knows, might overflow
-        new_mean = torch.where(keep, new_mean, mean)
-        new_state = {key: torch.where(keep, value, state[key]) for key, value in new_state.items()}
-    return new_mean, new_state
-
-
-def furthest(group: Group, step: int | Tensor) -> Any:
-    """How many scales a weight may move in its t-th update: max_step / sqrt(1 + t / settle_after)."""
-    return group["max_step"] / (1 + step / group["settle_after"]) ** 0.5
-
-
-def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor | None) -> None:
-    """Write new values over old ones, all of one size, unless a flag on the device is not set."""
-    if ok is None:
-        for old, new in pairs:
-            old.copy_(new)
-    elif kernels is not None and ok.is_cuda and _plain(pairs):
-        kernels.accept(pairs, ok)
-    else:
-        for old, new in pairs:
-            torch.where(ok, new, old, out=old)
-
-
-def _plain(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether all are of one type, and end to end."""
-    kinds = {(each.dtype, each.shape, each.is_contiguous()) for pair in pairs for each in pair}
-    return len(kinds) == 1 and pairs[0][0].is_contiguous()
-
-
-def _part(flat: Tensor, span: slice | None) -> Tensor:
-    """What lies in a span, or all."""
-    return flat if span is None else flat[span]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from posterity.caller import warn
+from posterity.optim.groups import unwrapped
 from posterity.posterior import Leaf
 from posterity.torch_private import is_compiled
 
@@ -262,11 +263,14 @@ class Unfrozen:
     """Warns, once, of parameters that were frozen when an optimiser was built, and that nobody trains since.
 
     Args:
-        named: The module's parameters that the optimiser does not have.
+        module: Whose, if it is known.
+        params: Those that the optimiser has.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self._named, self._versions = list(named), dict[str, int]()
+    def __init__(self, module: nn.Module | None, params: Sequence[Tensor]) -> None:
+        own, named = set(params), [] if module is None else unwrapped(module.named_parameters())
+        self._named = [(name, p) for name, p in named if p not in own]
+        self._versions: dict[str, int] = {}
 
     def look(self, rule: str) -> None:
         """At a step, gradients being there: two of them at one value, and no other optimiser has it."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -13,15 +13,27 @@ from torch.nn.utils import clip_grad_norm_
 
 from posterity.distributed import World, several
 from posterity.optim import VariationalOptimizer
+from posterity.optim.apply import apply
 from posterity.optim.counting import Behind, as_count, behind
 from posterity.optim.pooling import SharedBuffers, pack, unpack
-from posterity.optim.statistics import Sink
-from posterity.optim.step import absorb, apply, collecting, draw, multiplies
+from posterity.optim.statistics import Accumulator, Sink
+from posterity.optim.step import absorb, collecting, draw, multiplies
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.replays import RuleReplays
 
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "param_names", "initial_lr", "steps")
+
+
+@contextmanager
+def _pooling(opt: VariationalOptimizer) -> Iterator[None]:
+    """Inside, sums of processes are added up by an optimiser, not by a wrapper."""
+    before = opt.pools, opt.local
+    opt.pools, opt.local = True, Accumulator()
+    try:
+        yield
+    finally:
+        opt.pools, opt.local = before
 
 
 @final
@@ -80,7 +92,7 @@ class ByRule(Learner):
 
     def pooling(self) -> AbstractContextManager[object]:
         """Of several processes the optimiser adds up the sums itself."""
-        return nullcontext() if self.opt.world.size == 1 else self.opt.pooling()
+        return nullcontext() if self.opt.world.size == 1 else _pooling(self.opt)
 
     @property
     def world(self) -> World | None:
@@ -128,7 +140,7 @@ class ByRule(Learner):
             examples, count = self._given
             terms = examples if count is None else count
             opt.local.scale = 1.0 if isinstance(terms, Tensor) else float(terms or 1.0)
-        sources = draw(opt, opt.numbered(rows, self.parts * opt.own_samples()), weight)
+        sources = draw(opt, opt.world.numbered(rows, self.parts * opt.own_samples()), weight)
         weights: dict[Tensor, Tensor] = {}
         sinks: dict[Tensor, Sink] = {}
         wanted = multiplies(opt)

@@ -1,0 +1,76 @@
+"""Watched weights and their aliases, which layers are given in their place."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from posterity.layers.calls import LayerCall, Listener, Part
+from posterity.layers.stacks import rows_of
+from posterity.torch_private import fast_apply
+
+
+class Watched(NamedTuple):
+    """A watched tensor, or a part of one.
+
+    Attributes:
+        tensor: The whole tensor.
+        alias: What layers are given instead, a leaf in the same memory; of a part a view of that.
+        parts: What it is to each listener.
+    """
+
+    tensor: Tensor
+    alias: Tensor
+    parts: dict[Listener, Part]
+
+    def part(self, some: Tensor, samples_axis: int | None) -> Watched | None:
+        """The rows, the sample, or the rows of a sample that another tensor is in the same memory, if any.
+
+        Args:
+            some: The other tensor.
+            samples_axis: Where vmap has its samples, if it has any.
+        """
+        whole, alias, sample, at = self.tensor, self.alias, None, 0 if samples_axis is None else 1
+        if samples_axis not in (None, 0):
+            return None
+        if some.dim() < whole.dim() and at == 0 and all(listener.stacked for listener in self.parts):
+            sample = (some.storage_offset() - whole.storage_offset()) // max(whole.stride(0), 1)
+            if not 0 <= sample < len(whole):
+                return None
+            whole, alias = whole.detach()[sample], alias[sample]
+        rows, span = rows_of(some, whole, at), None
+        if rows is None:
+            return None
+        if rows != (0, whole.shape[at]):
+            span, alias = (*rows, whole.shape[at]), alias.narrow(at, rows[0], rows[1] - rows[0])
+        parts = {listener: Part(part.name, span, sample) for listener, part in self.parts.items()}
+        return Watched(self.tensor, alias, parts)
+
+
+class _Tap(torch.autograd.Function):
+    """Nothing, forward; backward, a layer reports, and the listener brings the gradient of its weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, alias: Tensor, call: LayerCall, axis: int | None, stacked: bool
+    ) -> Tensor:
+        ctx.call, ctx.dtype, ctx.how = call, alias.dtype, (axis, stacked)
+        # The same memory, but no view in the eyes of autograd: what follows may change it in place.
+        return y.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        into, (axis, stacked) = ctx.call.report(grad), ctx.how
+        if into is not None and stacked:
+            into = into if ctx.call.samples > 1 else into[None]
+            into = into.sum(0) if axis is None else into.movedim(0, axis)
+        if into is not None and into.dtype is not ctx.dtype:
+            into = into.to(ctx.dtype)
+        return grad, into, None, None, None
+
+
+# y, the alias, the call, where the weight has its samples, and whether vmap runs: outputs behind a node that
+# reports.
+tap = fast_apply(_Tap)

@@ -379,11 +379,13 @@ class VariationalOptimizer(Optimizer, ABC):
         self.settle()
         used: list[dict[str, Any]] = []
 
-        def fits(_: Optimizer, given: dict[str, Any]) -> None:
+        def fits(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            given = saved.with_names(self.param_groups, given)
             saved.refuse_mismatch(self.param_groups, given, self.defaults, self.matrices)
             groups.check_all(self, given["param_groups"])
             saved.refuse_unfit(self, given)
             used.append(given)
+            return given
 
         # After the hooks of others, so that what they made of the state is what counts.
         handle = self.register_load_state_dict_pre_hook(fits)

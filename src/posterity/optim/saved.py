@@ -12,11 +12,15 @@ from torch import Tensor
 from posterity.arguments import described, is_dense, is_whole
 from posterity.optim.adam import adam_init
 from posterity.optim.checks import unfit
+from posterity.optim.groups import is_unnamed
 from posterity.optim.state import COUNTS, Group, State, state_dtype
 from posterity.sharding import as_in, local
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
+
+# Entries of a group that hold names.
+_NAMES = {"param_names", "blocks"}
 
 
 def saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, State]]:
@@ -35,6 +39,28 @@ def load(states: Mapping[Tensor, State], groups: Sequence[Group], state_dict: di
                 own = value.detach().to("cpu" if key in COUNTS else p.device, copy=True)
                 own = own if key in COUNTS else as_in(own, p)
                 states[p][key] = own.contiguous().clone() if own.is_inference() else own.contiguous()
+
+
+def with_names(groups: Sequence[Group], state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state under the names of an optimiser's parameters, if theirs are mere numbers in it.
+
+    Args:
+        groups: Of the optimiser.
+        state_dict: Of one that was given the same tensors in the same order, without their names.
+    """
+    saved = state_dict["param_groups"]
+    names = [name for group in saved for name in group.get("param_names", [])]
+    if not all(map(is_unnamed, names)):
+        return state_dict
+    own = dict(zip(names, (name for group in groups for name in group["param_names"]), strict=False))
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(renamed, value))
+        return own.get(value, value) if isinstance(value, str) else value
+
+    named = [{**group, **{key: renamed(group[key]) for key in _NAMES & group.keys()}} for group in saved]
+    return {**state_dict, "param_groups": named}
 
 
 def refuse_mismatch(

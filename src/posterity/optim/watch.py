@@ -21,12 +21,13 @@ UNTOUCHED = (
 )
 # Steps behind the loss at first, and behind an average of it.
 _FIRST, _RECENT = 10, 50
-# After so many a run that has learned nothing is told so; after so many, one that was noise and stands still.
-_PATIENCE, _LONG = 300, 500
+# After so many a run that has learned nothing is told so: one whose learning rate is far too small; any; one
+# that was noise and stands still.
+_SOON, _PATIENCE, _LONG = 100, 300, 500
 # Looking for the root of a user's own backward pass takes time at every operation: after the first steps one
 # in so many is looked at, and stands for the others. On a GPU it is read so many steps later at most.
 _EVERY, _AT_ONCE = 5, 100
-# By this share a loss comes down in so many steps where a learning rate is not far too small.
+# By this share a loss comes down in _PATIENCE steps where a learning rate is not far too small.
 _LITTLE = 0.1
 # Below this loss there may be nothing to learn: a net that was trained before.
 _LOW = 0.25
@@ -209,7 +210,7 @@ class LossWatch:
         self._high = max(0, self._high + (3 if far else 1 if high else -1))
         if self._high >= _RECENT:
             self._diverges(f"the loss began at {self._begin:.3g} and is {seen.recent:.3g} on average")
-        elif seen.count in (_PATIENCE, _LONG) and self.fresh and not self._diverged:
+        elif seen.count in (_SOON, _PATIENCE, _LONG) and self.fresh and not self._diverged:
             self._look_at_progress()
 
     def _look_at_gradient(self, gradient: float) -> None:
@@ -225,13 +226,16 @@ class LossWatch:
         if seen.first <= _LOW or seen.lowest <= _LOW or self._stuck < math.inf:
             return
         noisy, advice = self._noise() > 1.0, self._slow()
-        if seen.count == _PATIENCE:
+        if seen.count == _SOON and not advice:
+            return
+        if seen.count <= _PATIENCE:
             self._halfway = seen.recent
             # With a learning rate for another optimiser a loss may come down a little and get nowhere.
             fallen = seen.fallen(noisy)
-            stuck = not fallen or bool(advice and not seen.fallen(noisy, _LITTLE))
-            little = "hardly" if fallen else "not"
-            told = f"has {little} lowered its loss in {_PATIENCE} steps ({seen.first:.3g} at first,"
+            little = _LITTLE * (seen.count - _RECENT) / (_PATIENCE - _RECENT)  # a recent loss is that old
+            stuck = not fallen or bool(advice and not seen.fallen(noisy, little))
+            verb = f"has {'hardly' if fallen else 'not'} lowered"
+            told = f"{verb} its loss in {seen.count} steps ({seen.first:.3g} at first,"
         else:  # noise alone may have made the first losses high, and steps have lowered them to chance
             stuck = noisy and seen.lowest > 0.85 * self._halfway
             told = f"hardly lowers its loss any more ({self._halfway:.3g} after {_PATIENCE} steps,"

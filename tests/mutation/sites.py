@@ -1274,6 +1274,27 @@ _LAPLACE = [
         ("optim/test_watch.py::test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of",),
     ),
     Site(
+        "a run that comes down to chance is well",
+        "posterity/optim/watch.py",
+        "return alone and guess < math.inf and self.losses.lowest > 0.99 * guess",
+        "return False",
+        ("optim/test_watch.py::test_a_run_at_chance_whose_first_losses_were_worse_is_warned_of",),
+    ),
+    Site(
+        "a penalty in the loss counts as chance",
+        "posterity/optim/watch.py",
+        "alone = self._begin is not None and math.isclose(value, self._begin, rel_tol=1e-3)",
+        "alone = self._begin is not None",
+        ("optim/test_watch.py::test_a_run_at_chance_whose_first_losses_were_worse_is_warned_of",),
+    ),
+    Site(
+        "weighted losses have the guess of others",
+        "posterity/layers/losses.py",
+        "if any(weight is not None for weight in weights):",
+        "if False:",
+        ("optim/test_watch.py::test_a_guess_costs_the_log_of_the_number_of_classes",),
+    ),
+    Site(
         "a rule moves the stds of a variational model as if they were weights",
         "posterity/optim/groups.py",
         "if any(isinstance(each, Posterior) for each in params.modules()):",

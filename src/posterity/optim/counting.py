@@ -25,6 +25,7 @@ from posterity.arguments import described, is_dense, is_number
 from posterity.caller import warn
 from posterity.layers import Intercept
 from posterity.layers.losses import Notes
+from posterity.layers.stacks import innermost
 from posterity.optim.scales import Scales
 from posterity.sharding import ShardedModel
 from posterity.torch_private import add_hook, graph_task_id, is_compiled, tree_leaves
@@ -213,16 +214,21 @@ class LossTerms:
 
     Args:
         rule: The optimiser's name, for messages.
+
+    Attributes:
+        guess: The mean of the first step's losses, and what it would be for a guess: infinite if unknown.
     """
 
     def __init__(self, rule: str) -> None:
         self._rule, self._done = rule, False
+        self.guess = math.nan, math.inf
         self._scales = Scales()
         self.clear()
 
     def clear(self) -> None:
         """Start the next step."""
         self._seen: list[tuple[str, float, float | None]] = []
+        self._guesses: list[tuple[Tensor, float]] = []
         self._scales.clear()
 
     def notes(self, examples: Callable[[], float | None]) -> Notes | None:
@@ -238,8 +244,11 @@ class LossTerms:
             return nullcontext()
         return Intercept(notes=notes)
 
-    def _add(self, examples: Callable[[], float | None], name: str, terms: float, value: Tensor) -> None:
+    def _add(
+        self, examples: Callable[[], float | None], name: str, terms: float, value: Tensor, guess: float
+    ) -> None:
         self._seen.append((name, terms, examples()))
+        self._guesses.append((innermost(value).detach().float().reshape(-1), guess))
         self._scales.add_loss(name, value)
 
     def judge(self, batch_size: float, inputs: float | None, counted: bool) -> None:
@@ -253,6 +262,9 @@ class LossTerms:
             inputs: Those of the module's inputs, if they could be counted.
             counted: Whether the user gave ``count=``.
         """
+        if not self._done and self._guesses:
+            values, guesses = zip(*self._guesses, strict=True)
+            self.guess = float(torch.cat([each.cpu() for each in values]).mean()), sum(guesses) / len(guesses)
         self._done = True
         self._scales.judge()
         if counted:

@@ -127,6 +127,9 @@ class LossWatch:
         fresh: Whether training begins here: what goes on may have nothing to learn.
         slow: Says what is wrong with a learning rate that is far below the usual one, if it is.
         otherwise: What to do about a loss that has not come down, where nothing else is the matter.
+
+    Attributes:
+        guess: The mean of the first step's known losses, and what it would be for a guess.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class LossWatch:
         otherwise: str = "try another lr or a larger max_step, and norm layers if the net is deep",
     ) -> None:
         self.name, self.narrower, self._noise, self.fresh, self._slow = name, narrower, noise, fresh, slow
-        self._otherwise = otherwise
+        self._otherwise, self.guess = otherwise, (math.nan, math.inf)
         self.losses, self._gradients = Average(), Average()
         self._begin: float | None = None
         self._halfway = self._stuck = math.inf
@@ -233,9 +236,10 @@ class LossWatch:
             # With a learning rate for another optimiser a loss may come down a little and get nowhere.
             fallen = seen.fallen(noisy)
             little = _LITTLE * (seen.count - _RECENT) / (_PATIENCE - _RECENT)  # a recent loss is that old
-            stuck = not fallen or bool(advice and not seen.fallen(noisy, little))
-            verb = f"has {'hardly' if fallen else 'not'} lowered"
-            told = f"{verb} its loss in {seen.count} steps ({seen.first:.3g} at first,"
+            stuck = not fallen or bool(advice and not seen.fallen(noisy, little)) or self._guesses()
+            done = f"has {'hardly' if fallen else 'not'} lowered its loss"
+            done = "has got no further than a guess" if fallen and self._guesses() else done
+            told = f"{done} in {seen.count} steps ({seen.first:.3g} at first,"
         else:  # noise alone may have made the first losses high, and steps have lowered them to chance
             stuck = noisy and seen.lowest > 0.85 * self._halfway
             told = f"hardly lowers its loss any more ({self._halfway:.3g} after {_PATIENCE} steps,"
@@ -248,6 +252,12 @@ class LossWatch:
             if noisy:
                 advice = f"its stds outweigh its weights, {self.narrower}"
             warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}", DivergenceWarning)
+
+    def _guesses(self) -> bool:
+        """Whether the loss, if it is nothing but those of which that is known, is still that of a guess."""
+        value, guess = self.guess
+        alone = self._begin is not None and math.isclose(value, self._begin, rel_tol=1e-3)
+        return alone and guess < math.inf and self.losses.lowest > 0.99 * guess
 
     def _diverges(self, what: str) -> None:
         if not self._diverged:

@@ -1295,6 +1295,20 @@ _LAPLACE = [
         ("optim/test_watch.py::test_a_guess_costs_the_log_of_the_number_of_classes",),
     ),
     Site(
+        "a loop that never draws is well",
+        "posterity/variational.py",
+        "if not self.draws and not self._reached(nll):",
+        "if False:",
+        ("test_objective.py::test_a_loop_with_the_module_inside_a_variational_model_is_warned_of",),
+    ),
+    Site(
+        "an NLL that is expected, not drawn, is taken for the module's",
+        "posterity/variational.py",
+        "if not self.draws and not self._reached(nll):",
+        "if not self.draws:",
+        ("test_objective.py::test_a_loop_with_the_module_inside_a_variational_model_is_warned_of",),
+    ),
+    Site(
         "a rule moves the stds of a variational model as if they were weights",
         "posterity/optim/groups.py",
         "if any(isinstance(each, Posterior) for each in params.modules()):",

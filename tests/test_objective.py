@@ -120,3 +120,13 @@ def test_a_compiled_loss_takes_a_kl() -> None:
     nll, value = torch.tensor(0.3, requires_grad=True), variational(nn.Linear(4, 2)).kl()
     loss = torch.compile(elbo, backend="eager", fullgraph=True)
     assert torch.equal(loss(nll, value, num_data=10), elbo(nll, value, num_data=10))
+
+
+def test_a_loop_with_the_module_inside_a_variational_model_is_warned_of() -> None:
+    net, x = nn.Linear(4, 2), torch.ones(3, 4)
+    model = variational(net)
+    with pytest.warns(UserWarning, match="never drawn, .*: call what variational.. returned, not the module"):
+        elbo(net(x).square().mean(), model.kl(), num_data=10)
+    model = variational(net)  # the tests take warnings for errors
+    elbo(sum(std.square().sum() for std in model.posterior.std().values()), model.kl(), num_data=10)
+    elbo(model(x).square().mean(), model.kl(), num_data=10).backward()

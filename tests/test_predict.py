@@ -175,7 +175,7 @@ def test_an_error_of_the_model_has_the_shape_of_its_inputs_beside_it() -> None:
 
 def test_a_posterior_of_other_names_says_which_module_to_pass() -> None:
     model, q, x = make()
-    advice = r": pass the module itself, .* and build the optimizer from it or its named_parameters\(\)$"
+    advice = r": pass the module itself, .* build the optimizer from it or its named_parameters\(\), where"
     bare = posterity.BGD(model.parameters()).posterior()
     with pytest.raises(
         ValueError, match="'param.0', but the model has no such parameter .its first is '0.weight'." + advice
@@ -346,7 +346,8 @@ def test_prediction_leaves_buffers_and_random_numbers_alone() -> None:
     q = posterity.BGD(model).posterior()
     before = torch.get_rng_state()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4, shuffle=True)
-    posterity.predict(model, q, loader, how="loop")
+    with pytest.warns(UserWarning, match="the loader shuffles, and results come in the order of its batches"):
+        posterity.predict(model, q, loader, how="loop")
     assert model.calls == 0
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -64,6 +64,11 @@ def test_streamed_statistics_are_those_of_kept_outputs(
         torch.testing.assert_close(found, getattr(kept, name), **EXACT)
 
 
+def test_several_labels_are_told_where_their_probabilities_are() -> None:
+    with pytest.raises(ValueError, match=r"have 3 on .*predict\(\.\.\., output=torch.sigmoid\).mean"):
+        _ = Prediction(outputs(2, 10, 3), binary=True).probs
+
+
 def test_regression_has_no_probabilities_and_says_so_streamed_too() -> None:
     samples = outputs(5, 10, 1) + 1e6  # far from 0, where squares would cancel
     p, kept = streamed(samples, [1] * 5, 3), Prediction(samples)

@@ -20,9 +20,10 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, RandomSampler
 
 from posterity.arguments import described
+from posterity.caller import warn
 
 T = TypeVar("T")
 Inputs: TypeAlias = Any
@@ -45,6 +46,11 @@ def is_loader(x: Inputs) -> bool:
 def batches(x: Inputs, batch_size: int, pick: Pick | None = None) -> Iterator[Inputs]:
     """Inputs in batches; of a loader's batches what ``pick`` picks, or else all but the targets."""
     if is_loader(x):
+        if isinstance(getattr(x, "sampler", None), RandomSampler):
+            warn(
+                "the loader shuffles, and results come in the order of its batches: pass one with "
+                "shuffle=False to compare them with targets"
+            )
         found = None
         for batch in x:
             found = separated(batch)[0] if pick is None else picked(batch, pick)

@@ -56,7 +56,8 @@ class Classes:
         if (outputs[axis] == 1) != self.binary:
             raise ValueError(
                 f"outputs {outputs} have {outputs[axis]} on the axis of classes: probabilities need two or "
-                "more logits, or one with binary=True; for regression see .mean and .variance"
+                "more logits, or one with binary=True; several labels of an example have theirs in "
+                "predict(..., output=torch.sigmoid).mean; for regression see .mean and .variance"
             )
         return axis
 

@@ -28,6 +28,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, described, instance, takes
+from posterity.caller import warn
 from posterity.distributed import World, several
 from posterity.estimators import Sampled, by_block, parameters_of, together
 from posterity.layers import Estimator, Intercept
@@ -223,8 +224,20 @@ class Variational(nn.Module):
             return
         if self._watch is None:
             self._watch = loss_watch(self.posterior, "the variational() model", self._fresh)
+            if not self.draws and not self._reached(nll):
+                warn(
+                    "elbo() has the NLL of a model whose weights were never drawn, which trains no std: call "
+                    "what variational() returned, not the module inside it"
+                )
         self._heard = now
         self._watch.follow(nll)
+
+    def _reached(self, nll: Tensor) -> bool:
+        """Whether an NLL depends on what the module itself does not have, such as stds."""
+        own = {id(p) for p in self.module.parameters()}
+        others = [p for p in self.posterior.parameters() if p.requires_grad and id(p) not in own]
+        grads = torch.autograd.grad(nll, others, retain_graph=True, allow_unused=True) if others else ()
+        return not others or any(grad is not None for grad in grads)
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""

@@ -101,6 +101,12 @@ def test_loading_a_posterior_copies_it_and_starts_the_rule_afresh(rule: Rule) ->
 
 
 @rules
+def test_a_variational_model_is_refused(rule: Rule) -> None:
+    with pytest.raises(TypeError, match=r"Variational holds a posterior .*: pass the model that variational"):
+        rule.make(posterity.variational(nn.Linear(5, 3)))
+
+
+@rules
 def test_a_state_of_other_parameters_is_refused_by_name(rule: Rule) -> None:
     model = net()
     state = rule.make(model, deterministic="first.*").state_dict()

@@ -468,6 +468,21 @@ def test_named_parameters_and_bare_tensors_will_do(rule: Rule) -> None:
         posterity.predict(model, opt.posterior(), X)
 
 
+@rules
+def test_a_state_without_names_loads_where_parameters_have_them(rule: Rule) -> None:
+    model = nn.Linear(5, 3)
+    unnamed = rule.make(model.parameters())
+    unnamed.step(lambda: loss_fn(model), batch_size=16)
+    opt = rule.make(model)
+    opt.load_state_dict(unnamed.state_dict())
+    q = opt.posterior()
+    assert list(q.mean()) == ["weight", "bias"]
+    assert all(map(torch.equal, q.std().values(), unnamed.posterior().std().values()))
+    posterity.predict(model, q, X)
+    with pytest.raises(ValueError, match=r"the state has 'weight' where this optimiser has 'param.0'"):
+        unnamed.load_state_dict(opt.state_dict())
+
+
 @tensor_rules
 def test_deterministic_parameters_learn_without_noise(rule: Rule) -> None:
     model = net()

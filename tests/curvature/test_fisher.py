@@ -199,7 +199,7 @@ def test_the_fallback_with_words_first() -> None:
         ),
         (
             {"kind": "empirical", "y": torch.zeros(5), "likelihood": "regression"},
-            r"y has shape \[5\], outputs \[5, 3\]: give labels \[B\] for classification, or targets \[B, C\]",
+            r"y has shape \[5\], outputs \[5, 3\]: give labels \[B\], one class for each",
         ),
     ],
 )

@@ -347,7 +347,10 @@ X, Y = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
         ({"loader": (X, Y[:5])}, "6 inputs and 5 targets"),
         ({"loader": (X, Y + 3)}, "labels must be whole numbers from 0 to 2"),
         ({"loader": (X, Y.float())}, "labels must be whole numbers from 0 to 2"),
-        ({"loader": (X, torch.ones(6, 1))}, r"y has shape \[6, 1\], outputs \[6, 3\]: give labels \[B\]"),
+        (
+            {"loader": (X, torch.ones(6, 3))},
+            r"y has shape \[6, 3\], outputs \[6, 3\]: give labels \[B\], one class for each example, for",
+        ),
         (
             {"loader": (X, torch.ones(6)), "likelihood": "regression"},
             r"y has shape \[6\], outputs \[6, 3\]: .* targets \[B, C\] for regression",
@@ -746,7 +749,8 @@ def test_one_logit_for_each_input_gives_two_probabilities_for_each() -> None:
 
 def test_one_logit_needs_to_be_said() -> None:
     x, y = torch.randn(8, 3), torch.tensor([0, 1] * 4)
-    with pytest.raises(ValueError, match="pass binary=True"):
+    message = 'one number each: pass binary=True if it is a logit, or likelihood="regression"'
+    with pytest.raises(ValueError, match=message):
         laplace.fit(nn.Linear(3, 1), (x, y))
     with pytest.raises(ValueError, match="one logit"):
         laplace.fit(nn.Linear(3, 2), (x, y), binary=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import posterity
-from conformance.rules import Rule, X, Y, by_closure, by_context, loss_fn, net, rules
+from conformance.rules import ALL_WAYS, Rule, X, Y, by_closure, by_context, loss_fn, net, rules
 from posterity import diagnostics
 from posterity.diagnostics import PosteriorWarning
 from posterity.optim import handover
@@ -103,12 +103,64 @@ def test_a_run_that_goes_on_may_have_nothing_to_learn() -> None:
 
 
 def test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of() -> None:
-    """On digits VOGN at lr=1e-3 has lowered it by a hundredth after 300 steps, and is at chance."""
+    """On digits VOGN at lr=1e-3 has lowered it by a hundredth after 300 steps, and is at chance.
+
+    A run of a hundred steps is told so, which any other reason may need longer for.
+    """
     losses = run(lambda t: 2.3 - 2e-4 * t, 0.02)
     assert messages(losses) == []
     (found,) = messages(losses, slow="raise lr")
-    assert re.fullmatch(r"VOGN has hardly lowered its loss in 300 steps \(.* now\): raise lr", found)
+    assert re.fullmatch(r"VOGN has (hardly|not) lowered its loss in 100 steps \(.* now\): raise lr", found)
+    assert messages(losses[:100], slow="raise lr") == [found]
+    assert messages(SICK["chance"][0][:299]) == []
+    (late,) = messages(run(lambda t: 2.3 - 2e-3 * min(t, 50), 0.02), slow="raise lr")
+    assert late.startswith("VOGN has hardly lowered its loss in 300 steps")
     assert messages(run(lambda t: 2.3 - 1.5e-3 * t, 0.02), slow="raise lr") == []
+
+
+def test_a_run_at_chance_whose_first_losses_were_worse_is_warned_of() -> None:
+    """Of ten classes a guess costs log 10, to which a net that begins above it may come down and stay."""
+    losses = run(lambda t: 2.31 + 0.3 * math.exp(-t / 60), 0.02)
+    assert messages(losses) == []
+    watch = LossWatch("VOGN", "raise damping", lambda: 0.1, True)
+    watch.guess = losses[0], math.log(10)
+    (found,) = messages_of(watch, losses)
+    assert re.fullmatch(
+        r"VOGN has got no further than a guess in 300 steps \(.* now\): try another lr.*", found
+    )
+    watch = LossWatch("VOGN", "raise damping", lambda: 0.1, True)
+    watch.guess = 0.9 * losses[0], math.log(10)  # there is more in the loss than what is known of
+    assert messages_of(watch, losses) == []
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@rules
+def test_what_a_guess_costs_is_taken_from_the_first_step(rule: Rule, way: Learn) -> None:
+    model = net()
+    opt = rule.make(model)
+    way(model, opt)
+    first, guess = opt.watch.guess
+    assert guess == pytest.approx(math.log(3))
+    assert first == pytest.approx(opt.watch.losses.first, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "guess"),
+    [
+        (lambda out, y: F.nll_loss(out.log_softmax(1), y), math.log(3)),
+        (lambda out, y: F.cross_entropy(out[:, :, None], y[:, None]), math.log(3)),
+        (lambda out, y: F.binary_cross_entropy_with_logits(out[:, 0], y.clamp(0, 1).float()), math.log(2)),
+        (lambda out, y: F.cross_entropy(out, y, weight=torch.ones(3)), math.inf),
+        (lambda out, y: F.mse_loss(out[:, 0], y.float()), math.inf),
+    ],
+)
+def test_a_guess_costs_the_log_of_the_number_of_classes(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], guess: float
+) -> None:
+    model = net()
+    opt = posterity.IVON(model, num_data=16)
+    opt.step(lambda: loss(model(X), Y), count=16)
+    assert opt.watch.guess[1] == pytest.approx(guess)
 
 
 @rules
@@ -137,8 +189,8 @@ def test_a_run_that_stands_still_is_told_of_lr(rule: Rule, learn: Learn) -> None
         for _ in range(count):
             learn(model, opt)
 
-    steps(295)  # in contexts one step of five is looked at
-    message = f"{rule.name} has not lowered its loss in 300 steps .* raise lr: it is 0, and the default is"
+    steps(95)  # in contexts one step of five is looked at
+    message = f"{rule.name} has not lowered its loss in 100 steps .* raise lr: it is 0, and the default is"
     with pytest.warns(posterity.DivergenceWarning, match=message) as caught:
         steps(5)
     assert [Path(each.filename).name for each in caught] == ["rules.py"]  # where step() is called

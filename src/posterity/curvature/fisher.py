@@ -201,8 +201,8 @@ def checked(out: Tensor, y: Tensor | None, likelihood: Likelihood) -> Tensor:
         return out
     if y.shape != (out.shape[:1] if classes else out.shape):
         raise ValueError(
-            f"y has shape {list(y.shape)}, outputs {list(out.shape)}: give labels [B] for classification, or "
-            "targets [B, C] for regression"
+            f"y has shape {list(y.shape)}, outputs {list(out.shape)}: give labels [B], one class for each "
+            "example, for classification, or targets [B, C] for regression"
         )
     if classes and (y.is_floating_point() or not bool(((y >= 0) & (y < out.shape[1])).all())):
         raise ValueError(f"labels must be whole numbers from 0 to {out.shape[1] - 1}, one for each output")

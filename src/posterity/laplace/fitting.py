@@ -151,7 +151,10 @@ def fit(
             x, y = read(pair)
             out = called(model, x, output)
             if likelihood == "classification" and out.shape[1:] in ((), (1,)):
-                raise ValueError(f"outputs {list(out.shape)} are one logit each: pass binary=True")
+                raise ValueError(
+                    f"outputs {list(out.shape)} are one number each: pass binary=True if it is a logit, or "
+                    'likelihood="regression"'
+                )
             out = checked(out, y, likelihood)
             if step == 0:
                 params = last_layer(model, x, output) if names is None else params

@@ -31,7 +31,7 @@ from posterity.layers.embedding import (
 )
 from posterity.layers.estimators import StandIn, drawn_arguments, estimate
 from posterity.layers.linear import Linear
-from posterity.layers.losses import TERMS, Notes
+from posterity.layers.losses import TERMS, Notes, of_a_guess
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
 from posterity.layers.passes import Function, Passes
 from posterity.layers.stacks import CrossEntropy, MaxPool2d, inside, samples_axis, stack, stacking
@@ -125,7 +125,7 @@ class Intercept(TorchFunctionMode):
         if self._notes is not None and inside(out).requires_grad:
             terms = TERMS[func](*args, **kwargs)
             if terms is not None:
-                self._notes.loss(func.__name__, terms, out)
+                self._notes.loss(func.__name__, terms, out, of_a_guess(func, args, kwargs))
         return out
 
     def _layer(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,12 @@ class Notes(NamedTuple):
 
     Attributes:
         layer: Called with every known layer.
-        loss: Called with the name of every loss that is a mean and wants gradients, its terms and its value.
+        loss: Called with the name of every loss that is a mean and wants gradients, its terms, its value, and
+            what it is for a guess.
     """
 
     layer: Callable[[LayerCall], None]
-    loss: Callable[[str, float, Tensor], None]
+    loss: Callable[[str, float, Tensor, float], None]
 
 
 def of_labels(
@@ -63,3 +64,19 @@ TERMS: dict[Any, Callable[..., float | None]] = {
     **dict.fromkeys((F.l1_loss, F.smooth_l1_loss, F.huber_loss), of_numbers),
     **dict.fromkeys((F.binary_cross_entropy, F.binary_cross_entropy_with_logits), of_numbers),
 }
+
+
+def of_a_guess(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The loss of a net that takes all classes for equally likely; infinite where that is not known.
+
+    Example:
+        >>> of_a_guess(F.cross_entropy, [torch.zeros(5, 10), torch.zeros(5, dtype=torch.long)], {})  # log 10
+        2.302585092994046
+    """
+    weights = [*args[2:3], kwargs.get("weight"), kwargs.get("pos_weight")]
+    if any(weight is not None for weight in weights):
+        return math.inf
+    if func in (F.cross_entropy, F.nll_loss):
+        shape = (args[0] if args else kwargs["input"]).shape
+        return math.log(shape[min(1, len(shape) - 1)])
+    return math.log(2) if func in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits) else math.inf

@@ -38,6 +38,7 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     behind = counting.behind(opt, total[0], inputs, total[1])
     size = float(behind.batch_size) if alone else float(batch_size or 0)  # each looks at losses of its own
     opt.terms.judge(size, inputs if alone else None, counted=count is not None)
+    opt.watch.guess = opt.terms.guess
     if (opt.pools or opt.sharded is not None) and opt.module is not None:
         share_buffers(opt.world, opt.module)  # before the verdict: some processes may replay this step
     opt.unfrozen.look(type(opt).__name__)

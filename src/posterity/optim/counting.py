@@ -25,6 +25,7 @@ from posterity.arguments import described, is_dense, is_number
 from posterity.caller import warn
 from posterity.layers import Intercept
 from posterity.layers.losses import Notes
+from posterity.layers.stacks import innermost
 from posterity.optim.scales import Scales
 from posterity.sharding import ShardedModel
 from posterity.torch_private import add_hook, graph_task_id, is_compiled, tree_leaves
@@ -225,16 +226,21 @@ class LossTerms:
 
     Args:
         rule: The optimiser's name, for messages.
+
+    Attributes:
+        guess: The mean of the first step's losses, and what it would be for a guess: infinite if unknown.
     """
 
     def __init__(self, rule: str) -> None:
         self._rule = rule
+        self.guess = math.nan, math.inf
         self._scales: Scales | None = Scales()  # None after the first step
         self.clear()
 
     def clear(self) -> None:
         """Start the next step."""
         self._seen: list[tuple[str, float, float | None]] = []
+        self._guesses: list[tuple[Tensor, float]] = []
         if self._scales is not None:
             self._scales.clear()
 
@@ -253,9 +259,16 @@ class LossTerms:
         return Intercept(notes=notes)
 
     def _add(
-        self, scales: Scales, examples: Callable[[], float | None], name: str, terms: float, value: Tensor
+        self,
+        scales: Scales,
+        examples: Callable[[], float | None],
+        name: str,
+        terms: float,
+        value: Tensor,
+        guess: float,
     ) -> None:
         self._seen.append((name, terms, examples()))
+        self._guesses.append((innermost(value).detach().float().reshape(-1), guess))
         scales.add_loss(name, value)
 
     def judge(self, batch_size: float, inputs: float | None, counted: bool) -> None:
@@ -272,6 +285,9 @@ class LossTerms:
         scales, self._scales = self._scales, None
         if scales is None:
             return
+        if self._guesses:
+            values, guesses = zip(*self._guesses, strict=True)
+            self.guess = float(torch.cat([each.cpu() for each in values]).mean()), sum(guesses) / len(guesses)
         scales.judge()
         if counted:
             return

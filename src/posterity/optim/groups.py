@@ -16,6 +16,7 @@ from posterity.optim.adam import ADAM
 from posterity.optim.entries import refuse_unknown
 from posterity.optim.presets import overridden
 from posterity.optim.state import Group
+from posterity.posterior import Posterior
 from posterity.sharding import is_sharded, local, refuse_shards
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] 
 
 # One number for the whole optimiser: a step has all groups at once.
 _SHARED = ("mc_samples", "factors_every", "second_every", "batch_size")
+# What comes before the number of a tensor without a name.
+_UNNAMED = "param."
 # What DistributedDataParallel and torch.compile put before the names of the module that they wrap.
 _WRAPPERS = ("module.", "_orig_mod.")
 # A bound on steps, in stds, that is as good as none, and with which single precision still reckons.
@@ -39,6 +42,11 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
     name are numbered, from ``numbered`` on.
     """
     if isinstance(params, nn.Module):
+        if any(isinstance(each, Posterior) for each in params.modules()):
+            raise TypeError(
+                f"{type(params).__name__} holds a posterior that a torch optimiser trains: pass the model "
+                "that variational() was given, or take torch.optim.Adam for this one"
+            )
         owned = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
         if not owned:
             raise ValueError(f"{type(params).__name__} has no parameter that requires a gradient")
@@ -62,9 +70,20 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
         for member in members:
             _refuse_member(member)
         group["params"] = unwrapped(
-            (f"param.{next(unnamed)}", member) if isinstance(member, Tensor) else member for member in members
+            (f"{_UNNAMED}{next(unnamed)}", member) if isinstance(member, Tensor) else member
+            for member in members
         )
     return groups
+
+
+def is_unnamed(name: object) -> bool:
+    """Whether a name is the number of a tensor that was given without one.
+
+    Example:
+        >>> is_unnamed("param.0"), is_unnamed("param.weight")
+        (True, False)
+    """
+    return isinstance(name, str) and name.startswith(_UNNAMED) and name.removeprefix(_UNNAMED).isdecimal()
 
 
 def _refuse_member(member: object) -> None:

@@ -13,12 +13,15 @@ from torch.optim import Optimizer
 from posterity.arguments import described, is_dense, is_whole
 from posterity.optim.adam import adam_init
 from posterity.optim.checks import unfit
-from posterity.optim.groups import check_all
+from posterity.optim.groups import check_all, is_unnamed
 from posterity.optim.state import COUNTS, Group, State, state_dtype
 from posterity.sharding import as_in, local
 
 if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
+
+# Entries of a group that hold names.
+_NAMES = {"param_names", "blocks"}
 
 
 def resume(
@@ -29,11 +32,13 @@ def resume(
     opt.settle()
     used: list[dict[str, Any]] = []
 
-    def fits(_: Optimizer, given: dict[str, Any]) -> None:
+    def fits(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        given = _with_names(opt.param_groups, given)
         _refuse_mismatch(opt.param_groups, given, opt.defaults, opt.matrices)
         check_all(opt, given["param_groups"])
         _refuse_unfit(opt, given)
         used.append(given)
+        return given
 
     # After the hooks of others, so that what they made of the state is what counts.
     handle = opt.register_load_state_dict_pre_hook(fits)
@@ -55,6 +60,28 @@ def _saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterat
     params = [p for group in groups for p in group["params"]]
     for index, p in zip(indices, params, strict=True):
         yield p, state_dict["state"].get(index, {})
+
+
+def _with_names(groups: Sequence[Group], state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state under the names of an optimiser's parameters, if theirs are mere numbers in it.
+
+    Args:
+        groups: Of the optimiser.
+        state_dict: Of one that was given the same tensors in the same order, without their names.
+    """
+    saved = state_dict["param_groups"]
+    names = [name for group in saved for name in group.get("param_names", [])]
+    if not all(map(is_unnamed, names)):
+        return state_dict
+    own = dict(zip(names, (name for group in groups for name in group["param_names"]), strict=False))
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(renamed, value))
+        return own.get(value, value) if isinstance(value, str) else value
+
+    named = [{**group, **{key: renamed(group[key]) for key in _NAMES & group.keys()}} for group in saved]
+    return {**state_dict, "param_groups": named}
 
 
 def _refuse_mismatch(

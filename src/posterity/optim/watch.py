@@ -22,12 +22,13 @@ UNTOUCHED = (
 )
 # Steps behind the loss at first, and behind an average of it.
 _FIRST, _RECENT = 10, 50
-# After so many a run that has learned nothing is told so; after so many, one that was noise and stands still.
-_PATIENCE, _LONG = 300, 500
+# After so many a run that has learned nothing is told so: one whose learning rate is far too small; any; one
+# that was noise and stands still.
+_SOON, _PATIENCE, _LONG = 100, 300, 500
 # Looking for the root of a user's own backward pass takes time at every operation: after the first steps one
 # in so many is looked at, and stands for the others. On a GPU it is read so many steps later at most.
 _EVERY, _AT_ONCE = 5, 100
-# By this share a loss comes down in so many steps where a learning rate is not far too small.
+# By this share a loss comes down in _PATIENCE steps where a learning rate is not far too small.
 _LITTLE = 0.1
 # Below this loss there may be nothing to learn: a net that was trained before.
 _LOW = 0.25
@@ -127,6 +128,9 @@ class LossWatch:
         fresh: Whether training begins here: what goes on may have nothing to learn.
         slow: Says what is wrong with a learning rate that is far below the usual one, if it is.
         otherwise: What to do about a loss that has not come down, where nothing else is the matter.
+
+    Attributes:
+        guess: The mean of the first step's known losses, and what it would be for a guess.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class LossWatch:
         otherwise: str = "try another lr or a larger max_step, and norm layers if the net is deep",
     ) -> None:
         self.name, self.narrower, self._noise, self.fresh, self._slow = name, narrower, noise, fresh, slow
-        self._otherwise = otherwise
+        self._otherwise, self.guess = otherwise, (math.nan, math.inf)
         self.losses, self._gradients = Average(), Average()
         self._begin: float | None = None
         self._halfway = self._stuck = math.inf
@@ -210,7 +214,7 @@ class LossWatch:
         self._high = max(0, self._high + (3 if far else 1 if high else -1))
         if self._high >= _RECENT:
             self._diverges(f"the loss began at {self._begin:.3g} and is {seen.recent:.3g} on average")
-        elif seen.count in (_PATIENCE, _LONG) and self.fresh and not self._diverged:
+        elif seen.count in (_SOON, _PATIENCE, _LONG) and self.fresh and not self._diverged:
             self._look_at_progress()
 
     def _look_at_gradient(self, gradient: float) -> None:
@@ -226,13 +230,17 @@ class LossWatch:
         if seen.first <= _LOW or seen.lowest <= _LOW or self._stuck < math.inf:
             return
         noisy, advice = self._noise() > 1.0, self._slow()
-        if seen.count == _PATIENCE:
+        if seen.count == _SOON and not advice:
+            return
+        if seen.count <= _PATIENCE:
             self._halfway = seen.recent
             # With a learning rate for another optimiser a loss may come down a little and get nowhere.
             fallen = seen.fallen(noisy)
-            stuck = not fallen or bool(advice and not seen.fallen(noisy, _LITTLE))
-            little = "hardly" if fallen else "not"
-            told = f"has {little} lowered its loss in {_PATIENCE} steps ({seen.first:.3g} at first,"
+            little = _LITTLE * (seen.count - _RECENT) / (_PATIENCE - _RECENT)  # a recent loss is that old
+            stuck = not fallen or bool(advice and not seen.fallen(noisy, little)) or self._guesses()
+            done = f"has {'hardly' if fallen else 'not'} lowered its loss"
+            done = "has got no further than a guess" if fallen and self._guesses() else done
+            told = f"{done} in {seen.count} steps ({seen.first:.3g} at first,"
         else:  # noise alone may have made the first losses high, and steps have lowered them to chance
             stuck = noisy and seen.lowest > 0.85 * self._halfway
             told = f"hardly lowers its loss any more ({self._halfway:.3g} after {_PATIENCE} steps,"
@@ -245,6 +253,12 @@ class LossWatch:
             if noisy:
                 advice = f"its stds outweigh its weights, {self.narrower}"
             warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}", DivergenceWarning)
+
+    def _guesses(self) -> bool:
+        """Whether the loss, if it is nothing but those of which that is known, is still that of a guess."""
+        value, guess = self.guess
+        alone = self._begin is not None and math.isclose(value, self._begin, rel_tol=1e-3)
+        return alone and guess < math.inf and self.losses.lowest > 0.99 * guess
 
     def _diverges(self, what: str) -> None:
         if not self._diverged:

@@ -72,7 +72,7 @@ class Posterior(nn.Module, ABC):
                 raise ValueError(
                     f"the posterior has {name!r}, but the model has no such parameter{own}: pass the module "
                     "itself, not a wrapper or a part of it, and build the optimizer from it or its "
-                    "named_parameters()"
+                    "named_parameters(), where it loads the state_dict() of one without names"
                 )
             if params[name].shape != shape:
                 raise ValueError(

@@ -371,6 +371,7 @@ class ByGradient(Learner):
             what = bad_gradient(self.model.named_parameters()) or "a gradient"
             raise FloatingPointError(f"{what} is not finite; {UNTOUCHED}")
         self.terms.judge(float(self._behind.batch_size), examples, counted=count is not None)
+        self.watch.guess = self.terms.guess
         self.move(self._behind, None)
         self.reset()
         return loss

@@ -697,6 +697,20 @@ _POSTERIORS = [
         ("exact/test_priors.py::test_kl_of_a_posterior_that_barely_moved_keeps_its_digits",),
     ),
     Site(
+        "the KL of a std far below the prior's has no digits",
+        f"{_Q}/formulas.py",
+        ".sub_((std / theirs).log_(), alpha=2.0)",
+        ".sub_(growth.log1p(), alpha=2.0)",
+        ("exact/test_priors.py::test_kl_of_stds_far_below_the_priors_keeps_its_digits",),
+    ),
+    Site(
+        "the gradient of the KL of a std far below the prior's has no digits",
+        f"{_Q}/formulas.py",
+        "return slope / std, -slope / theirs",
+        "return slope / (growth + 1.0) / theirs, -slope / theirs",
+        ("exact/test_priors.py::test_kl_of_stds_far_below_the_priors_keeps_its_digits",),
+    ),
+    Site(
         "the KL of correlated weights is that of independent ones",
         f"{_Q}/formulas.py",
         "return q.correlation() + _normals_kl(theirs,",

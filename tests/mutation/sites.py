@@ -451,6 +451,30 @@ _STEP = [
         ("optim/test_scales.py::test_raw_pixels_are_warned_of_once",),
     ),
     Site(
+        "a load that assigns leaves the module other means than its posterior",
+        "posterity/variational.py",
+        "self.register_load_state_dict_post_hook(_share_again)",
+        "pass",
+        (
+            "exact/test_bayes_by_backprop.py::"
+            "test_module_and_posterior_share_their_means_after_a_load_that_assigns",
+        ),
+    ),
+    Site(
+        "a prior is tried without the padding rows that stay",
+        "posterity/variational.py",
+        "kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)",
+        "kl(posterior.rebuilt(there), prior, seed=0)",
+        ("exact/test_bayes_by_backprop.py::test_a_prior_is_tried_as_the_posterior_will_be",),
+    ),
+    Site(
+        "a Variational's stds are drawn as weights by another around it",
+        "posterity/variational.py",
+        "if drawing and name.startswith(tuple(drawing)):",
+        "if name in drawing:",
+        ("exact/test_bayes_by_backprop.py::test_weights_that_a_part_of_the_module_draws_are_refused",),
+    ),
+    Site(
         "samples and micro-batches of a loop with elbo() count as steps",
         "posterity/variational.py",
         "if self._heard == (now := self._now()):",

@@ -461,6 +461,13 @@ _STEP = [
         ),
     ),
     Site(
+        "a prior of a layer's weight and bias together is taken for one of each",
+        "posterity/train/gradient.py",
+        "if leaf is not q.blocks.get(name):",
+        "if False:",
+        ("train/test_gradient.py::test_what_cannot_be_is_refused_in_one_sentence",),
+    ),
+    Site(
         "a prior is tried without the padding rows that stay",
         "posterity/variational.py",
         "kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)",

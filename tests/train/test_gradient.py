@@ -610,6 +610,13 @@ def test_what_cannot_be_is_refused_in_one_sentence() -> None:
         make(net, loss_fn, posterity.BGD(net), num_data=N)
     with pytest.raises(KeyError, match="has no block 'unused'"):
         make(m, loss_fn, adam, num_data=N, prior=variational(nn.Linear(2, 2)).posterior)
+    shapes = {"last.weight": (3, 7), "last.bias": (3,)}
+    means = [torch.zeros(shape).double() for shape in shapes.values()]
+    matrix = posterity.MatrixGaussian(means, torch.eye(3).double(), torch.eye(8).double())
+    joint = ByName({"last.*": Factorised({tuple(shapes): matrix}), "*": IsotropicGaussian()})
+    assert torch.isfinite(m.kl(joint))
+    with pytest.raises(ValueError, match=r"the prior holds 'last.weight\+last.bias' as one block, which"):
+        make(m, loss_fn, adam, num_data=N, prior=joint)
     factor = [1.0]
     step = make(m, loss_fn, adam, num_data=N, factor=lambda _: factor[0])
     step(X, Y)

@@ -34,7 +34,7 @@ from posterity.optim.statistics import Accumulator
 from posterity.optim.step import row
 from posterity.optim.watch import UNTOUCHED
 from posterity.posterior import ByName, Density, Posterior, kl
-from posterity.posterior.matching import prior_of
+from posterity.posterior.matching import Prior, matched
 from posterity.torch_private import foreach_norm
 from posterity.train.blocks import StepValues, give
 from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
@@ -146,7 +146,15 @@ class ByGradient(Learner):
 
     def _build(self) -> None:
         q = self.model.posterior
-        priors = {name: prior_of(self._prior, name, q.tensors[name], leaf) for name, leaf in q.blocks.items()}
+        priors: dict[str, Prior] = {}
+        for name, leaf, prior in matched(q, self._prior):
+            priors[name] = prior
+            if leaf is not q.blocks.get(name):
+                raise ValueError(
+                    f"the prior holds {name!r} as one block, which compile_step does not take: train in a "
+                    "plain loop with model.kl(), or take a prior of single tensors, such as that of "
+                    "laplace.fit(structure='diagonal')"
+                )
         with torch.no_grad():  # refuses a prior that does not fit
             kl(q, self._prior, seed=self.model.seed)
         self.blocks = blocks_of(self.model, priors)

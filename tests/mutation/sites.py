@@ -468,6 +468,20 @@ _STEP = [
         ("train/test_gradient.py::test_what_cannot_be_is_refused_in_one_sentence",),
     ),
     Site(
+        "estimators cannot copy the gradients of means that are all frozen",
+        "posterity/train/estimated.py",
+        "if not there:  # all are frozen, or unused",
+        "if False:",
+        ("train/test_estimated.py::test_means_or_stds_may_all_be_frozen",),
+    ),
+    Site(
+        "compile_step drops gradients that pass by the drawn weights",
+        "posterity/train/gradient.py",
+        "p.requires_grad and drawn.leaves.get(p) is not p",
+        "False",
+        ("train/test_gradient.py::test_a_loss_that_passes_by_the_drawn_weights_is_refused",),
+    ),
+    Site(
         "a prior is tried without the padding rows that stay",
         "posterity/variational.py",
         "kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)",

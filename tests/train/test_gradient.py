@@ -788,3 +788,30 @@ def test_an_optimiser_whose_steps_no_graph_holds_says_what_to_build(monkeypatch:
         step(X, Y)
     assert not made
     assert m.draws == 4
+
+
+@pytest.mark.filterwarnings("ignore:Net cannot be vectorised")  # before the loop is refused, too
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("family", [DiagonalGaussian, posterity.mnf])
+def test_a_loss_that_passes_by_the_drawn_weights_is_refused(family: Any, samples: int) -> None:
+    m = model(family=family)
+    adam = torch.optim.Adam(m.parameters())
+    means = list(m.module.last.parameters())
+    losses: list[Callable[..., Tensor]] = [
+        lambda _, x, y: F.cross_entropy(m(x), y),  # the Variational, in the place of what it is given
+        lambda net, x, y: loss_fn(net, x, y) + m.kl() / N,
+        lambda net, x, y: loss_fn(net, x, y) + sum(p.square().sum() for p in means),
+    ]
+    before = everything(m, adam)
+    for each in losses:
+        step = posterity.compile_step(m, each, adam, num_data=N, mc_samples=samples)
+        with pytest.raises(
+            ValueError, match="the loss depends on the posterior by more than the drawn weights"
+        ):
+            step(X, Y)
+        m.draws = 0
+        near(before, everything(m, adam))
+    step = posterity.compile_step(
+        m, lambda net, x, y: loss_fn(net, x, y) + net.last.weight.square().sum(), adam, num_data=N
+    )
+    assert torch.isfinite(step(X, Y))

@@ -160,7 +160,9 @@ class ByGradient(Learner):
         self.blocks = blocks_of(self.model, priors)
         self._named: dict[str, Tensor] = dict(self.module.named_parameters())
         self._params: list[Tensor] = list(self.module.parameters())
-        self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
+        # Looking for them takes longer than a step.
+        self._own: list[Tensor] = list(self.model.parameters())
+        self._learned: list[Tensor] = list(q.parameters())
         masks = (mask for leaf in q.blocks.values() for mask in (leaf.keep, leaf.held) if mask is not None)
         self._masks = [mask for mask in masks if not mask.is_inference()]  # others have no versions
         self._generation = next(_generations)
@@ -302,6 +304,7 @@ class ByGradient(Learner):
         self._ahead = self._world.rank * self.parts * self._samples if self._world else 0
         drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
         sources = [block.draw(rows, weight, step, drawn) for block in self.blocks.drawn()]
+        self._origins += [p for p in self._learned if p.requires_grad and drawn.leaves.get(p) is not p]
         return drawn._replace(sources=sources)
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:

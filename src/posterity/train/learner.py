@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
         sinks: By weight: what may take its gradient in the middle of a stacked backward pass.
         sources: What the learner has drawn them from.
         leaves: By parameter, of the module or not: where its gradient is taken, if not in a drawn weight.
-        stand_ins: Filled in the forward pass: tensors that no gradient may reach, by hooks of their own.
+        stand_ins: Tensors that no gradient may reach; filled in the forward pass, too.
     """
 
     weights: dict[Tensor, Tensor]

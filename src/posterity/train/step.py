@@ -170,9 +170,14 @@ class TrainStep:
             raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
         if not losses.requires_grad:
             raise ValueError("the loss does not depend on a weight that wants a gradient: see loss_fn")
-        # Of stand-ins only to hear whether there are any, which their hooks refuse.
+        # Of stand-ins only to hear whether there are any, which their hooks refuse, or this does.
         inputs = [*leaves, *stand_ins]
         grads = torch.autograd.grad(losses, inputs, self._ones_like(losses), allow_unused=True)
+        if any(grad is not None for grad in grads[len(leaves) :]):
+            raise ValueError(
+                "the loss depends on the posterior by more than the drawn weights: call the model that "
+                "loss_fn is given, take weights from it, and leave out kl(), which compile_step adds"
+            )
         return losses, grads[: len(leaves)]
 
     def _dealt_to(self, batch: tuple[Any, ...]) -> int:

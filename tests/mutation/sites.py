@@ -482,6 +482,13 @@ _STEP = [
         ("train/test_gradient.py::test_a_loss_that_passes_by_the_drawn_weights_is_refused",),
     ),
     Site(
+        "a compiled step goes on with the priors that ByName had",
+        "posterity/train/gradient.py",
+        "*sources_of(self._prior), *groups]",
+        "*groups]",
+        ("train/test_gradient.py::test_priors_by_name_that_are_replaced_are_followed",),
+    ),
+    Site(
         "a prior is tried without the padding rows that stay",
         "posterity/variational.py",
         "kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)",

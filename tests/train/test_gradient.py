@@ -815,3 +815,18 @@ def test_a_loss_that_passes_by_the_drawn_weights_is_refused(family: Any, samples
         m, lambda net, x, y: loss_fn(net, x, y) + net.last.weight.square().sum(), adam, num_data=N
     )
     assert torch.isfinite(step(X, Y))
+
+
+def test_priors_by_name_that_are_replaced_are_followed() -> None:
+    results = []
+    for compiled in (False, True):
+        m = model()
+        adam = torch.optim.Adam(m.parameters())
+        prior = ByName({"*.bias": ScaleMixture(), "*": IsotropicGaussian(2.0)})
+        step = posterity.compile_step(m, loss_fn, adam, prior=prior, num_data=N)
+        losses = []
+        for following in (IsotropicGaussian(2.0), IsotropicGaussian(0.1), model(std_init=0.2).posterior):
+            prior.priors["*"] = following
+            losses.append(step(X, Y) if compiled else by_hand(m, adam, prior))
+        results.append(everything(m, adam) | {"losses": torch.stack(losses)})
+    near(*results)

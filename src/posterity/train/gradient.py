@@ -34,7 +34,7 @@ from posterity.optim.statistics import Accumulator
 from posterity.optim.step import row
 from posterity.optim.watch import UNTOUCHED
 from posterity.posterior import ByName, Density, Posterior, kl
-from posterity.posterior.matching import Prior, matched
+from posterity.posterior.matching import Prior, matched, sources_of
 from posterity.torch_private import foreach_norm
 from posterity.train.blocks import StepValues, give
 from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
@@ -121,11 +121,11 @@ class ByGradient(Learner):
             each.follow()
 
     def _held(self) -> list[object]:
-        """Leaves, their tensors and the optimiser's parameters: if one is new, blocks are found again."""
+        """What blocks are made of: if a leaf, tensor, prior or parameter is new, they are found again."""
         leaves = list(self.model.posterior._leaves)
         parts = chain.from_iterable((*leaf._parameters.values(), *leaf._buffers.values()) for leaf in leaves)
         groups = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        return [*leaves, *parts, *groups]
+        return [*leaves, *parts, *sources_of(self._prior), *groups]
 
     def _refuse_foreign(self) -> None:
         own = dict(self.model.named_parameters())

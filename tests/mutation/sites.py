@@ -489,6 +489,13 @@ _STEP = [
         ("train/test_gradient.py::test_priors_by_name_that_are_replaced_are_followed",),
     ),
     Site(
+        "compile_step of a rule drops gradients that pass by the drawn weights",
+        "posterity/train/step.py",
+        "if p is not leaf and p.requires_grad)",
+        "if False)",
+        ("train/test_gradient.py::test_a_loss_that_passes_by_the_drawn_weights_of_a_rule_is_refused",),
+    ),
+    Site(
         "a prior is tried without the padding rows that stay",
         "posterity/variational.py",
         "kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)",

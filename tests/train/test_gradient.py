@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -801,13 +802,12 @@ def test_a_loss_that_passes_by_the_drawn_weights_is_refused(family: Any, samples
         lambda _, x, y: F.cross_entropy(m(x), y),  # the Variational, in the place of what it is given
         lambda net, x, y: loss_fn(net, x, y) + m.kl() / N,
         lambda net, x, y: loss_fn(net, x, y) + sum(p.square().sum() for p in means),
+        lambda net, x, y: loss_fn(net, x, y) + m.posterior.block("last.bias").std().sum(),
     ]
     before = everything(m, adam)
     for each in losses:
         step = posterity.compile_step(m, each, adam, num_data=N, mc_samples=samples)
-        with pytest.raises(
-            ValueError, match="the loss depends on the posterior by more than the drawn weights"
-        ):
+        with pytest.raises(ValueError, match="the loss depends on parameters by more than the weights drawn"):
             step(X, Y)
         m.draws = 0
         near(before, everything(m, adam))
@@ -830,3 +830,20 @@ def test_priors_by_name_that_are_replaced_are_followed() -> None:
             losses.append(step(X, Y) if compiled else by_hand(m, adam, prior))
         results.append(everything(m, adam) | {"losses": torch.stack(losses)})
     near(*results)
+
+
+@pytest.mark.parametrize("rule", [posterity.BGD, partial(posterity.VOGN, num_data=N)])
+def test_a_loss_that_passes_by_the_drawn_weights_of_a_rule_is_refused(rule: Any) -> None:
+    net = nn.Linear(4, 3).double()
+    opt, params = rule(net), list(net.parameters())
+    before = [p.detach().clone() for p in params]
+    step = posterity.compile_step(
+        net, lambda net, x, y: loss_fn(net, x, y) + sum(p.square().sum() for p in params), opt
+    )
+    with pytest.raises(ValueError, match="depends on parameters by more than the weights drawn"):
+        step(X.double(), Y)
+    assert all(map(torch.equal, params, before))
+    step = posterity.compile_step(
+        net, lambda net, x, y: loss_fn(net, x, y) + 0.0 * net.weight.sum().detach(), opt
+    )
+    assert torch.isfinite(step(X.double(), Y))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from itertools import chain
 from typing import Any, TypeAlias, final
 
@@ -131,6 +132,7 @@ class Variational(nn.Module):
             )
         if batch_dim < 0:
             raise ValueError(f"batch_dim must be at least 0, not {batch_dim}")
+        _refuse_drawn(posterior, module)
         self.estimators, self.batch_dim = by_block(posterior, estimator), batch_dim
         self.one_draw = set(self.estimators.values()) == {"weight"}
         if not self.one_draw and is_compiled(module):
@@ -140,11 +142,7 @@ class Variational(nn.Module):
             )
         self._prior = (_PRIOR if prior is None else prior,)  # in a tuple: it is no submodule
         self.module = module
-        self.posterior = _shared(posterior.check(module), dict(module.named_parameters()))
-        _hold_padding(self.posterior, module)
-        if prior is not None:
-            with torch.no_grad():  # refuses a prior that does not fit before anything is learned
-                kl(self.posterior, prior, seed=0)
+        self.posterior = _shared(posterior.check(module), module, prior)
         self.seed = new_seed() if seed is None else seed
         self.draws = 0
         self._seeded, self._met, self._peeks = seed is not None, False, 0
@@ -157,6 +155,7 @@ class Variational(nn.Module):
         self._watch: LossWatch | None = None
         self._fresh = True
         self._runner: tuple[Sampled] | None = None
+        self.register_load_state_dict_post_hook(_share_again)  # type: ignore[no-untyped-call]
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
             owner = module.get_submodule(path)
             if _refuse_again not in owner._forward_pre_hooks.values():  # of another Variational around it
@@ -406,6 +405,12 @@ def variational(
     drawn = {name: p for name, p in params.items() if name not in fixed}
     if not drawn:
         raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
+    for name, p in drawn.items():
+        if not p.is_floating_point():
+            raise TypeError(
+                f"{name!r} is {p.dtype}, and only real floating-point weights have a posterior: name it in "
+                "deterministic="
+            )
     families = family if isinstance(family, Mapping) else {"*": family}
     std = start_std(found, drawn.values())
     leaves = {}
@@ -470,8 +475,28 @@ def _refuse_again(module: nn.Module, args: object) -> None:
         )
 
 
-def _hold_padding(posterior: Factorised, module: nn.Module) -> None:
-    """Let padding rows of embeddings be what they are."""
+def _refuse_drawn(posterior: Factorised, module: nn.Module) -> None:
+    """Raise for parameters that a part of the module draws by itself."""
+    drawing = [
+        f"{path}." if path else "" for path, part in module.named_modules() if isinstance(part, Variational)
+    ]
+    for name in posterior.shapes():
+        if drawing and name.startswith(tuple(drawing)):
+            raise ValueError(
+                f"{name!r} belongs to a Variational, which draws its weights already: pass the module that "
+                "it was made from, or name its parameters in deterministic="
+            )
+
+
+def _share_again(model: Variational, _: object) -> None:
+    """After a load with ``assign=True``, which gives module and posterior means of their own: share them."""
+    params = dict(model.module.named_parameters())
+    for name, leaf in model.posterior.blocks.items():
+        leaf.share_mean(*(params[each] for each in model.posterior.tensors[name]))
+
+
+def _hold_padding(posterior: Factorised, module: nn.Module) -> Factorised:
+    """The posterior, which keeps padding rows of embeddings as they are from here on."""
     params, rows = dict(module.named_parameters()), padding_rows(module)
     for block, names in posterior.tensors.items():
         if any(params[name] in rows for name in names):
@@ -481,17 +506,32 @@ def _hold_padding(posterior: Factorised, module: nn.Module) -> None:
                     mask[rows[params[name]]] = True
             leaf = posterior.block(block)
             leaf.hold(leaf.join(masks))
+    return posterior
 
 
-def _shared(posterior: Factorised, params: Mapping[str, nn.Parameter]) -> Factorised:
-    """The posterior with leaves that can be trained, whose means are the parameters."""
+def _shared(posterior: Factorised, module: nn.Module, prior: Prior | None) -> Factorised:
+    """The posterior with leaves that can be trained, whose means are the module's parameters.
+
+    All is refused before the module and the posterior's leaves are touched, also a prior that does not fit.
+    """
+    params = dict(module.named_parameters())
+    own = {name: [params[each] for each in names] for name, names in posterior.tensors.items()}
     leaves: dict[str, Leaf] = {}
     for name, leaf in posterior.blocks.items():
         try:
             leaves[name] = leaf.trainable()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name!r} cannot be trained: {error}") from None
-    for name, leaf in leaves.items():  # the module is touched only when all leaves will do
-        leaf.share_mean(*(params[each] for each in posterior.tensors[name]))
+    if prior is not None:
+        there = {
+            name: leaf
+            if leaf.loc is own[name][0]
+            else deepcopy(leaf).to(own[name][0].device, own[name][0].dtype)
+            for name, leaf in leaves.items()
+        }
+        with torch.no_grad():
+            kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)
+    for name, leaf in leaves.items():
+        leaf.share_mean(*own[name])
     # Trained at drawn weights of the module itself, it is no linearisation.
-    return Factorised({posterior.tensors[name]: leaf for name, leaf in leaves.items()})
+    return _hold_padding(Factorised({posterior.tensors[name]: leaf for name, leaf in leaves.items()}), module)

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from posterity import (
     Variational,
     elbo,
     kl,
+    mnf,
     names_of,
     point_mass,
     prune,
@@ -300,3 +302,53 @@ def test_a_padding_row_is_certain_and_stays() -> None:
         assert not q.std()["0.weight"][0].any()
         assert q.std()["0.weight"][1:].all()
         assert torch.equal(q.frozen().sample(2)["0.weight"][1, 0], row)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_prior_that_does_not_fit_is_refused_and_nothing_is_touched(trainable: bool) -> None:
+    source, net = variational(nn.Linear(6, 3)), nn.Linear(6, 3)
+    q = source.posterior if trainable else source.posterior.frozen()
+    before = net.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"'weight' has shape \(3, 6\) in q and \(2, 6\) in the prior"):
+        Variational(net, q, prior=variational(nn.Linear(6, 2)).posterior.frozen())
+    assert torch.equal(net.weight, before)
+    assert not net._forward_pre_hooks
+    assert source.posterior.block("weight").loc is source.module.weight
+
+
+def test_a_prior_is_tried_as_the_posterior_will_be() -> None:
+    net = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 2)).double()
+    prior = variational(net).posterior.frozen()  # whose padding row is certain
+    q = BGD(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))).posterior()
+    model = Variational(net, q, prior=prior)
+    assert torch.equal(model.posterior.block("0.weight").held, prior.block("0.weight").held)
+    assert q.block("0.weight").held is None
+    assert torch.isfinite(model.kl())
+
+
+def test_weights_that_a_part_of_the_module_draws_are_refused() -> None:
+    part = variational(nn.Linear(6, 3))
+    whole = nn.Sequential(part, nn.Linear(3, 3))
+    for module, name in ((part, "module.weight"), (whole, "0.module.weight")):
+        with pytest.raises(ValueError, match=f"'{name}' belongs to a Variational, which draws its weights"):
+            variational(module)
+    assert list(variational(whole, deterministic="0.*").posterior.blocks) == ["1.weight", "1.bias"]
+
+
+def test_complex_weights_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"'weight' is torch.complex64, .*: name it in deterministic="):
+        variational(nn.Linear(6, 3, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("family", [DiagonalGaussian, mnf])
+def test_module_and_posterior_share_their_means_after_a_load_that_assigns(family: Any) -> None:
+    saved = variational(nn.Linear(6, 3), family=family, seed=0).state_dict()
+    model = variational(nn.Linear(6, 3), family=family)
+    copied = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in saved.items()}
+    model.load_state_dict(copied, assign=True)
+    leaf = model.posterior.block("weight")
+    assert leaf.loc is model.module.weight
+    assert all(torch.equal(each, copied[key]) for key, each in model.named_parameters())
+    trained(model)
+    assert leaf.loc is model.module.weight
+    assert not torch.equal(leaf.loc, saved["module.weight"])

@@ -19,6 +19,7 @@ from posterity import (
     DiagonalGaussian,
     Factorised,
     IsotropicGaussian,
+    KernelGaussian,
     Posterior,
     ScaleMixture,
     around,
@@ -285,3 +286,25 @@ def test_kl_of_a_posterior_that_barely_moved_keeps_its_digits(growth: float) -> 
     ).sum()
     # The float64 reference itself loses digits of 1e-12 where numbers of order 1 cancel.
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("std", [1e-3, 1e-6, 1e-9, 1e-30])
+def test_kl_of_stds_far_below_the_priors_keeps_its_digits(dtype: torch.dtype, std: float) -> None:
+    shape = (4, 1, 1, 3)
+    prior = DiagonalGaussian(torch.zeros(shape, dtype=dtype), 2.0)
+    kernels = KernelGaussian(torch.zeros(shape, dtype=dtype), 2.0)
+    for family in (
+        lambda: DiagonalGaussian(prior.loc, std, trainable=True),
+        lambda: KernelGaussian(prior.loc, std),
+    ):
+        for p in (prior, kernels, IsotropicGaussian(2.0)):
+            q = family()
+            own = q.std().detach().double() / 2.0  # of a type that rounds
+            found = kl(q, p)
+            exact = 0.5 * (own.square() - 1.0 - 2.0 * own.log()).sum()
+            digits = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 0.0}
+            torch.testing.assert_close(found.double(), exact, **digits)
+            found.backward()
+            in_raw = (own.square() - 1.0) * torch.sigmoid(q.raw.detach().double()) / (2.0 * own)
+            torch.testing.assert_close(q.raw.grad.double(), in_raw, **digits)

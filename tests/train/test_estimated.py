@@ -341,3 +341,16 @@ def test_replays_equal_the_plain_loop_through_schedules_and_ragged_batches(
         results.append({key: value for key, value in found.items() if not key.startswith("grad ")})
         assert len(made) == (2 if graphs else 0)
     near(*results, rtol=1e-5)  # a graph's learning rates and factors are in single precision
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("frozen", ["loc", "raw"])
+@pytest.mark.parametrize("estimator", ["local", "flipout"])
+def test_means_or_stds_may_all_be_frozen(estimator: str, frozen: str, samples: int) -> None:
+    def make() -> Variational:
+        m = model(estimator=estimator)
+        for leaf in m.posterior.blocks.values():
+            getattr(leaf, frozen).requires_grad_(False)
+        return m
+
+    both(make, samples=samples)

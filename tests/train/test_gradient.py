@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self
 
 import pytest
@@ -610,6 +611,13 @@ def test_what_cannot_be_is_refused_in_one_sentence() -> None:
         make(net, loss_fn, posterity.BGD(net), num_data=N)
     with pytest.raises(KeyError, match="has no block 'unused'"):
         make(m, loss_fn, adam, num_data=N, prior=variational(nn.Linear(2, 2)).posterior)
+    shapes = {"last.weight": (3, 7), "last.bias": (3,)}
+    means = [torch.zeros(shape).double() for shape in shapes.values()]
+    matrix = posterity.MatrixGaussian(means, torch.eye(3).double(), torch.eye(8).double())
+    joint = ByName({"last.*": Factorised({tuple(shapes): matrix}), "*": IsotropicGaussian()})
+    assert torch.isfinite(m.kl(joint))
+    with pytest.raises(ValueError, match=r"the prior holds 'last.weight\+last.bias' as one block, which"):
+        make(m, loss_fn, adam, num_data=N, prior=joint)
     factor = [1.0]
     step = make(m, loss_fn, adam, num_data=N, factor=lambda _: factor[0])
     step(X, Y)
@@ -781,3 +789,61 @@ def test_an_optimiser_whose_steps_no_graph_holds_says_what_to_build(monkeypatch:
         step(X, Y)
     assert not made
     assert m.draws == 4
+
+
+@pytest.mark.filterwarnings("ignore:Net cannot be vectorised")  # before the loop is refused, too
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("family", [DiagonalGaussian, posterity.mnf])
+def test_a_loss_that_passes_by_the_drawn_weights_is_refused(family: Any, samples: int) -> None:
+    m = model(family=family)
+    adam = torch.optim.Adam(m.parameters())
+    means = list(m.module.last.parameters())
+    losses: list[Callable[..., Tensor]] = [
+        lambda _, x, y: F.cross_entropy(m(x), y),  # the Variational, in the place of what it is given
+        lambda net, x, y: loss_fn(net, x, y) + m.kl() / N,
+        lambda net, x, y: loss_fn(net, x, y) + sum(p.square().sum() for p in means),
+        lambda net, x, y: loss_fn(net, x, y) + m.posterior.block("last.bias").std().sum(),
+    ]
+    before = everything(m, adam)
+    for each in losses:
+        step = posterity.compile_step(m, each, adam, num_data=N, mc_samples=samples)
+        with pytest.raises(ValueError, match="the loss depends on parameters by more than the weights drawn"):
+            step(X, Y)
+        m.draws = 0
+        near(before, everything(m, adam))
+    step = posterity.compile_step(
+        m, lambda net, x, y: loss_fn(net, x, y) + net.last.weight.square().sum(), adam, num_data=N
+    )
+    assert torch.isfinite(step(X, Y))
+
+
+def test_priors_by_name_that_are_replaced_are_followed() -> None:
+    results = []
+    for compiled in (False, True):
+        m = model()
+        adam = torch.optim.Adam(m.parameters())
+        prior = ByName({"*.bias": ScaleMixture(), "*": IsotropicGaussian(2.0)})
+        step = posterity.compile_step(m, loss_fn, adam, prior=prior, num_data=N)
+        losses = []
+        for following in (IsotropicGaussian(2.0), IsotropicGaussian(0.1), model(std_init=0.2).posterior):
+            prior.priors["*"] = following
+            losses.append(step(X, Y) if compiled else by_hand(m, adam, prior))
+        results.append(everything(m, adam) | {"losses": torch.stack(losses)})
+    near(*results)
+
+
+@pytest.mark.parametrize("rule", [posterity.BGD, partial(posterity.VOGN, num_data=N)])
+def test_a_loss_that_passes_by_the_drawn_weights_of_a_rule_is_refused(rule: Any) -> None:
+    net = nn.Linear(4, 3).double()
+    opt, params = rule(net), list(net.parameters())
+    before = [p.detach().clone() for p in params]
+    step = posterity.compile_step(
+        net, lambda net, x, y: loss_fn(net, x, y) + sum(p.square().sum() for p in params), opt
+    )
+    with pytest.raises(ValueError, match="depends on parameters by more than the weights drawn"):
+        step(X.double(), Y)
+    assert all(map(torch.equal, params, before))
+    step = posterity.compile_step(
+        net, lambda net, x, y: loss_fn(net, x, y) + 0.0 * net.weight.sum().detach(), opt
+    )
+    assert torch.isfinite(step(X.double(), Y))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any, TypeAlias, final
 
 import torch
@@ -52,7 +53,7 @@ def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: OfMarginals) -> Tensor:
 @fusible
 def _normal_gaps(mean: Tensor, std: Tensor, p_mean: Any, p_std: Any) -> Tensor:
     """The terms of that sum."""
-    gap = _spread_gap((std - p_std) / p_std)  # first: it takes the most memory
+    gap = _spread_gap(std, p_std)  # first: it takes the most memory
     shift = (mean - p_mean) / p_std
     gap = gap + shift * shift
     if isinstance(p_std, Tensor):  # all but a point itself is infinitely far from it
@@ -64,50 +65,60 @@ def _normal_gaps(mean: Tensor, std: Tensor, p_mean: Any, p_std: Any) -> Tensor:
 def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tensor:
     """½ Σ (‖L'⁻¹L‖² + ‖L'⁻¹Δμ‖² − P) + log|L'| − log|L| over kernels; leading dimensions stay.
 
-    By C = L'⁻¹(L − L'), whose diagonal is the growth of stds: nothing cancels where q has barely moved.
+    By C = L'⁻¹(L − L'), and by stds on its diagonal: nothing cancels where q has barely moved.
     """
     if not ((q.whole and p.whole) or torch.equal(q.varying, p.varying)):
         p = p.pruned(q.varying)
     theirs = p.lower()
     change = divided(theirs, lower - theirs)
-    among = change.tril(-1).square().sum(-1) + _spread_gap(change.diagonal(0, -2, -1))
+    stds = (each.diagonal(0, -2, -1) for each in (lower, theirs))
+    among = change.tril(-1).square().sum(-1) + _spread_gap(*stds)
     return 0.5 * q.total(p.whitened(mean - p.loc).square() + among.reshape(q.shape))
 
 
-def _spread_gap(growth: Tensor) -> Tensor:
-    """r² − 1 − 2 log r of r = 1 + growth, to all digits where it is next to 1."""
-    gap: Tensor = _SpreadGap.apply(growth)  # type: ignore[no-untyped-call]
+def _spread_gap(std: Tensor, theirs: Tensor | float) -> Tensor:
+    """r² − 1 − 2 log r of r = std / theirs, to all digits where it is next to 1 or to 0."""
+    if isinstance(theirs, Tensor):
+        std, theirs = torch.broadcast_tensors(std, theirs)  # type: ignore[no-untyped-call]
+    gap: Tensor = _SpreadGap.apply(std, theirs)  # type: ignore[no-untyped-call]
     return gap
 
 
 @final
 class _SpreadGap(torch.autograd.Function):
-    """Its derivative, 2 (r − 1/r), takes a few operations and one tensor; autograd would keep twenty."""
+    """Its derivative in r, 2 (r − 1/r), takes a few operations; autograd would keep twenty tensors."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(growth: Tensor) -> Tensor:
-        if growth.device.type != "cpu" or growth.numel() <= _IN_CACHE:
-            return _gap(growth)
-        parts = torch.split(growth.reshape(-1), _IN_CACHE)
-        stacked = functorch.is_batchedtensor(growth)
-        return torch.cat([_gap(part, look=not stacked) for part in parts]).view(growth.shape)
+    def forward(std: Tensor, theirs: Tensor | float) -> Tensor:
+        if std.device.type != "cpu" or std.numel() <= _IN_CACHE:
+            return _gap(std, theirs)
+        look = not any(
+            isinstance(each, Tensor) and functorch.is_batchedtensor(each) for each in (std, theirs)
+        )
+        parts = torch.split(std.reshape(-1), _IN_CACHE)
+        others = torch.split(theirs.reshape(-1), _IN_CACHE) if isinstance(theirs, Tensor) else repeat(theirs)
+        return torch.cat([_gap(*pair, look) for pair in zip(parts, others, strict=False)]).view(std.shape)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Any], output: Tensor) -> None:
+        ctx.number = None if isinstance(inputs[1], Tensor) else inputs[1]
+        ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (growth,) = ctx.saved_tensors
-        slope: Tensor = growth * (growth + 2.0) / (growth + 1.0)
-        return grad * slope * 2.0
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        std, theirs = ctx.saved_tensors if ctx.number is None else (*ctx.saved_tensors, ctx.number)
+        growth = (std - theirs) / theirs
+        slope = grad * growth * (growth + 2.0) * 2.0  # in log r
+        return slope / std, -slope / theirs if ctx.needs_input_grad[1] else None
 
 
-def _gap(growth: Tensor, look: bool = False) -> Tensor:
+def _gap(std: Tensor, theirs: Any, look: bool = False) -> Tensor:
     # In place, since all of a posterior's weights may be here at once.
-    far = (growth + 2.0).mul_(growth).sub_(torch.log1p(growth), alpha=2.0)
+    growth = (std - theirs).div_(theirs)
+    # The logarithm of r itself: 1 + growth has no digits of a std that is far below the other.
+    far: Tensor = (growth + 2.0).mul_(growth).sub_((std / theirs).log_(), alpha=2.0)
     small = growth.abs() < _SMALL
     if look and not bool(small.any()):  # what is left takes eight times as long
         return far
@@ -186,10 +197,10 @@ def _(q: ScaledGaussian, p: ScaledGaussian, noise: Mapping[str, Tensor]) -> Tens
             "whole weights: give q and p the same family"
         )
     z, log_q = q.scales.draw(noise["z"])
-    growth, shift = (q.filled_std() - p.filled_std()) / p.filled_std(), (q.loc - p.loc) / p.filled_std()
+    shift = (q.loc - p.loc) / p.filled_std()
     # Scales of whole weights multiply both the gap and the std, and leave their quotient as it is.
     gap = shift if q.scales.multiply_stds else z * shift
-    given = 0.5 * q.total(gap * gap + _spread_gap(growth))
+    given = 0.5 * q.total(gap * gap + _spread_gap(q.filled_std(), p.filled_std()))
     return (given + log_q - p.scales.log_prob(z)).mean()
 
 

@@ -39,6 +39,22 @@ def matched(q: Factorised, p: Any) -> Iterator[tuple[str, Leaf, Prior]]:
             yield block, *_together(q, p, cast(Factorised, source), block)
 
 
+def sources_of(p: Any) -> Iterator[object]:
+    """The densities and leaves that a prior is made of, as it is now.
+
+    Example:
+        >>> list(sources_of(ByName({"*": IsotropicGaussian()})))[0].std
+        1.0
+    """
+    if isinstance(p, ByName):
+        for each in p.priors.values():
+            yield from sources_of(each)
+    elif isinstance(p, Factorised):
+        yield from p.blocks.values()
+    else:
+        yield p
+
+
 def _source(p: Any, tensor: str) -> Any:
     """The prior that speaks of a tensor: p itself, or one of those by name."""
     return _source(p.source(tensor), tensor) if isinstance(p, ByName) else p

@@ -78,7 +78,8 @@ def compile_step(
             others. A batch that cannot be cut so is cut into as many as divide both.
         mc_samples: Weight samples per step of a ``variational()`` model: 1. This and the rest are for such a
             model alone.
-        prior: Anything that ``model.kl()`` takes: the model's own.
+        prior: Anything that ``model.kl()`` takes, but for blocks of several tensors, as K-FAC's and Laplace's
+            are: the model's own.
         num_data: Training examples; there is no default.
         factor: Scale of the KL against ``1 / num_data``: 1, another number, or a function of the number of
             draws so far, ``model.draws``, such as :func:`~posterity.warmup` gives.

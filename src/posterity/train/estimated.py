@@ -97,22 +97,26 @@ class EstimatedDiagonal(Diagonal):
                 self._direct = [mean.reshape(-1), std.reshape(-1)]
                 return
         mine, fresh = step.sums.of(self.flat, None, overwritten=True), rows.start == 0
+        written: list[Tensor] = []
         for found, flat in zip(by_moment, mine.both, strict=True):
             views = self.flat.layout.views(flat)
             there = {i: grad.to(flat.dtype) for i, grad in enumerate(found) if grad is not None}
             for i in set(range(len(views))) - there.keys() if fresh else ():
                 views[i].zero_()
+            if not there:  # all are frozen, or unused
+                continue
             into, given = [views[i] for i in there], list(there.values())
             if fresh and weight == 1:
                 foreach_copy_(into, given)
             elif fresh:
                 for view, grad in zip(into, given, strict=True):
                     torch.mul(grad, weight, out=view)
-            elif there:
+            else:
                 foreach_add_(into, given, alpha=weight)
+            written += into
         mine.used = set(range(len(self.leaves)))
-        if mine.both.is_cuda:
-            mine.poison += 0.0 * torch.stack(foreach_norm(into)).sum()
+        if mine.both.is_cuda and written:
+            mine.poison += 0.0 * torch.stack(foreach_norm(written)).sum()
 
 
 @final

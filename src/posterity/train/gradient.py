@@ -34,7 +34,7 @@ from posterity.optim.statistics import Accumulator
 from posterity.optim.step import row
 from posterity.optim.watch import UNTOUCHED
 from posterity.posterior import ByName, Density, Posterior, kl
-from posterity.posterior.matching import prior_of
+from posterity.posterior.matching import Prior, matched, sources_of
 from posterity.torch_private import foreach_norm
 from posterity.train.blocks import StepValues, give
 from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
@@ -121,11 +121,11 @@ class ByGradient(Learner):
             each.follow()
 
     def _held(self) -> list[object]:
-        """Leaves, their tensors and the optimiser's parameters: if one is new, blocks are found again."""
+        """What blocks are made of: if a leaf, tensor, prior or parameter is new, they are found again."""
         leaves = list(self.model.posterior._leaves)
         parts = chain.from_iterable((*leaf._parameters.values(), *leaf._buffers.values()) for leaf in leaves)
         groups = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        return [*leaves, *parts, *groups]
+        return [*leaves, *parts, *sources_of(self._prior), *groups]
 
     def _refuse_foreign(self) -> None:
         own = dict(self.model.named_parameters())
@@ -146,13 +146,23 @@ class ByGradient(Learner):
 
     def _build(self) -> None:
         q = self.model.posterior
-        priors = {name: prior_of(self._prior, name, q.tensors[name], leaf) for name, leaf in q.blocks.items()}
+        priors: dict[str, Prior] = {}
+        for name, leaf, prior in matched(q, self._prior):
+            priors[name] = prior
+            if leaf is not q.blocks.get(name):
+                raise ValueError(
+                    f"the prior holds {name!r} as one block, which compile_step does not take: train in a "
+                    "plain loop with model.kl(), or take a prior of single tensors, such as that of "
+                    "laplace.fit(structure='diagonal')"
+                )
         with torch.no_grad():  # refuses a prior that does not fit
             kl(q, self._prior, seed=self.model.seed)
         self.blocks = blocks_of(self.model, priors)
         self._named: dict[str, Tensor] = dict(self.module.named_parameters())
         self._params: list[Tensor] = list(self.module.parameters())
-        self._own: list[Tensor] = list(self.model.parameters())  # looking for them takes longer than a step
+        # Looking for them takes longer than a step.
+        self._own: list[Tensor] = list(self.model.parameters())
+        self._learned: list[Tensor] = list(q.parameters())
         masks = (mask for leaf in q.blocks.values() for mask in (leaf.keep, leaf.held) if mask is not None)
         self._masks = [mask for mask in masks if not mask.is_inference()]  # others have no versions
         self._generation = next(_generations)
@@ -294,6 +304,7 @@ class ByGradient(Learner):
         self._ahead = self._world.rank * self.parts * self._samples if self._world else 0
         drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
         sources = [block.draw(rows, weight, step, drawn) for block in self.blocks.drawn()]
+        self._origins += [p for p in self._learned if p.requires_grad and drawn.leaves.get(p) is not p]
         return drawn._replace(sources=sources)
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:

@@ -30,14 +30,14 @@ class Drawn(NamedTuple):
         sinks: By weight: what may take its gradient in the middle of a stacked backward pass.
         sources: What the learner has drawn them from.
         leaves: By parameter, of the module or not: where its gradient is taken, if not in a drawn weight.
-        stand_ins: Filled in the forward pass: tensors that no gradient may reach, by hooks of their own.
+        past: What no gradient may reach, which would pass these by; filled in the forward pass, too.
     """
 
     weights: dict[Tensor, Tensor]
     sinks: dict[Tensor, Sink]
     sources: Sequence[Any]
     leaves: dict[Tensor, Tensor]
-    stand_ins: list[Tensor]
+    past: list[Tensor]
 
 
 class Learner(ABC):

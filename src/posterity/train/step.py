@@ -119,6 +119,7 @@ class TrainStep:
             seen = batch if parts == 1 else tuple(_dealt(x, parts, samples // parts, rows) for x in batch)
             leaves = {p: drawn.weights.get(p, p) for p in params} | drawn.leaves
             leaves = {p: leaf for p, leaf in leaves.items() if leaf.requires_grad}
+            drawn.past.extend(p for p, leaf in leaves.items() if p is not leaf and p.requires_grad)
             if not leaves:
                 raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
             wanted = list(leaves.values())
@@ -130,7 +131,7 @@ class TrainStep:
                     state = buffers.copied(before) if rows.start else {}
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
                     # Layers that are run again in the backward pass must find the drawn weights, too.
-                    then = {"then": partial(self._backward, wanted, drawn.stand_ins, samples=1)}
+                    then = {"then": partial(self._backward, wanted, drawn.past, samples=1)}
                     named |= self._named(learner.stand_ins(rows, None))
                     loss, grads = functional_call(self.target, {**named, **state}, mine, then)
                 else:
@@ -144,7 +145,7 @@ class TrainStep:
                         buffers.restore(self.target, moved)
                     if not learner.listens:
                         modes.close()  # the backward pass has nobody to tell
-                    loss, grads = self._backward(wanted, drawn.stand_ins, loss, len(rows))
+                    loss, grads = self._backward(wanted, drawn.past, loss, len(rows))
                 losses.append(loss.detach())
             learner.absorb(dict(zip(leaves, grads, strict=True)), drawn, rows, 1 / samples)
         return torch.cat(losses) if len(losses) > 1 else losses[0]
@@ -161,7 +162,7 @@ class TrainStep:
         return drawn | self._named(self.learner.stand_ins(samples, level))
 
     def _backward(
-        self, leaves: list[Tensor], stand_ins: list[Tensor], loss: Tensor, samples: int
+        self, leaves: list[Tensor], past: list[Tensor], loss: Tensor, samples: int
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The samples' losses, and the gradients of their sum in the weights."""
         losses = loss[None] if samples == 1 else loss
@@ -170,9 +171,13 @@ class TrainStep:
             raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
         if not losses.requires_grad:
             raise ValueError("the loss does not depend on a weight that wants a gradient: see loss_fn")
-        # Of stand-ins only to hear whether there are any, which their hooks refuse.
-        inputs = [*leaves, *stand_ins]
-        grads = torch.autograd.grad(losses, inputs, self._ones_like(losses), allow_unused=True)
+        # Of some only to hear whether there are any, which stand-ins refuse by hooks of their own.
+        grads = torch.autograd.grad(losses, [*leaves, *past], self._ones_like(losses), allow_unused=True)
+        if any(grad is not None for grad in grads[len(leaves) :]):
+            raise ValueError(
+                "the loss depends on parameters by more than the weights drawn in their place: use the model "
+                "that loss_fn is given, take weights from it, and leave out kl(), which compile_step adds"
+            )
         return losses, grads[: len(leaves)]
 
     def _dealt_to(self, batch: tuple[Any, ...]) -> int:

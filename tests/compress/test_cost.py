@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posterity.compress import measure, point_mass, prune, shrink
+from posterity.compress import measure, point_mass, prune, shrink, sparse_layers
 from posterity_lab import nets
 
 
@@ -51,3 +51,10 @@ def test_bad_calls_are_refused() -> None:
         measure(net, torch.randn(2, 3), batches=(1, 0))
     with pytest.raises(ValueError, match="the example has a batch of 0: give at least one input"):
         measure(net, torch.randn(0, 3))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_never_end_are_refused(seconds: float) -> None:
+    for timed in (measure, sparse_layers):
+        with pytest.raises(ValueError, match=f"seconds must be finite and greater than 0, not {seconds}"):
+            timed(nn.Linear(3, 2), torch.randn(2, 3), seconds=seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -55,6 +56,7 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
     """
     if not batches or not all(is_whole(size) and size > 0 for size in batches):
         raise ValueError(f"batches must be sizes of at least 1, not {batches}")
+    refuse_seconds(seconds)
     args = example if isinstance(example, tuple) else (example,)
     tensors = [*chain(model.parameters(), model.buffers())]
     model = evaluating(model)
@@ -76,6 +78,16 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
         None if sparse else counter.get_total_flops() // 2,
         times,
     )
+
+
+def refuse_seconds(seconds: float) -> None:
+    """Raise unless timing can end after so long.
+
+    Example:
+        >>> refuse_seconds(0.1)
+    """
+    if not 0.0 < seconds < math.inf:
+        raise ValueError(f"seconds must be finite and greater than 0, not {seconds}")
 
 
 def _stored(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -45,10 +45,21 @@ def test_different_examples_are_timed(size: int, want: list[float]) -> None:
     assert seen == {(0,), tuple(want)}  # one example is counted, these are timed
 
 
+def test_inputs_that_are_no_batch_are_not_repeated() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            assert scale.shape == (4,)
+            return x * scale
+
+    assert set(measure(Scaled(), (torch.randn(3, 4), torch.ones(4)), (1, 5), 1e-3).milliseconds) == {1, 5}
+
+
 def test_bad_calls_are_refused() -> None:
     net = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"batches must be sizes of at least 1, not \(1, 0\)"):
         measure(net, torch.randn(2, 3), batches=(1, 0))
+    with pytest.raises(ValueError, match="batches must be sizes of at least 1, not 4"):
+        measure(net, torch.randn(2, 3), batches=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the example has a batch of 0: give at least one input"):
         measure(net, torch.randn(0, 3))
 

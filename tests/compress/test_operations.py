@@ -411,6 +411,17 @@ def test_whole_heads_are_removed(steps: Callable[..., Tensor]) -> None:
     assert small.shapes["d.weight"] == ((3, 8), (3, 4))
 
 
+def test_units_that_are_changed_in_place_by_another_name_are_not_constant() -> None:
+    """They look so in the layer, and in an example of one input."""
+    model = Net(changed, a=line(6, 8), b=line(8, 8), d=line(8, 3)).double()
+    keep = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    keep["a.weight"][:4] = keep["b.weight"][:3, 4:] = False
+    leaves = {name: DiagonalGaussian(p.detach(), 0.1) for name, p in model.named_parameters()}
+    posterior = Factorised({name: leaf.pruned(keep[name]) for name, leaf in leaves.items()})
+    small = shrink(model, posterior, torch.randn(1, 6).double())
+    check(model, posterior, small.module, [ROWS])
+
+
 def test_a_gate_that_is_always_zero_removes_its_unit() -> None:
     steps = lambda n, x: n.d(F.silu(n.g(x)) * n.a(x))  # noqa: E731
     model = Net(steps, a=line(6, 8), g=line(6, 8, bias=False), d=line(8, 3)).double()

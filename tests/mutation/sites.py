@@ -2033,7 +2033,9 @@ _USES = [
         "posterity/compress/units.py",
         "self._axes[other], self._lost[other] = None, reason",
         "pass",
-        ("compress/test_operations.py::test_what_must_stay_is_named",),
+        (
+            "compress/test_operations.py::test_units_that_are_changed_in_place_by_another_name_are_not_constant",
+        ),
     ),
     Site(
         "a parameter that is taken whole shrinks",
@@ -2083,6 +2085,27 @@ _USES = [
         "    elif x.shape[0] != size:",
         "    elif size < 0:",
         ("compress/test_operations.py::test_a_size_that_the_model_made_a_number_is_refused_for_others",),
+    ),
+    Site(
+        "the step of rounding is finer than a file's",
+        "posterity/compress/rounding.py",
+        "steps[name] = step = in_files or step",
+        "steps[name] = step",
+        ("compress/test_deploy.py::test_a_rounded_file_has_the_very_means",),
+    ),
+    Site(
+        "whole numbers are multiplied in half precision",
+        "posterity/compress/deploy.py",
+        "product = whole.to(wide) * float(step)",
+        "product = whole.to(step.dtype) * float(step)",
+        ("compress/test_deploy.py::test_a_rounded_file_has_the_very_means",),
+    ),
+    Site(
+        "settings are repeated like batches",
+        "posterity/compress/cost.py",
+        " or len(x) != len(batches[0]):",
+        ":",
+        ("compress/test_cost.py::test_inputs_that_are_no_batch_are_not_repeated",),
     ),
     Site(
         "aten's embedding without a padding row becomes one whose last row is",

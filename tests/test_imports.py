@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "objective": {"posterior"},
     "metrics": set(),
     "continual": set(),
-    "compress": {"disk", "inputs", "names", "posterior", "prediction", "replica", "torch_private"},
+    "compress": {"buffers", "disk", "inputs", "names", "posterior", "prediction", "replica", "torch_private"},
     "diagnostics": {"optim", "posterior"},
     "inputs": set(),
     "replica": {"torch_private", "buffers", "sharding"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posterity.compress import measure, point_mass, prune, shrink
+from posterity.compress import measure, point_mass, prune, shrink, sparse_layers
 from posterity_lab import nets
 
 
@@ -45,9 +45,27 @@ def test_different_examples_are_timed(size: int, want: list[float]) -> None:
     assert seen == {(0,), tuple(want)}  # one example is counted, these are timed
 
 
+def test_inputs_that_are_no_batch_are_not_repeated() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            assert scale.shape == (4,)
+            return x * scale
+
+    assert set(measure(Scaled(), (torch.randn(3, 4), torch.ones(4)), (1, 5), 1e-3).milliseconds) == {1, 5}
+
+
 def test_bad_calls_are_refused() -> None:
     net = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"batches must be sizes of at least 1, not \(1, 0\)"):
         measure(net, torch.randn(2, 3), batches=(1, 0))
+    with pytest.raises(ValueError, match="batches must be sizes of at least 1, not 4"):
+        measure(net, torch.randn(2, 3), batches=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the example has a batch of 0: give at least one input"):
         measure(net, torch.randn(0, 3))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_never_end_are_refused(seconds: float) -> None:
+    for timed in (measure, sparse_layers):
+        with pytest.raises(ValueError, match=f"seconds must be finite and greater than 0, not {seconds}"):
+            timed(nn.Linear(3, 2), torch.randn(2, 3), seconds=seconds)

@@ -126,6 +126,29 @@ def test_whole_numbers_have_16_bits_where_8_are_too_few(tmp_path) -> None:
         assert torch.equal(found["weight"] * found.get("weight.step", torch.ones(())), mean)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rounded_file_has_the_very_means(tmp_path, dtype) -> None:
+    """To the bit: the step is a number of the weights' precision, and whole numbers lose nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 20, bias=False).to(dtype)
+    std = (1e-4 * (1.0 + torch.rand(20, 300))).to(dtype)
+    rounded = quantise(Factorised({"weight": DiagonalGaussian(model.weight.detach(), std)}))
+    assert rounded.whole("weight").dtype is torch.int16
+    export(tmp_path / "net.pt2", model, rounded, torch.zeros(2, 300, dtype=dtype))
+    found = torch.export.load(tmp_path / "net.pt2").module()(torch.eye(300, dtype=dtype)).t()
+    assert torch.equal(found, rounded.posterior.mean()["weight"])
+
+
+def test_tied_weights_are_in_a_file_under_all_names(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    q = Factorised({"0.weight": DiagonalGaussian(torch.randn(3, 3), 0.1)})
+    export(tmp_path / "net.safetensors", model, q, torch.randn(2, 3), format="safetensors")
+    found = load_file(tmp_path / "net.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert torch.equal(found["1.weight"], q.mean()["0.weight"])
+
+
 def test_safetensors_hold_the_means(net, tmp_path) -> None:
     model, posterior, x = net
     export(tmp_path / "net.safetensors", model, posterior, x, format="safetensors")

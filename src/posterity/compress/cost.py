@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from posterity.arguments import MODULE, NUMBER, is_whole, takes
 from posterity.replica import evaluating
-from posterity.torch_private import tree_map
+from posterity.torch_private import tree_leaves, tree_map
 
 
 @final
@@ -44,7 +45,8 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
     Args:
         model: Any module; it is left as it is.
         example: Its input, or a tuple of several: as many examples as the largest batch has, and real ones.
-            Fewer are repeated, and a CPU foresees the branches of repeated ones, such as in max pooling.
+            Fewer are repeated, with all inputs that are as long as the first, and a CPU foresees the
+            branches of repeated ones, such as in max pooling.
         batches: Sizes to time.
         seconds: How long to time each.
 
@@ -53,8 +55,13 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
         >>> found.weights, found.bytes, found.multiply_adds, found.milliseconds[1] > 0
         (8, 32, 6, True)
     """
-    if not batches or not all(is_whole(size) and size > 0 for size in batches):
+    if (
+        not isinstance(batches, Sequence)
+        or not batches
+        or not all(is_whole(size) and size > 0 for size in batches)
+    ):
         raise ValueError(f"batches must be sizes of at least 1, not {batches}")
+    refuse_seconds(seconds)
     args = example if isinstance(example, tuple) else (example,)
     tensors = [*chain(model.parameters(), model.buffers())]
     model = evaluating(model)
@@ -78,6 +85,16 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
     )
 
 
+def refuse_seconds(seconds: float) -> None:
+    """Raise unless timing can end after so long.
+
+    Example:
+        >>> refuse_seconds(0.1)
+    """
+    if not 0.0 < seconds < math.inf:
+        raise ValueError(f"seconds must be finite and greater than 0, not {seconds}")
+
+
 def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
     """What memory holds of a tensor: its numbers, then their places if it is sparse."""
     if tensor.layout is torch.sparse_csr:
@@ -87,12 +104,13 @@ def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _of(args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
     """So many examples, from the first one on and over again."""
+    batches = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dim()]
+    if any(not len(x) for x in batches):
+        raise ValueError("the example has a batch of 0: give at least one input")
 
     def repeated(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.dim():
+        if not isinstance(x, Tensor) or not x.dim() or len(x) != len(batches[0]):  # others are settings
             return x
-        if not len(x):
-            raise ValueError("the example has a batch of 0: give at least one input")
         return x[torch.arange(size, device=x.device) % len(x)]
 
     return tuple(tree_map(repeated, args))

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
 from posterity.arguments import MODULE, NUMBER, takes
+from posterity.compress.cost import refuse_seconds
 from posterity.compress.functional import callable_graph
 from posterity.compress.trace import at_means, compare, exported
 from posterity.torch_private import tree_leaves
@@ -64,6 +65,7 @@ def sparse_layers(model: nn.Module, example: Any, /, *, seconds: float = 0.05, *
         >>> sparse_layers(net, torch.randn(1, 2000)).weights
         ('weight',)
     """
+    refuse_seconds(seconds)
     args = example if isinstance(example, tuple) else (example,)
     net = exported(at_means(model), args, kwargs).module(check_guards=False)
     with torch.no_grad():

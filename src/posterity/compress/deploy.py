@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
@@ -18,7 +17,7 @@ from torch.func import functional_call
 from posterity.arguments import MODULE, PATH, TEXT, WHOLE, described, takes
 from posterity.compress.rounding import Quantised
 from posterity.compress.trace import at_means, exported
-from posterity.disk import replacing
+from posterity.disk import replacing, write_tensors
 from posterity.inputs import tensor_of
 from posterity.posterior import Factorised
 from posterity.prediction import Prediction
@@ -96,7 +95,7 @@ def export(
     program = exported(net, args, {})
     with replacing(Path(path)) as unfinished:
         if format == "safetensors":
-            save_file({name: value.contiguous() for name, value in state.items()}, unfinished)
+            write_tensors(unfinished, state, {"format": "pt"})
         elif format == "onnx":
             _write_onnx(program, unfinished)
         else:
@@ -130,6 +129,13 @@ def _hollow(model: nn.Module, names: Collection[str]) -> nn.Module:
     return model
 
 
+def _times(whole: Tensor, step: Tensor) -> Tensor:
+    """Weights; half precision does not hold all whole numbers of 16 bits, so the product is in more."""
+    wide = torch.promote_types(step.dtype, torch.float32)
+    product = whole.to(wide) * float(step)
+    return product if wide is step.dtype else product.to(step.dtype)
+
+
 @final
 class _Packed(nn.Module):
     """A net whose weights are whole numbers times steps."""
@@ -152,7 +158,7 @@ class _Packed(nn.Module):
     def forward(self, *args: Any) -> Any:
         """The net's outputs."""
         pairs = zip(self._steps.items(), self.buffers(recurse=False), strict=True)
-        weights = {name: whole.to(step.dtype) * float(step) for (name, step), whole in pairs}
+        weights = {name: _times(whole, step) for (name, step), whole in pairs}
         return functional_call(self._model, weights, args)
 
 

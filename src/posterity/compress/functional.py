@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
+from posterity.compress.trace import fixed_inputs
 from posterity.torch_private import forget_tracer
 
 _Arguments = dict[str, Any]
@@ -70,6 +72,29 @@ def as_functions(graph: fx.Graph) -> None:
             node.kwargs = named
 
 
+def first_size(x: Tensor, size: int) -> None:
+    """Refuse an input of another size along its first axis, where the graph is right for that size alone.
+
+    Example:
+        >>> first_size(torch.ones(4, 3), 4)
+    """
+    if has_torch_function((x,)):  # a tracer's, which can follow no branch
+        handle_torch_function(first_size, (x,), x, size)
+    elif x.shape[0] != size:
+        raise ValueError(
+            f"this net serves inputs of {size} along the first axis alone, not {x.shape[0]}, since its model "
+            "makes a number of that size, as len(x) does: use x.shape[0], or give an example of this size"
+        )
+
+
+def _refuse_sizes(graph: fx.Graph) -> None:
+    """Check the inputs whose first axis ``torch.export`` could not leave open."""
+    last = graph.find_nodes(op="placeholder")[-1:]
+    for node in fixed_inputs(graph):
+        with graph.inserting_after(last[0]):
+            graph.call_function(first_size, (node, int(node.meta["val"].shape[0])))
+
+
 def callable_graph(net: fx.GraphModule, *arguments: Any, gives: Any) -> fx.GraphModule:
     """A graph of ``torch.export`` as a hand-written net in evaluation mode: by functions, with a plain call.
 
@@ -86,6 +111,7 @@ def callable_graph(net: fx.GraphModule, *arguments: Any, gives: Any) -> fx.Graph
         torch.Size([4, 2])
     """
     as_functions(net.graph)
+    _refuse_sizes(net.graph)
     if all(isinstance(each, Tensor) for each in (gives, *arguments)):
         output = net.graph.output_node()  # packing tensors takes longer than a small net
         output.args = (cast("tuple[fx.Node]", output.args[0])[0],)

@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 
 from posterity.arguments import MODULE, instance, takes
 from posterity.compress.functional import callable_graph
-from posterity.compress.trace import at_means, compare, exported
-from posterity.compress.units import INPUT, OUTPUT, Followed, Use
+from posterity.compress.operations import RULES
+from posterity.compress.trace import at_means, buffers_kept, compare, distance, exported, outputs
+from posterity.compress.units import INPUT, OUTPUT, Followed, Use, used
 from posterity.posterior import DiagonalGaussian, Factorised
 from posterity.torch_private import tree_leaves
 
@@ -59,8 +60,8 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
         kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: The model does not take the example or makes NaN of it, or cannot be exported, or a layer
-            has no unit left.
+        ValueError: The model does not take the example or makes NaN of it, or cannot be exported, or draws
+            random numbers, or what is left of it gives the same for every input.
 
     Example:
         >>> from posterity.compress import point_mass
@@ -74,12 +75,17 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
     args = example if isinstance(example, tuple) else (example,)
     plain = at_means(model, posterior)
     graph = exported(plain, args, kwargs).module(check_guards=False)
-    followed = Followed(graph)
-    with torch.no_grad():
+    followed = Followed(graph, RULES)
+    with torch.no_grad(), buffers_kept(graph):
         want = followed.run(*tree_leaves((args, kwargs)))
     if any(isinstance(each, Tensor) and bool(each.isnan().any()) for each in tree_leaves(want)):
         raise ValueError(
             "the model's outputs for this example are nan at the posterior's means: look for nan in both"
+        )
+    if error := distance(outputs(graph, args, kwargs), want):
+        raise ValueError(
+            f"the model's outputs differ by {error:g} from call to call, so that no smaller net can be "
+            "checked: turn off what is random in it"
         )
     gone = _dead(followed)
     shifts = {}
@@ -90,8 +96,7 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
             shifts[biased] = values
     kept = _kept(followed, gone)
     small = callable_graph(_rebuilt(graph, followed, gone, kept, shifts), *args, *kwargs.items(), gives=want)
-    with torch.no_grad():
-        compare(small(*args, **kwargs), want)
+    compare(outputs(small, args, kwargs), want)
     shapes = {name: (tuple(followed.tensors[name].shape), tuple(map(len, kept[name]))) for name in kept}
     named = {name: followed.name_of(plain.get_parameter(name)) for name in posterior.mean()}
     return Shrunk(small, _smaller(posterior, named, followed, kept, shifts), shapes, _dense(followed))
@@ -105,19 +110,36 @@ def _dead(followed: Followed) -> set[int]:
     free = {root for root in all_of_them if units.reason(root) is None}
     while True:
         needed = {root for use in followed.uses for root in _needed(followed, use, gone)}
-        if free - needed == gone:
+        if free - needed != gone:
+            gone = free - needed
+        elif lost := _without_units(followed, gone):
+            free -= lost
+            gone = set()
+        else:
             return gone
-        gone = free - needed
+
+
+def _without_units(followed: Followed, gone: set[int]) -> set[int]:
+    """One set of units for every axis of which nothing would be left: a branch that is dead keeps it."""
+    lost = set()
+    for name, axes in followed.labels.items():
+        for dim, axis in enumerate(axes):
+            if axis and not _staying(followed, axis, gone):
+                if followed.is_constant():
+                    raise ValueError(
+                        f"nothing is left of {name!r} along axis {dim}, and the net gives the same for every "
+                        "input: prune less, or spare that layer"
+                    )
+                followed.units.freeze(axis[:1], "a layer needs one unit")
+                lost.add(followed.units.root(axis[0]))
+    return lost
 
 
 def _needed(followed: Followed, use: Use, gone: set[int]) -> set[int]:
     """Units whose columns are not zero, and cannot be added to the bias either."""
-    weight = followed.tensors[use.weight].detach()
     rows = _staying(followed, use.rows, gone)
-    used = (
-        (weight[rows].flatten(2) if weight.dim() > 2 else weight[rows][..., None]).ne(0).any(-1).any(0).cpu()
-    )
-    columns = (used & use.values.isnan()).nonzero().flatten().tolist()
+    taken = used(followed.tensors[use.weight], use)[rows].any(0).cpu()
+    columns = (taken & use.values.isnan()).nonzero().flatten().tolist()
     return {followed.units.root(use.columns[column]) for column in columns}
 
 
@@ -134,11 +156,6 @@ def _kept(followed: Followed, gone: set[int]) -> _Kept:
             list(range(size)) if axis is None else _staying(followed, axis, gone)
             for axis, size in zip(axes, shape, strict=True)
         ]
-        for axis, (here, size) in enumerate(zip(places, shape, strict=True)):
-            if size and not here:
-                raise ValueError(
-                    f"nothing is left of {name!r} along axis {axis}: prune less, or spare that layer"
-                )
         if list(map(len, places)) != list(shape):
             kept[name] = places
     return kept
@@ -161,8 +178,9 @@ def _biased(graph: fx.GraphModule, followed: Followed, use: Use) -> Use:
     return replace(use, bias=name)
 
 
-def _summed(weight: Tensor) -> Tensor:
+def _summed(weight: Tensor, use: Use) -> Tensor:
     """``[O, I]``, over the positions of a kernel."""
+    weight = weight.transpose(0, 1) if use.transposed else weight
     return weight.flatten(2).sum(-1) if weight.dim() > 2 else weight
 
 
@@ -177,7 +195,7 @@ def _rebuilt(
     values = {name: tensor.detach() for name, tensor in followed.tensors.items()}
     for use, constants in shifts.items():
         assert use.bias is not None
-        shift = _summed(values[use.weight].double().cpu()) @ constants
+        shift = _summed(values[use.weight].double().cpu(), use) @ constants
         values[use.bias] = (values[use.bias].double().cpu() + shift).to(values[use.weight])
     for node, number, place, units in followed.resized:
         left: Any = len(_staying(followed, units, gone))
@@ -189,13 +207,20 @@ def _rebuilt(
         name = followed.held(node)
         if name is not None:
             node.target = name  # of several names of one tensor, the first
-    root: dict[str, Tensor] = {}
+    parts = {str(node.target): graph.get_submodule(str(node.target)) for node in _parts(graph)}
+    root: dict[str, Tensor | nn.Module] = {**parts}
     for name, value in values.items():
         part = _part(value, kept.get(name)).clone()
         root[name] = nn.Parameter(part) if isinstance(followed.tensors[name], nn.Parameter) else part
     small = fx.GraphModule(root, graph.graph)
     small.graph.lint()
     return small
+
+
+def _parts(graph: fx.GraphModule) -> list[fx.Node]:
+    """Nodes that hold graphs, of what runs without gradients or in another precision."""
+    modules = dict(graph.named_modules())
+    return [node for node in graph.graph.nodes if node.op == "get_attr" and node.target in modules]
 
 
 def _part(value: Tensor, places: Sequence[list[int]] | None) -> Tensor:
@@ -227,8 +252,8 @@ def _smaller(
             variance[use.bias] = torch.zeros_like(mean[use.bias])
             keep[use.bias] = torch.zeros_like(mean[use.bias], dtype=torch.bool)
         at = constants.to(like)
-        mean[use.bias] = mean[use.bias] + _summed(like) @ at
-        variance[use.bias] = variance[use.bias] + _summed(variance[use.weight]) @ at.square()
+        mean[use.bias] = mean[use.bias] + _summed(like, use) @ at
+        variance[use.bias] = variance[use.bias] + _summed(variance[use.weight], use) @ at.square()
         keep[use.bias] = keep[use.bias] | (mean[use.bias] != 0)
     leaves = {}
     for name, each in mean.items():

@@ -27,7 +27,8 @@ class Quantised:
     """A posterior with rounded means.
 
     Attributes:
-        posterior: Every mean is a whole multiple of its tensor's step; stds and pruned weights are as before.
+        posterior: Every mean is a whole multiple of its tensor's step, in half precision to its own rounding;
+            stds and pruned weights are as before.
         steps: By tensor; 0 where there is nothing to round.
         bits: By tensor, of a whole number that can be any of its weights.
     """
@@ -87,7 +88,9 @@ def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
                 f"{name!r} has weights of std 0, which no step serves: quantise the posterior that was "
                 "learned, not a point mass"
             )
-        steps[name] = step = share * float(alive.square().reciprocal().mean().rsqrt()) if len(alive) else 0.0
+        step = share * float(alive.square().reciprocal().mean().rsqrt()) if len(alive) else 0.0
+        in_files = float(at.new_tensor(step))  # in the precision of the weights
+        steps[name] = step = in_files or step
         whole = (at.double() / step).round() if step else torch.zeros_like(at, dtype=torch.float64)
         bits[name] = _bits(whole[kept[name]])
         leaves[name] = DiagonalGaussian((whole * step).to(at), std, keep=kept[name])

@@ -2,15 +2,14 @@
 
 An entry of an axis that layers make and use as a whole (a neuron, a channel) is a *unit*. What one layer
 makes, the next ones use: rows of one weight, entries of BatchNorm, columns of another weight are one unit,
-and can only be removed together. A residual sum ties the units of its terms. An operation that is not known
-here freezes the units of its inputs: they stay.
+and can only be removed together. A residual sum ties the units of its terms. An operation without
+a rule in `operations` freezes the units of its inputs: they stay.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor, fx, nn
 
 # Why units stay that no operation is to blame for.
 INPUT, OUTPUT = "it is the net's input", "it is the net's output"
-# Relative difference up to which an entry has the same value at all positions: rounding of one product.
-_SAME = 1e-5
+# Relative difference up to which an entry has the same value at all positions: rounding of one product, in
+# units of the last place.
+_SAME = 100.0
 
 
 @final
@@ -95,6 +95,7 @@ class Use:
     Attributes:
         node: The operation.
         weight: Name of the weight ``[O, I, ...]``.
+        transposed: Whether it is ``[I, O, ...]`` instead.
         bias: Name of its bias, if it has one.
         rows: Units of its rows.
         columns: Units of its columns.
@@ -107,18 +108,12 @@ class Use:
     rows: list[int]
     columns: list[int]
     values: Tensor
+    transposed: bool = False
 
 
-_Rule: TypeAlias = Callable[["Followed", fx.Node, dict[str, Any], Any], Axis | None]
-_RULES: dict[str, _Rule] = {}
-
-
-def _rule(*names: str) -> Callable[[_Rule], _Rule]:
-    def add(rule: _Rule) -> _Rule:
-        _RULES.update(dict.fromkeys(names, rule))
-        return rule
-
-    return add
+# What becomes of the units that an operation takes: from its arguments by name and its result, the units of
+# the result, a list of them if the result is a list, or None if nothing is known of it.
+Rule: TypeAlias = Callable[["Followed", fx.Node, dict[str, Any], Any], Axis | list[Axis] | None]
 
 
 @final
@@ -127,6 +122,7 @@ class Followed(fx.Interpreter):
 
     Args:
         graph: From ``torch.export.export(...).module()``, in evaluation mode.
+        rules: By name of an operation; ``pointwise`` serves all that work entry by entry.
 
     Attributes:
         units: All of them.
@@ -136,17 +132,19 @@ class Followed(fx.Interpreter):
         resized: Sizes in the graph that units decide: the operation, its argument, the position in it.
     """
 
-    def __init__(self, graph: fx.GraphModule) -> None:
+    def __init__(self, graph: fx.GraphModule, rules: Mapping[str, Rule]) -> None:
         super().__init__(graph)
         self.units = Units()
         self.labels: dict[str, list[list[int] | None]] = {}
         self.uses: list[Use] = []
         self.tensors: dict[str, Tensor] = {}
-        self.resized: list[tuple[fx.Node, int, int | None, list[int]]] = []
-        self._axes: dict[fx.Node, Axis | None] = {}
+        self.resized: list[tuple[fx.Node, int, int | None, Sequence[int]]] = []
+        self._rules = rules
+        self._axes: dict[fx.Node, Axis | list[Axis] | None] = {}
         self._lost: dict[fx.Node, str] = {}  # why nothing is known of a result
         self._names: dict[int, str] = {}  # the first name of a tensor that has several
         self._by_node: dict[fx.Node, str] = {}
+        self._labelled: set[str] = set()  # by the operation that is being followed
 
     def run_node(self, n: fx.Node) -> Any:
         """Run an operation, then follow the units through it."""
@@ -155,17 +153,21 @@ class Followed(fx.Interpreter):
             self._by_node[n] = name = self._names.setdefault(id(found), str(n.target))
             self.tensors[name] = found
         elif n.op == "call_function":
-            self._axes[n] = axis = self._followed(n, found)
-            behind = [self._lost[each] for each in n.all_input_nodes if each in self._lost]
-            if axis is None and behind:
-                self._lost.setdefault(n, behind[0])
+            self._axes[n] = self._followed(n, found)
+            self._refuse_changed(n)
         elif n.op == "output":
             self.freeze(n, OUTPUT)
         return found
 
     def axis(self, node: object) -> Axis | None:
         """The units of an operation's result."""
-        return self._axes.get(node) if isinstance(node, fx.Node) else None
+        found = self._axes.get(node) if isinstance(node, fx.Node) else None
+        return found if isinstance(found, Axis) else None
+
+    def part(self, node: fx.Node, number: int) -> Axis | None:
+        """The units of one of an operation's results."""
+        found = self._axes.get(node)
+        return found[number] if isinstance(found, list) else None
 
     def held(self, node: object) -> str | None:
         """Of the parameter or buffer that a node holds."""
@@ -174,6 +176,15 @@ class Followed(fx.Interpreter):
     def name_of(self, tensor: Tensor) -> str | None:
         """The same of the tensor itself; None if the graph does not use it."""
         return self._names.get(id(tensor))
+
+    def shared(self, name: str) -> bool:
+        """Whether more than one operation takes a parameter."""
+        return sum(len(node.users) for node, held in self._by_node.items() if held == name) > 1
+
+    def is_constant(self) -> bool:
+        """Whether all outputs are known, and are the same for every input."""
+        axes = [self.axis(node) for node in self.module.graph.output_node().all_input_nodes]  # type: ignore[union-attr,operator]
+        return all(axis is not None and bool(axis.constant.all()) for axis in axes)
 
     def add(self, name: str, use: Use) -> str:
         """A zero bias for a product without one; the name that it got."""
@@ -188,253 +199,132 @@ class Followed(fx.Interpreter):
         """What a node was at this run."""
         return self.env[node]
 
-    def label(self, name: str, shape: Sequence[int], dim: int, units: list[int]) -> None:
+    def label(self, name: str, dim: int, units: list[int]) -> None:
         """Let these be the units of a parameter's axis."""
-        own = self.labels.setdefault(name, [None] * len(shape))
+        self._labelled.add(name)
+        own = self.labels.setdefault(name, [None] * self.tensors[name].dim())
         known = own[dim]
         if known is None:
             own[dim] = units
         else:
             self.units.join(known, units)
 
-    def _followed(self, node: fx.Node, found: Any) -> Axis | None:
+    def label_whole(self, name: str, reason: str, except_dim: int | None = None) -> None:
+        """Let a parameter stay whole, on all axes or all but one."""
+        self._labelled.add(name)
+        for dim, size in enumerate(self.tensors[name].shape):
+            if size > 1 and dim != except_dim:
+                self.label(name, dim, self.units.fresh(size, reason))
+
+    def _followed(self, node: fx.Node, found: Any) -> Axis | list[Axis] | None:
+        self._labelled = set()
         schema = getattr(node.target, "_schema", None)
-        if schema is not None and isinstance(found, Tensor | int):
-            named = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
-            named |= dict(zip([each.name for each in schema.arguments], node.args, strict=False))
-            named |= node.kwargs
-            rule = _RULES.get(schema.name.removeprefix("aten::"))
-            if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
-                rule = _pointwise
-            if rule is not None:
-                return rule(self, node, named, found)
-        return self.freeze(node, f"{self.title(node)} is not followed")
+        rule = self._rules.get(self.title(node))
+        if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            rule = self._rules["pointwise"]
+        if rule is None or (schema is not None and not isinstance(found, Tensor | int | list | tuple)):
+            return self.freeze(node, f"{self.title(node)} is not followed")
+        axis = rule(self, node, _arguments(node, schema), found)
+        if axis is None:
+            return self.freeze(node, INPUT)
+        for each in node.all_input_nodes:
+            used = self.held(each)
+            if used is not None and used not in self._labelled:
+                self.label_whole(used, f"{self.title(node)} takes all of it")
+        return axis
 
     def freeze(self, node: fx.Node, reason: str) -> Axis | None:
-        """Let all units that an operation takes stay; nothing is known of its result."""
-        self._lost[node] = reason
+        """Let all units that an operation takes stay; nothing is known of its result, None."""
+        behind = [self._lost[each] for each in node.all_input_nodes if each in self._lost]
+        self._lost.setdefault(node, behind[0] if behind and reason == INPUT else reason)
         for each in node.all_input_nodes:
-            axis, name = self.axis(each), self.held(each)
-            if axis is not None:
-                self.units.freeze(axis.units, reason)
+            name, axes = self.held(each), self._axes.get(each)
+            for axis in axes if isinstance(axes, list) else [axes]:
+                if axis is not None:
+                    self.units.freeze(axis.units, self._lost[node])
             if name is not None:
-                tensor = self.value(each)
-                for dim, size in enumerate(tensor.shape):
-                    self.label(name, tensor.shape, dim, self.units.fresh(size, reason))
+                taken = f"{self.title(node)} takes all of it"
+                self.label_whole(name, taken if self._lost[node] == INPUT else self._lost[node])
         return None
+
+    def _refuse_changed(self, node: fx.Node) -> None:
+        """Know nothing any more of tensors that an operation has changed under another name."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        changed = self.value(node.all_input_nodes[0]).untyped_storage().data_ptr()
+        for other, value in list(self.env.items()):
+            if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() != changed:
+                continue
+            reason, name, axis = f"{self.title(node)} changes it in place", self.held(other), self.axis(other)
+            if name is not None:
+                self.label_whole(name, reason)
+            if axis is not None and any(node < user for user in other.users):
+                self.units.freeze(axis.units, reason)
+                self._axes[other], self._lost[other] = None, reason
 
     @staticmethod
     def title(node: fx.Node) -> str:
         """What an operation is called."""
         schema = getattr(node.target, "_schema", None)
-        return node.name if schema is None else str(schema.name).removeprefix("aten::")
+        name = getattr(node.target, "__name__", node.name)
+        return str(name) if schema is None else str(schema.name).removeprefix("aten::")
 
     def incoming(self, node: fx.Node, dim: int) -> Axis:
         """The units on an axis of a tensor; frozen ones where none are known there."""
         axis, shape = self.axis(node), self.value(node).shape
         if axis is not None and axis.dim == dim % len(shape):
             return axis
-        if axis is not None:
-            self.units.freeze(axis.units, f"{self.title(node)} has two axes that layers make")
         reason = self._lost.get(node, INPUT)
+        if axis is not None:
+            reason = "layers make two of its axes"
+            self.units.freeze(axis.units, reason)
         made = self.units.fresh(shape[dim], reason)
         return Axis(dim % len(shape), made, torch.zeros(shape[dim], dtype=torch.bool))
 
-    def product(self, node: fx.Node, named: dict[str, Any], dim: int, padded: bool) -> Axis | None:
+    def product(
+        self, node: fx.Node, named: dict[str, Any], dim: int, padded: bool, transposed: bool = False
+    ) -> Axis | None:
         """A weight ``[O, I, ...]`` times the units on an axis of the input."""
         name, bias = self.held(named["weight"]), self.held(named.get("bias"))
         if name is None or (named.get("bias") is not None and bias is None):
             return self.freeze(node, f"the weight of {self.title(node)} is computed, not a parameter")
         x, weight = self.value(named["input"]), self.value(named["weight"])
         axis = self.incoming(named["input"], dim)
-        rows = self.units.fresh(len(weight))
-        self.label(name, weight.shape, 0, rows)
-        self.label(name, weight.shape, 1, axis.units)
+        rows = self.units.fresh(weight.shape[transposed])
+        self.label(name, int(transposed), rows)
+        self.label(name, int(not transposed), axis.units)
         if bias is not None:
-            self.label(bias, [len(weight)], 0, rows)
-        values = torch.where(axis.constant, _same_everywhere(x, axis.dim), torch.nan)
-        if padded:  # what is beyond the edge is zero, whatever the unit is
+            self.label(bias, 0, rows)
+        values = torch.where(axis.constant, same_everywhere(x, axis.dim), torch.nan)
+        if padded or (bias is not None and self.shared(bias)):
+            # What is beyond the edge is zero, whatever the unit is, and others have no use for this bias.
             values = torch.where(values == 0, values, torch.nan)
-        for number, use in enumerate(self.uses):  # shared, and constants may differ from use to use
-            if name == use.weight or (bias is not None and bias == use.bias):
-                values = torch.where(values == 0, values, torch.nan)
-                self.uses[number] = replace(use, values=torch.where(use.values == 0, use.values, torch.nan))
-        self.uses.append(Use(node, name, bias, rows, axis.units, values))
-        depends = (weight.detach().flatten(2) if weight.dim() > 2 else weight.detach()[..., None]) != 0
-        constant = ~(depends.any(-1) & ~axis.constant.to(weight.device)).any(1).cpu()
+        self.uses.append(use := Use(node, name, bias, rows, axis.units, values, transposed))
+        depends = used(weight, use)
+        constant = ~(depends & ~axis.constant.to(weight.device)).any(1).cpu()
         return Axis(axis.dim, rows, constant)
 
 
-def _same_everywhere(x: Tensor, dim: int) -> Tensor:
+def used(weight: Tensor, use: Use) -> Tensor:
+    """``[O, I]``: which rows of a weight use which columns."""
+    weight = weight.detach().transpose(0, 1) if use.transposed else weight.detach()
+    return (weight.flatten(2) if weight.dim() > 2 else weight[..., None]).ne(0).any(-1)
+
+
+def same_everywhere(x: Tensor, dim: int) -> Tensor:
     """The value of each entry of an axis that has the same at all positions; NaN for others."""
-    rows = x.detach().movedim(dim, 0).flatten(1).double().cpu()
+    rows = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1).double().cpu()
+    if not rows.numel() or not x.is_floating_point():
+        return torch.full([len(rows)], torch.nan, dtype=torch.double)
     first = rows[:, 0]
-    same = (rows - first[:, None]).abs().amax(1) <= _SAME * first.abs()
+    same = (rows - first[:, None]).abs().amax(1) <= _SAME * torch.finfo(x.dtype).eps * first.abs()
     return torch.where(same, first, torch.nan)
 
 
-@_rule("linear")
-def _linear(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    axis = self.product(node, named, -1, padded=False)
-    return None if axis is None else Axis(found.dim() - 1, axis.units, axis.constant)
-
-
-@_rule("conv1d", "conv2d", "conv3d")
-def _conv(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    weight, dim = self.value(named["weight"]), found.dim() - self.value(named["weight"]).dim() + 1
-    groups, channels = named["groups"], self.value(named["input"]).shape[dim]
-    if groups == 1:
-        padding = named["padding"]
-        padded = padding != "valid" if isinstance(padding, str) else any(padding)
-        return self.product(node, named, dim, padded)
-    name, bias = self.held(named["weight"]), self.held(named.get("bias"))
-    if groups != channels or len(weight) != channels or name is None:
-        return self.freeze(node, "a convolution in groups is not followed")
-    axis = self.incoming(named["input"], dim)  # every channel by itself
-    self.label(name, weight.shape, 0, axis.units)
-    if bias is not None:
-        self.label(bias, [channels], 0, axis.units)
-    self.resized.append((node, 6, None, axis.units))
-    zero = (weight.detach().flatten(1) == 0).all(1).cpu()
-    return Axis(dim, axis.units, axis.constant | zero)
-
-
-@_rule("batch_norm", "instance_norm")
-def _norm(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    if named.get("training") or named.get("use_input_stats") or found.dim() < 2:
-        return self.freeze(node, "statistics of a batch are not followed")
-    axis = self.incoming(named["input"], 1)
-    constant = axis.constant
-    for key in ("weight", "bias", "running_mean", "running_var"):
-        name = self.held(named.get(key))
-        if name is not None:
-            self.label(name, [found.shape[1]], 0, axis.units)
-            if key == "weight":
-                constant = constant | (self.value(named[key]).detach() == 0).cpu()
-    return Axis(1, axis.units, constant)
-
-
-@_rule("embedding")
-def _embedding(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    name = self.held(named["weight"])
-    if name is None:
-        return None
-    weight = self.value(named["weight"]).detach()
-    units = self.units.fresh(weight.shape[1])
-    self.label(name, weight.shape, 1, units)
-    return Axis(found.dim() - 1, units, (weight == weight[:1]).all(0).cpu())
-
-
-@_rule("dropout", "feature_dropout", "alpha_dropout", "contiguous", "detach", "to", "_to_copy", "alias")
-def _unchanged(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    return self.axis(node.all_input_nodes[0])
-
-
-def _pointwise(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    """An operation entry by entry, after broadcasting."""
-    title = self.title(node)
-    axes = [
-        Axis(axis.dim - self.value(each).dim() + found.dim(), axis.units, axis.constant)
-        for each in node.all_input_nodes
-        if (axis := self.axis(each)) is not None
-    ]
-    if any(each.dim != axes[0].dim or len(each.units) != found.shape[each.dim] for each in axes):
-        return self.freeze(node, f"{title} combines two axes")
-    if not axes:
-        return self.freeze(node, INPUT)
-    dim, units = axes[0].dim, axes[0].units
-    constant = torch.stack([each.constant for each in axes]).all(0)
-    for other in axes[1:]:
-        self.units.join(units, other.units)
-    for each in node.all_input_nodes:
-        tensor, name = self.value(each), self.held(each)
-        if not isinstance(tensor, Tensor) or self.axis(each) is not None:
-            continue
-        own = dim - found.dim() + tensor.dim()
-        wide = own >= 0 and tensor.shape[own] > 1
-        if name is None:  # it depends on the net's input
-            constant = torch.zeros_like(constant)
-            if wide:
-                self.units.freeze(units, f"{title} combines it with what no layer makes")
-        elif wide:
-            self.label(name, tensor.shape, own, units)
-    return Axis(dim, units, constant)
-
-
-@_rule("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "upsample_nearest1d", "upsample_linear1d")
-@_rule("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d")
-@_rule("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "upsample_nearest3d", "upsample_trilinear3d")
-def _pool(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    axis = self.axis(node.all_input_nodes[0])
-    spatial = int(self.title(node)[-2])
-    if axis is not None and axis.dim >= found.dim() - spatial:
-        return self.freeze(node, f"{self.title(node)} is over its units")
-    return axis
-
-
-@_rule("mean", "sum", "amax", "amin")
-def _reduction(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    axis, over = self.axis(node.all_input_nodes[0]), named.get("dim")
-    if axis is None:
-        return None
-    rank = self.value(node.all_input_nodes[0]).dim()
-    over = [over] if isinstance(over, int) else over
-    dims = {each % rank for each in over} if over else set(range(rank))
-    if axis.dim in dims:
-        return self.freeze(node, f"{self.title(node)} is over its units")
-    gone = 0 if named.get("keepdim") else sum(each < axis.dim for each in dims)
-    return Axis(axis.dim - gone, axis.units, axis.constant)
-
-
-@_rule("transpose", "permute")
-def _moved(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    axis, rank = self.axis(node.all_input_nodes[0]), found.dim()
-    if axis is None:
-        return None
-    order = list(range(rank))
-    if "dims" in named:
-        order = [each % rank for each in named["dims"]]
-    else:
-        one, other = named["dim0"] % rank, named["dim1"] % rank
-        order[one], order[other] = other, one
-    return Axis(order.index(axis.dim), axis.units, axis.constant)
-
-
-@_rule("view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze")
-def _reshaped(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    """An axis that stays itself, or becomes part of a longer one."""
-    axis = self.axis(node.all_input_nodes[0])
-    if axis is None:
-        return None
-    before, after = list(self.value(node.all_input_nodes[0]).shape), list(found.shape)
-    size, behind = before[axis.dim], math.prod(before[axis.dim + 1 :])  # numbers in memory between two units
-    rests = [math.prod(after[dim + 1 :]) for dim in range(len(after))]
-    found_at = [d for d, rest in enumerate(rests) if rest * after[d] == size * behind and behind % rest == 0]
-    if not found_at or size == 1:
-        return self.freeze(node, f"{self.title(node)} splits its units")
-    dim = found_at[0]
-    inner = behind // rests[dim]
-    units = [unit for unit in axis.units for _ in range(inner)]
-    sizes = node.args[1] if len(node.args) > 1 else None
-    if isinstance(sizes, list | tuple) and isinstance(sizes[dim], int) and sizes[dim] >= 0:
-        self.resized.append((node, 1, dim, units))
-    return Axis(dim, units, axis.constant.repeat_interleave(inner))
-
-
-@_rule("cat")
-def _joined(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    parts, dim = named["tensors"], named["dim"] % found.dim()
-    axes = [self.axis(each) for each in parts]
-    if all(axis is not None and axis.dim == dim for axis in axes):
-        known = [axis for axis in axes if axis is not None]
-        units = [unit for axis in known for unit in axis.units]
-        return Axis(dim, units, torch.cat([axis.constant for axis in known]))
-    return self.freeze(node, "cat is of what no layer makes, or of other axes")
-
-
-@_rule("sym_size")
-def _size(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    axis = self.axis(node.all_input_nodes[0])
-    if axis is not None and named["dim"] % self.value(node.all_input_nodes[0]).dim() == axis.dim:
-        self.freeze(node, "the net counts them")
-    return None
+def _arguments(node: fx.Node, schema: Any) -> dict[str, Any]:
+    """Of an operation of aten, by name."""
+    given = () if schema is None else schema.arguments
+    named = {each.name: each.default_value for each in given if each.has_default_value()}
+    named |= dict(zip([each.name for each in given], node.args, strict=False))
+    return named | node.kwargs

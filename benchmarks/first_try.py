@@ -55,6 +55,7 @@ METHODS = {
     "sgd": "SGD(lr=0.1, momentum=0.9)",
     "bgd": "BGD",
     "bgd-continual": 'BGD(preset="continual")',
+    "bong": "BONG",
     "ivon": "IVON",
     "vogn": "VOGN",
     "ogn": "OGN",
@@ -63,8 +64,8 @@ METHODS = {
     "bbb": "Bayes by Backprop",
     "laplace": "Laplace after AdamW",
 }
-# Methods that are given more than required arguments, for the only task that these are meant for.
-ONLY = {"bgd-continual": "permuted-digits"}
+# Methods that are meant for streams alone; one is given more than required arguments.
+ONLY = dict.fromkeys(("bgd-continual", "bong"), "permuted-digits")
 POINTS, RATIO = 0.005, 1.02
 
 

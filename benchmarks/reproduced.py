@@ -22,6 +22,7 @@ RECORDS = FOLDER.parent / "results"
 WIDTHS = ("400", "800", "1200")
 NAMES = {
     "bgd": "BGD",
+    "bong": "BONG",
     "vogn-told": "VOGN (told of switches)",
     "vogn": "VOGN",
     "ivon": "IVON",

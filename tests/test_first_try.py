@@ -23,7 +23,7 @@ from posterity_lab.first_try.sequences import Transformer
 from posterity_lab.first_try.tasks import Problem, Task, cropped_and_flipped
 from posterity_lab.first_try.trials import evaluated
 
-POSTERIORS = [method for method in METHODS if method not in ("adamw", "sgd", "bgd-continual")]
+POSTERIORS = [method for method in METHODS if method not in ("adamw", "sgd", "bgd-continual", "bong")]
 # Standard errors by which a method may miss the aim: so far two test sets of this size differ by chance.
 ERRORS = 2.0
 

@@ -8,6 +8,7 @@ from posterity.names import names_of
 from posterity.objective import blundell, elbo, warmup
 from posterity.optim import (
     BGD,
+    BONG,
     IVON,
     KFAC,
     OGN,
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ARD",
     "BGD",
+    "BONG",
     "IVON",
     "KFAC",
     "OGN",

@@ -24,6 +24,7 @@ class Rule:
     bad: dict[str, list[Any]]  # hyper-parameters that must be refused
     draws: bool = True  # whether it learns from weight samples
     layers: bool = False  # whether it learns from layers alone, and trains what is deterministic itself
+    streams: bool = False  # whether it counts the examples of a step, and not those of the data
     captures: bool = True  # whether every step may be a CUDA graph
 
     def __repr__(self) -> str:
@@ -60,6 +61,21 @@ RULES = [
             "batch_size": [0, 2.5, "16"],
             **_SHARED,
         },
+        streams=True,
+    ),
+    Rule(
+        "BONG",
+        lambda params, **kw: posterity.BONG(params, **{"mc_samples": 3, "batch_size": 16, "seed": 0, **kw}),
+        {
+            **_STEPS,
+            "lr": [-1.0, math.nan, math.inf],
+            "consolidate_after": [0.0, math.nan, math.inf],
+            "temperature": [0.0, math.nan, math.inf],
+            "batch_size": [0, 2.5, "16"],
+            **_SHARED,
+        },
+        layers=True,
+        streams=True,
     ),
     Rule(
         "IVON",

@@ -38,10 +38,12 @@ def plain(seed: int = 0) -> nn.Module:
 def sharp(rule: Rule, model: nn.Module, **more: object) -> VariationalOptimizer:
     """With weights so certain that all samples are the mean, to rounding; a bound in stds would hold them."""
     # A step of BGD is as short as its variance.
-    own: dict[str, object] = {"std_init": 1e-7, "lr": 1e12} if rule.name == "BGD" else {}
+    own: dict[str, object] = (
+        {"std_init": 1e-7, "lr": 1e12 if rule.name == "BGD" else 0.1} if rule.streams else {}
+    )
     # The Hessian of IVON is estimated from noise over its std, which is no small number.
     own |= {"betas": (0.9, 1 - 1e-14), "lr": 0.1} if rule.name == "IVON" else {}
-    own |= {} if rule.name == "BGD" else {"num_data": 10**16, "damping" if rule.layers else "hess_init": 0.1}
+    own |= {} if rule.streams else {"num_data": 10**16, "damping" if rule.layers else "hess_init": 0.1}
     return rule.make(model, max_step=math.inf, **own, **more)
 
 
@@ -168,11 +170,9 @@ def test_a_backward_after_the_context_is_told_what_to_do(rule: Rule) -> None:
 def test_entries_of_torch_optimizers_are_refused_with_ours(rule: Rule) -> None:
     p = [torch.zeros(2, requires_grad=True)]
     ours = {
-        "weight_decay": "leave it out"
-        if rule.name == "BGD"
-        else "set prior_precision, weight_decay · num_data",
-        "momentum": "leave it out" if rule.name == "BGD" else "set betas",
-        "eps": "set damping" if rule.layers else "leave it out",
+        "weight_decay": "leave it out" if rule.streams else "set prior_precision, weight_decay · num_data",
+        "momentum": "leave it out" if rule.streams else "set betas",
+        "eps": "set damping" if rule.layers and not rule.streams else "leave it out",
         "nesterov": "leave it out",
     }
     for key, use in ours.items():
@@ -189,7 +189,7 @@ def test_a_missing_setting_and_a_misspelt_one_are_named(rule: Rule) -> None:
         rule.make(net(), mc_sample=3)
     with pytest.raises(TypeError, match=f"^{rule.name} has no colour: see its docstring"):
         rule.make(net(), colour=3)
-    if rule.name != "BGD":
+    if not rule.streams:
         with pytest.raises(TypeError, match=f"^{rule.name} needs num_data, the number of training examples"):
             made(net())
 

@@ -271,7 +271,7 @@ def test_time_first_equals_batch_first(rule: Rule, way: str) -> None:
     results = []
     for batch_first in (True, False):
         model = Words(batch_first)
-        more = {"batch_size": None} if rule.name == "BGD" else {}
+        more = {"batch_size": None} if rule.streams else {}
         opt = rule.make(model, batch_dim=0 if batch_first else 1, **more)
         opt = copy.deepcopy({"model": model, "opt": opt})  # an axis is copied with its optimiser
         run(way, *opt.values(), IDS if batch_first else IDS.T, Y[:6])
@@ -295,7 +295,7 @@ def test_linear_layers_over_time_first(rule: Rule) -> None:
     x, y, results = X.view(4, 3, 5), Y.view(4, 3), []
     for axis in (0, 1):
         model = Plain()
-        more = {"batch_size": None} if rule.name == "BGD" else {}
+        more = {"batch_size": None} if rule.streams else {}
         opt = rule.make(model, batch_dim=axis, **more)
         for _ in range(3):
             opt.step(

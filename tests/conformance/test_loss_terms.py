@@ -100,7 +100,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 def learned(rule: Rule, way: Any, loss: Any, case: Case, **more: Any) -> dict[str, Tensor]:
     model = net()
-    opt = rule.make(model, **({"batch_size": None} if rule.name == "BGD" else {}))
+    opt = rule.make(model, **({"batch_size": None} if rule.streams else {}))
     way(model, opt, loss, case, **more)
     state = {
         f"{name} {key}": value for name, p in model.named_parameters() for key, value in opt.state[p].items()
@@ -126,7 +126,7 @@ def test_count_of_micro_batches_is_their_sum(rule: Rule) -> None:
     results = []
     for cut in (False, True):
         model = net()
-        opt = rule.make(model, **({"batch_size": None} if rule.name == "BGD" else {}))
+        opt = rule.make(model, **({"batch_size": None} if rule.streams else {}))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for _ in range(opt.param_groups[0]["mc_samples"]):
@@ -149,7 +149,7 @@ def test_a_captured_step_reads_count_anew(rule: Rule, monkeypatch: pytest.Monkey
     targets = [LABELS.masked_fill(torch.arange(T) > i % T, -100) for i in range(9)]
     for graphs in (False, True):
         model = net(torch.float32)
-        opt = rule.make(model, **({"batch_size": None} if rule.name == "BGD" else {}))
+        opt = rule.make(model, **({"batch_size": None} if rule.streams else {}))
         step = posterity.compile_step(model, loss_fn, opt)
         step = CapturedStep(step) if graphs else step  # type: ignore[arg-type]
         for y in targets:
@@ -172,9 +172,7 @@ def test_count_of_an_optimiser_without_a_module_needs_the_examples(rule: Rule) -
     results = []
     for more in ({}, {"batch_size": B}):
         model = net()
-        opt = rule.make(
-            list(model.named_parameters()), **({"batch_size": None} if rule.name == "BGD" else {})
-        )
+        opt = rule.make(list(model.named_parameters()), **({"batch_size": None} if rule.streams else {}))
         for number in range(2):
             if rule.name in ("IVON", "KFAC") and not more and (rule.name == "IVON" or number == 1):
                 with pytest.raises(ValueError, match=r"count=24 needs the number of examples .* batch_size="):

@@ -47,7 +47,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kind: type[VariationalOptimizer], wha
         if what == "state":
             next(iter(state.values())).view(-1)[0] = math.inf
         elif what == "std":  # finite as they are, but not what is made of them
-            for key, value in {"std": 0.0, "hess": -1e9}.items():
+            for key, value in {"std": 0.0, "hess": -1e9, "evidence": -1.0}.items():
                 if key in state:
                     state[key].view(-1)[0] = value
         else:

@@ -22,7 +22,7 @@ from conformance.test_results import complete
 def first(state: dict[str, Any], key: str | None = None) -> Tensor:
     """A tensor of the state that has a value for every weight."""
     own = state["state"][1]  # of "first.weight"
-    return own[key or next(key for key in ("std", "hess") if key in own)]
+    return own[key or next(key for key in ("std", "hess", "evidence") if key in own)]
 
 
 def fill(value: float) -> Callable[[dict[str, Any]], object]:

@@ -285,7 +285,7 @@ def test_a_small_regression_that_diverges_is_warned_of(learn: str) -> None:
 @rules
 def test_a_posterior_whose_stds_outweigh_its_weights_says_so(rule: Rule) -> None:
     model = net()
-    wide = {"std_init": 1.0} if rule.name == "BGD" else {"std_init": 1.0, "prior_precision": 0.01}
+    wide = {"std_init": 1.0} if rule.streams else {"std_init": 1.0, "prior_precision": 0.01}
     opt = rule.make(model, lr=0.0, mc_samples=1, **wide)
     start = opt.posterior()  # before the first step there is nothing to say
     assert handover.unfit(opt, start.blocks.values()) is None

@@ -71,11 +71,7 @@ def test_replays_equal_the_loop_through_changes_of_lr_and_ragged_batches(rule: R
     results = []
     for graphs in (False, True):
         model = net()
-        opt = (
-            rule.make(model, deterministic="norm.*", batch_size=None)
-            if rule.name == "BGD"
-            else rule.make(model)
-        )
+        opt = rule.make(model, deterministic="norm.*", batch_size=None) if rule.streams else rule.make(model)
         schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
         step = captured(model, opt)
         losses = []

@@ -1,6 +1,7 @@
 """How q moves by rule: the shell, and one file per method."""
 
 from posterity.optim.bgd import BGD
+from posterity.optim.bong import BONG
 from posterity.optim.counting import CountWarning
 from posterity.optim.ivon import IVON
 from posterity.optim.kfac import KFAC, NoisyKFAC
@@ -12,6 +13,7 @@ from posterity.optim.watch import DivergenceWarning
 
 __all__ = [
     "BGD",
+    "BONG",
     "IVON",
     "KFAC",
     "OGN",

@@ -173,7 +173,7 @@ def _run_rule(
 
 
 # What no step changes.
-_FIXED = ("keep", "prior_mean", "known")
+_FIXED = ("keep", "prior_mean", "known", "start", "unit")
 
 
 def move(

@@ -110,6 +110,7 @@ METHODS: dict[str, Method] = {
     "sgd": sgd,
     "bgd": _rule(lambda setup: posterity.BGD(setup.model)),
     "bgd-continual": _rule(lambda setup: posterity.BGD(setup.model, preset="continual")),
+    "bong": _rule(lambda setup: posterity.BONG(setup.model)),
     "ivon": _rule(lambda setup: posterity.IVON(setup.model, num_data=setup.num_data)),
     "vogn": _rule(lambda setup: posterity.VOGN(setup.model, num_data=setup.num_data)),
     "ogn": _rule(lambda setup: posterity.OGN(setup.model, num_data=setup.num_data)),

@@ -14,6 +14,7 @@ from torch.nn.functional import softplus
 from posterity import (
     ARD,
     BGD,
+    BONG,
     IVON,
     KFAC,
     VOGN,
@@ -43,6 +44,7 @@ from posterity_lab.streams import Mask
 
 NAMES = {
     "bgd": "BGD",
+    "bong": "BONG",
     "bbb": "BBB",
     "bbb-mixture": "BBB, mixture prior",
     "sgd": "SGD",
@@ -123,6 +125,8 @@ def learner(
             std = "std_init" if "std_init" in config else "std_scale"
             rule = BGD(params, preset="zeno2018", seed=seed, **given(std, "lr", "mc_samples"))
             return by_rule(model, rule, mask)
+        case "bong":
+            return by_rule(model, BONG(model, seed=seed, **given("lr", "consolidate_after")), mask)
         case "bbb" | "bbb-mixture":
             return backprop(method, config, model, num_data=num_data, seed=seed, mask=mask)
         case "sgd" | "sgd-dropout":

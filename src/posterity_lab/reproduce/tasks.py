@@ -92,6 +92,10 @@ def _bgd(quick: bool) -> tuple[dict[str, Any], list[dict[str, float]]]:
 def _baselines() -> _Methods:
     """What BGD is compared with, as many trials each; the last three are told of boundaries."""
     return {
+        "bong": (
+            {"lr": 1.0, "consolidate_after": 1000.0, "mode": "mean"},
+            grid(lr=[0.3, 1.0], consolidate_after=[1000.0, 4000.0]),
+        ),
         "sgd": ({"lr": 0.01, "momentum": 0.0}, grid(lr=[0.003, 0.01, 0.03, 0.1])),
         "adam": ({"lr": 1e-4}, grid(lr=[1e-5, 3e-5, 1e-4, 3e-4])),
         "si": ({"lr": 1e-3, "strength": 0.3}, grid(lr=[1e-3], strength=[0.1, 0.3, 1.0, 3.0])),
@@ -113,7 +117,7 @@ def permuted_cells(quick: bool) -> list[Cell]:
 
     Example:
         >>> sorted({cell.method for cell in permuted_cells(quick=False) if "fading" in cell.setting})
-        ['adam', 'bgd', 'sgd']
+        ['adam', 'bgd', 'bong', 'sgd']
         >>> {len(cell.grid) for cell in permuted_cells(quick=False)}
         {4}
     """
@@ -141,7 +145,7 @@ def permuted_cells(quick: bool) -> list[Cell]:
         methods = {"bgd": _bgd(quick), **_baselines()}
         for method, (values, own) in methods.items():
             cells.append(Cell(width, method, {**common, **values}, own, trial))
-            if method in ("bgd", "sgd", "adam"):  # without boundaries there is none to be told of
+            if method in ("bgd", "bong", "sgd", "adam"):  # without boundaries there is none to be told of
                 fading = {**common, **values, "overlap": 0.25}
                 cells.append(Cell(f"{width} fading", method, fading, own, trial, tuned_as=width))
     # The paper's method at all widths first: a run that is cut short has what matters.

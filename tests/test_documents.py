@@ -149,7 +149,13 @@ def test_python_in_the_documents_runs(page: Path, tmp_path: Path, monkeypatch: p
 
 def test_the_settings_page_shows_the_table() -> None:
     table = tomllib.loads((ROOT / "src/posterity/presets.toml").read_text())
-    rules = {"BGD": "BGD", "IVON": "IVON", "VOGN": "VOGN, OGN", "NoisyKFAC": "Noisy K-FAC, K-FAC"}
+    rules = {
+        "BGD": "BGD",
+        "BONG": "BONG",
+        "IVON": "IVON",
+        "VOGN": "VOGN, OGN",
+        "NoisyKFAC": "Noisy K-FAC, K-FAC",
+    }
     keys = [
         "std_scale",
         "lr",
@@ -168,8 +174,8 @@ def test_the_settings_page_shows_the_table() -> None:
             return "derived" if (rule, key) in derived else "–"
         return ", ".join(f"{each:g}" for each in (value if isinstance(value, list) else [value]))
 
-    lines = [["", *rules.values()], ["---"] * 5]
-    for key in (*keys, "mc_samples", "factors_every", "second_every"):
+    lines = [["", *rules.values()], ["---"] * (1 + len(rules))]
+    for key in (*keys, "mc_samples", "factors_every", "second_every", "consolidate_after"):
         lines.append([f"`{key}`", *(cell(rule, key) for rule in rules)])
     lines.append(
         ["presets", *(", ".join(f"`{name}`" for name in table[rule] if name != "default") for rule in rules)]

@@ -22,9 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 # Okabe and Ito's palette, in an order whose neighbours differ in lightness too.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 SLOTS = range(len(COLOURS))
-_MARKERS = "osD^vP"
+_MARKERS = "osD^vPX"
 # Any: matplotlib's own type spells out each of its three hundred keys.
 _STYLE: dict[Any, Any] = {
     "font.size": 10,

@@ -141,6 +141,9 @@ _CAPTURED = [
 ]
 captured_rules = pytest.mark.parametrize("rule", _CAPTURED, ids=repr)
 captured_layer_rules = pytest.mark.parametrize("rule", [rule for rule in _CAPTURED if rule.layers], ids=repr)
+captured_momentum_rules = pytest.mark.parametrize(
+    "rule", [rule for rule in _CAPTURED if rule.layers and not rule.streams], ids=repr
+)
 captured_squares_rules = pytest.mark.parametrize(
     "rule", [rule for rule in RULES if rule.captures and rule.layers], ids=repr
 )

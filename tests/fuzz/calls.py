@@ -21,6 +21,7 @@ from posterity.predict import MODES
 X, Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])
 RULES: dict[str, dict[str, Any]] = {
     "BGD": {"mc_samples": 2},
+    "BONG": {},
     "IVON": {"num_data": 10},
     "VOGN": {"num_data": 10},
     "OGN": {"num_data": 10},
@@ -30,6 +31,7 @@ RULES: dict[str, dict[str, Any]] = {
 _NUMBERS = ("lr", "std_scale", "std_init", "max_step", "settle_after", "temperature", "deterministic_lr")
 _MORE = {
     "BGD": (),
+    "BONG": ("consolidate_after",),
     "IVON": ("prior_precision", "hess_init", "clip_radius"),
     "VOGN": ("prior_precision", "hess_init", "damping", "augmentation", "lr_unit"),
 }
@@ -71,7 +73,7 @@ def construct(draw: Draw) -> Trial:
         "preset": lambda: draw.text("default", "zeno2018", "osawa2019", "shen2024"),
     }
     kinds |= {"deterministic": lambda: draw.one(["0.weight", "*bias", "nothing", 3, None, [], ["*"], len])}
-    if name == "BGD":
+    if name in ("BGD", "BONG"):
         kinds["batch_size"] = draw.whole
     else:
         kinds |= {

@@ -126,6 +126,15 @@ def test_tables_2_and_3_say_that_the_second_net_is_worse() -> None:
     says("docs/results.md", f"Of its three seeds one is above 1.05 ({shown})")
 
 
+def test_baselines_of_figure_1_gain_by_the_fixed_rule() -> None:
+    def kept(method: str) -> str:
+        both = (seeds(f"{place}bgd-permuted/200-{method}") for place in ("", "earlier/second-rule/"))
+        found = [100 * mean(each["metrics"]["accuracy"] for each in runs) for runs in both]
+        return f"{found[0]:.1f} in place of {found[1]:.1f} %"
+
+    says("docs/results.md", f"at 2×200 SI keeps {kept('si')}, EWC {kept('ewc')}.")
+
+
 def test_the_demos_second_number_and_its_accuracies() -> None:
     demo = record("results/demo.json")
     says("docs/results.md", f"BGD's η, {demo['config']['fixed']['bgd']['lr']:g}, is a second number")

@@ -2837,4 +2837,32 @@ SITES = [
     *_BASELINES,
     *_DATA,
     *_RECORDS,
+    Site(
+        "evidence of a stream is that of one example",
+        "posterity/optim/bong.py",
+        'count = stats.batch_size / group["temperature"]',
+        'count = 1.0 / group["temperature"]',
+        ("exact/test_bong.py::test_a_run_equals_the_scalar_transcription",),
+    ),
+    Site(
+        "a stream's step goes before its evidence",
+        "posterity/optim/bong.py",
+        'bong_mean(mean, evidence, stats.grad, group["lr"])',
+        'bong_mean(mean, state["evidence"], stats.grad, group["lr"])',
+        ("exact/test_bong.py::test_a_run_equals_the_scalar_transcription",),
+    ),
+    Site(
+        "evidence is counted in inputs, and wide layers never have any",
+        "posterity/optim/bong.py",
+        "torch.full_like(mean, outputs / group",
+        "torch.full_like(mean, 10.0 / group",
+        ("exact/test_bong.py::test_stds_fall_as_fast_in_wide_nets_as_in_narrow_ones",),
+    ),
+    Site(
+        "a loaded posterior has the evidence of a new one",
+        "posterity/optim/bong.py",
+        "(start / std).square()",
+        "(start / std)",
+        ("exact/test_bong.py::test_a_posterior_that_is_loaded_keeps_its_stds_and_what_they_count_for",),
+    ),
 ]

@@ -28,7 +28,7 @@ View: TypeAlias = Callable[[Sequence[Group]], list[Part]]
 
 _MODES = {"single": "single networks", "average": "averaged", "mean": "mean weights", "vote": "vote"}
 # A method has the same colour in all figures of streams.
-_SLOTS = {"bgd": 0, "sgd": 1, "adam": 2, "si": 3, "ewc": 4, "vcl": 5, "vogn": 1, "vogn-told": 3}
+_SLOTS = {"bgd": 0, "sgd": 1, "adam": 2, "si": 3, "ewc": 4, "vcl": 5, "bong": 6, "vogn": 1, "vogn-told": 3}
 
 
 def errors(found: Sequence[Group]) -> list[Part]:

@@ -135,6 +135,15 @@ def test_baselines_of_figure_1_gain_by_the_fixed_rule() -> None:
     says("docs/results.md", f"at 2×200 SI keeps {kept('si')}, EWC {kept('ewc')}.")
 
 
+def test_what_bong_keeps_in_its_best_trial() -> None:
+    def best(method: str) -> float:
+        trials = sorted((ROOT / "results/bgd-permuted").glob(f"trial-200-{method}-*.json"))
+        return max(100 * json.loads(each.read_text())["metrics"]["accuracy"] for each in trials)
+
+    bong, sgd, si = (best(method) for method in ("bong", "sgd", "si"))
+    says("docs/methods/bong.md", f"kept {bong:.1f} %, beside {sgd:.1f} of SGD and {si:.1f} of SI")
+
+
 def test_the_demos_second_number_and_its_accuracies() -> None:
     demo = record("results/demo.json")
     says("docs/results.md", f"BGD's η, {demo['config']['fixed']['bgd']['lr']:g}, is a second number")

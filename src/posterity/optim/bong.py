@@ -21,12 +21,12 @@ so that with κ = fan_out / ``consolidate_after`` (``state[p]["unit"]``) a step 
     r ← r + κ Σ_i E[g_i²]
     μ ← μ − lr · E[g] / r
 
-**Deviations, and why.** The paper has τ = η = 1. A mean field gives every weight what it would know if the
-others were known. In a layer of n weights an example moves each by 1/n of that, so in wide layers stds never
-fall, and nothing is kept: see docs/methods/bong.md. With τ in proportion to 1/n the layer's stds fall by as
-much in wide layers as in narrow ones, since E[g_i²] goes with 1 / fan_out at the start. And steps do not grow
-with τ: the first ones are SGD's, with ``lr`` for a rate, and those of a weight get shorter as evidence for
-its value comes in. BGD estimates E[g_i²] by E[g·eps], whose noise does not let it count data many times.
+**Deviations, and why.** The paper has τ = η = 1. At the start E[g_i²] goes with 1 / fan_out, and σ₀² with
+1 / fan_in: in a layer of n weights an example raises each one's precision by a share of 1/n. So stds hardly
+fall in wide layers, and little is kept (docs/methods/bong.md). With τ in proportion to 1/n they fall by as
+much in wide layers as in narrow ones. Steps do not grow with 1/τ: the first ones are SGD's, with ``lr`` for a
+rate, and those of a weight get shorter as evidence for its value comes in. BGD estimates σ E[g_i²] by
+E[g·eps], whose noise does not let it count data many times.
 """
 
 from __future__ import annotations

@@ -131,6 +131,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/diagnostics.md": of_diagnostics,
     "docs/dropout.md": lambda: {"x": torch.randn(16, 784), "y": torch.randint(0, 10, (16,))},
     "docs/methods/bgd.md": lambda: {"stream": names()["loader"]},
+    "docs/methods/bong.md": lambda: {"stream": names()["loader"]},
     "docs/methods/kfac.md": lambda: {"model": of_curvature()["model"]},
     "docs/methods/vogn.md": lambda: {"tasks": [1, 2], "learn": lambda model, opt, task: None},
     "docs/pruning.md": of_pruning,

@@ -158,7 +158,7 @@ def continual_row(folder: Path) -> list[str]:
     for choice, runs in by_choice.items():
         mine = {key: own for key, own in runs.items() if key[0] in settings and key not in found}
         found |= mine
-        told += [f"settings by {choice}: {named(mine)}"] if mine else []
+        told += [f"settings by {choice}: {whose(mine)}"] if mine else []
     cells = by_setting(found, settings, accuracy)
     return [
         "Ten permuted MNIST tasks, 2×200 / 2×2000 units: average accuracy after the last, % "
@@ -170,7 +170,7 @@ def continual_row(folder: Path) -> list[str]:
     ]
 
 
-def named(runs: Runs) -> str:
+def whose(runs: Runs) -> str:
     """Whose runs these are: "2×200 SGD, Adam; 2×2000 BGD"."""
     nets = {setting: [NAMES[method] for own, method in runs if own == setting] for setting, _ in sorted(runs)}
     return "; ".join(f"2×{setting} {', '.join(names)}" for setting, names in nets.items())

@@ -737,6 +737,14 @@ def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
     assert ours == "BGD, first criterion 1.20 (2.00 → 2.40 %); second criterion 1.00 (2.50 → 2.50 %)"
     assert others == "SGD 10.00 (1.50 → 15.00 %)"
 
+    earlier = "earlier/second-rule/bgd-permuted"
+    for study, method, kept in (("bgd-permuted", "si", 0.93), (earlier, "si", 0.9), (earlier, "bgd", 0.95)):
+        keep(study, "200", method, 0, {"accuracy": kept})
+    _, ours, others, _, runs = headline.continual_row(tmp_path)
+    assert (ours, others) == ("BGD (not told of switches) 95.0 / –", "SI (told) 93.0 / –")
+    by_rule = "settings by a rule fixed beforehand: 2×200 SI (told); settings by an earlier rule: 2×200 BGD"
+    assert runs == f"7 epochs, 1 seed; {by_rule}"
+
 
 @pytest.mark.usefixtures("scripts")
 def test_a_projection_adds_what_is_sent_to_what_was_measured(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class BONG(VariationalOptimizer):
 
     For every mini-batch: draw weights, average the gradient and the sum of the examples' squared gradients;
     the latter is evidence for each weight, by which its variance falls, and with it the length of its steps.
-    One weight sample serves, wide nets keep more than narrow ones, and settings carry over.
+    One weight sample serves. What an example counts for grows with the size of its layer, for wide nets.
 
     Weights must be used by layers that report single examples, as for :class:`VOGN`; one that is used in
     another way is refused by name. What is not given is in ``presets.toml``.

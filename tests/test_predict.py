@@ -256,7 +256,7 @@ def test_classes_may_lie_on_another_axis() -> None:
             assert getattr(p, name).shape == (4, 5, 6)
             torch.testing.assert_close(getattr(p, name).flatten(), getattr(flat, name))
     for wrong in (0, 4, -4):
-        with pytest.raises(ValueError, match=f"class_dim={wrong} is no axis of classes"):
+        with pytest.raises(ValueError, match=f"class_dim={wrong} is not an axis of classes"):
             _ = Prediction(plain.samples, class_dim=wrong).probs
     last = Prediction(plain.samples, class_dim=-1)  # said, so meant
     torch.testing.assert_close(last.probs, plain.samples.softmax(-1).mean(0))

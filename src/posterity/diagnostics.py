@@ -181,7 +181,9 @@ def histogram(values: Mapping[str, Tensor], bins: int = 60) -> Histogram:
         logs[name] = flat[(flat > 0) & (flat < torch.inf)].log10()
     ends = [end for each in logs.values() if len(each) for end in (float(each.min()), float(each.max()))]
     if not ends:
-        raise ValueError("a histogram needs at least one value above 0: are all weights pruned, or certain?")
+        raise ValueError(
+            "a histogram needs at least one value above 0, and there is none: are all weights pruned or held?"
+        )
     middle, width = (min(ends) + max(ends)) / 2, max(max(ends) - min(ends), 1.0)
     borders = middle + width * torch.linspace(-0.5, 0.5, bins + 1, dtype=torch.float64)
     counts = {

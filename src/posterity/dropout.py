@@ -114,12 +114,12 @@ def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_preci
         raise ValueError(f"prior_precision must be finite and greater than 0, not {prior_precision}")
     if not (isinstance(layers, Mapping) or _in_order(layers)):
         raise TypeError(
-            f"a {type(layers).__name__} does not say which weights dropout scales, as a plain nn.Sequential "
-            "does: pass {layer: drop rate}"
+            f"cannot tell which weights dropout scales in a {type(layers).__name__}, which is not a plain "
+            "nn.Sequential: pass {layer: drop rate}"
         )
     rates = dict(layers) if isinstance(layers, Mapping) else _found(layers)
     if not rates:
-        raise ValueError("no layer is behind a dropout layer: pass {layer: drop rate}")
+        raise ValueError("no layer follows a dropout layer: pass {layer: drop rate}")
     terms = []
     for layer, p in rates.items():
         weight = getattr(layer, "weight", None)

@@ -178,8 +178,8 @@ def rows_of(outputs: Tensor, x: Inputs) -> Tensor:
     rows = outputs.shape[1] if outputs.dim() > 1 else 0
     if rows == 0 or rows % length(x):
         raise ValueError(
-            f"the model gave outputs {list(outputs.shape[1:])} for a batch of {length(x)} inputs: it must "
-            "keep them on axis 0, and a single input x is given as x[None]"
+            f"the model gave outputs {list(outputs.shape[1:])} for a batch of {length(x)} inputs: "
+            "keep the batch on axis 0, and pass a single input x as x[None]"
         )
     return outputs
 

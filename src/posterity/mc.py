@@ -97,7 +97,7 @@ def run_replica(
     if around is not None:
         # Before rounding to the model's dtype: in half precision a difference of rounded weights is coarse.
         if missing := weights.keys() - around.keys():
-            raise ValueError(f"around= has no value of {min(missing)!r}: give one for each of the weights")
+            raise ValueError(f"around= has no value for {min(missing)!r}: give one for each of the weights")
         weights = _checked(model, weights, samples)
         shifts = _checked(model, {name: each - around[name] for name, each in weights.items()}, samples)
         return _linear_pass(model, shifts, around, args, kwargs, how, chunk, output)

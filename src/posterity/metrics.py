@@ -172,10 +172,13 @@ def _checked(probs: Tensor, target: Tensor) -> Tensor:
 def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     for given in (inside, outside):
         if not is_dense(given) or given.dim() != 1:
-            raise TypeError(f"scores are tensors with a number for each input, not {described(given)}")
+            raise TypeError(f"scores must be tensors with one number for each input, not {described(given)}")
     scores = torch.cat([inside, outside])
     if not len(inside) or not len(outside):
-        raise ValueError("telling inputs apart needs some of both: one of the two sets is empty")
+        raise ValueError(
+            "the scores of one of the two sets are empty: pass some of inputs inside and some of inputs "
+            "outside the distribution"
+        )
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("out-of-distribution scores must be finite")
     labels = torch.cat([torch.zeros_like(inside), torch.ones_like(outside)]).int()

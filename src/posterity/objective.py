@@ -46,9 +46,11 @@ def elbo(
     """
     refuse_num_data(num_data)
     if divergence.dim() and divergence.shape != nll.shape:
-        raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
+        raise ValueError(
+            f"the divergence must be one number, summed over weights, not of shape {list(divergence.shape)}"
+        )
     if nll.numel() != 1 and divergence.shape != nll.shape:
-        raise ValueError(f"nll is one number, the batch's mean, not {list(nll.shape)}")
+        raise ValueError(f"nll must be one number, the mean of the batch, not of shape {list(nll.shape)}")
     if nll.requires_grad and nll.numel() == 1 and not torch.compiler.is_compiling():
         method = _notes(divergence).get(_HEARD_BY)
         if method is not None and (hear := method()) is not None:

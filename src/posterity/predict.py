@@ -141,17 +141,17 @@ def predict(
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {described(mode)}")
     check_call(x, samples, batch_size)
     if mode == "single" and keep_samples is False:
-        raise ValueError("mode='single' is about the outputs of every network: leave keep_samples=False out")
+        raise ValueError("mode='single' needs the outputs of every network: leave keep_samples=False out")
     given = [model] if isinstance(model, nn.Module) else list(model)
     if not all(isinstance(each, nn.Module) for each in given):
-        raise TypeError("an ensemble is a list of modules alone")
+        raise TypeError("an ensemble must be a list of modules only")
     models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
     replicas = set(map(id, models))
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):
         raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
     if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
-        raise TypeError(f"a {type(source).__name__} gives no networks: pass a posterior or MCDropout()")
+        raise TypeError(f"a {type(source).__name__} cannot give networks: pass a posterior or MCDropout()")
     source.check(models[0])
     if linearise and not isinstance(source, Posterior):
         kind = "an ensemble" if posterior is None else f"a {type(source).__name__}"

@@ -52,11 +52,11 @@ class Classes:
         axis = -1 if self.dim is None else self.dim
         axis -= len(outputs) if axis > 0 else 0
         if not -len(outputs) < axis < 0:
-            raise ValueError(f"class_dim={self.dim} is no axis of classes in outputs {outputs}")
+            raise ValueError(f"class_dim={self.dim} is not an axis of classes in outputs {outputs}")
         if (outputs[axis] == 1) != self.binary:
             raise ValueError(
-                f"outputs {outputs} have {outputs[axis]} on the axis of classes: probabilities need two or "
-                "more logits, or one with binary=True; several labels of an example have theirs in "
+                f"outputs {outputs} have {outputs[axis]} on the axis of classes: probabilities need "
+                "two or more logits, or one with binary=True; for several labels of an example use "
                 "predict(..., output=torch.sigmoid).mean; for regression see .mean and .variance"
             )
         return axis
@@ -245,8 +245,8 @@ class Statistics:
         """One of the statistics."""
         if classes != self._classes:
             raise ValueError(
-                "the outputs were not kept, and their classes are as predict() was told: give class_dim= and "
-                "binary= there, or keep_samples=True"
+                "the outputs were not kept, so the classes of predict() are fixed: give class_dim= "
+                "and binary= to predict(), or keep_samples=True"
             )
         return self._values[name].to(self.dtype)
 

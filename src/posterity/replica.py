@@ -88,8 +88,8 @@ def _parts(model: nn.Module) -> list[nn.Module]:
                 waiting.append(module)
     if any(is_sharded(p) for module in found.values() for p in module._parameters.values() if p is not None):
         raise TypeError(
-            "the model has DTensors, which only its own passes gather: call model.unshard() first, in all "
-            "processes, or pass a model that is whole"
+            "the model is sharded (it has DTensors): call model.unshard() in all processes first, or "
+            "pass an unsharded model"
         )
     return [*found.values()]
 

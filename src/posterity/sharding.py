@@ -151,15 +151,17 @@ def refuse_shards(name: str, p: Tensor, rule: str, collects: bool, mesh: object,
     what = f"{name!r} is a DTensor, as fully_shard() and parallelize_module() make them"
     if collects:
         raise TypeError(
-            f"{what}, and {rule} takes curvature from layers that hold their weights whole: use IVON "
-            "or BGD, or wrap the model in DistributedDataParallel"
+            f"{what}, but {rule} collects curvature only from layers with whole weights: use IVON or "
+            "BGD, or wrap the model in DistributedDataParallel"
         )
     if mesh is not None:
-        raise TypeError(f"{what}, whose gradients are averaged there: leave mesh= out")
+        raise TypeError(f"{what}, whose gradients are already averaged over processes: leave mesh= out")
     if module is None:
-        raise TypeError(f"{what}: pass the module itself, which gathers its weights anew for every draw")
+        raise TypeError(
+            f"{what}: pass the module itself, so that its weights can be gathered again at every draw"
+        )
     if any(each.is_partial() for each in cast(Any, p).placements):
-        raise TypeError(f"{what}, of which every process has a summand: shard or replicate it")
+        raise TypeError(f"{what} with a partial sum in each process: shard or replicate it")
 
 
 def sharded_model(module: nn.Module | None, params: Iterable[Tensor]) -> ShardedModel | None:

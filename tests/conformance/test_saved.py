@@ -35,7 +35,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no std": (fill(-1e12), "state of 'first.weight' has a std that is not a positive number"),
     "nothing": (lambda state: state.clear(), "the state has no 'param_groups'"),
     "no state": (lambda state: state.pop("state"), "the state has no 'state'"),
-    "empty": (lambda state: state["state"].clear(), "the state is empty, after 2 steps"),
+    "empty": (lambda state: state["state"].clear(), "the state is empty after 2 steps"),
     "cut": (lambda state: state["state"][1].pop("step"), "state of 'first.weight' has no 'step'"),
     "no tensor": (
         lambda state: state["state"][1].update(step=3),

@@ -76,7 +76,9 @@ class Collector(ABC):
             stacked: Whether they are samples ``[K, …]`` for ``stacked_pass``, except those that all share.
         """
         if self._intercept is not None:
-            raise RuntimeError("a collector is inside its context: watch other parameters after it")
+            raise RuntimeError(
+                "this collector is already active: watch other parameters after leaving its context"
+            )
         named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
         self.stacked = stacked
         self._watched = [(p, Part(name)) for name, p in named.items() if p.requires_grad]
@@ -98,10 +100,10 @@ class Collector(ABC):
 
     def __enter__(self) -> Self:
         if self._intercept is not None:
-            raise RuntimeError("a collector was entered again inside itself")
+            raise RuntimeError("this collector is already active: enter its context once only")
         if not self._watched:
             raise RuntimeError(
-                "a collector has nothing to watch: no parameter that needs a gradient was given"
+                "the collector has nothing to watch: give it at least one parameter that requires a gradient"
             )
         current = Intercept.current()
         self._intercept, self._joined = current or Intercept(), current is not None
@@ -132,7 +134,7 @@ class Collector(ABC):
             self.refuse(names, "was changed in place")
         if not (self._collected or self.refused):
             raise NothingCollected(
-                "nothing was collected: run forward and backward inside, with the tensors that are watched"
+                "nothing was collected: run forward and backward inside the context, with the watched tensors"
             )
 
     def several(self) -> set[str]:
@@ -181,8 +183,8 @@ class Collector(ABC):
         run, task, names = call.run, graph_task_id(), call.names
         if run.context is not self._context:
             raise RuntimeError(
-                "a backward pass was begun after the context of its forward pass was left: call backward() "
-                "inside"
+                "backward() was called after the context of its forward pass had ended: call it "
+                "inside the context"
             )
         if task != self._task:
             self.end_pass()  # of one that nobody has seen end
@@ -222,7 +224,7 @@ class Collector(ABC):
     def _match(self, call: LayerCall, run: Run) -> None:
         """Refuse examples that are not those of the layers that reported before."""
         if not call.examples:
-            raise ValueError("a batch has no examples: leave it out")
+            raise ValueError("a batch has no examples: skip empty batches")
         if None not in (run.counted, call.counted) and run.counted != call.counted:
             self.refuse(
                 call.names,

@@ -83,7 +83,9 @@ def fisher(
     """
     _check(kind, structure, likelihood, fallback, draws, chunk)
     if (kind == "empirical") != (y is not None):
-        raise ValueError("give y for the empirical Fisher, and for no other: they do not look at it")
+        raise ValueError(
+            "y is needed for kind='empirical' and unused by the other kinds: pass it for that kind only"
+        )
     params = chosen(model, names)
     collector = (Squares if structure == "diagonal" else Factors)(
         params, batch_dim=batch_dim, strict=fallback is None
@@ -104,7 +106,8 @@ def fisher(
     if collector.refused:
         if not isinstance(x, Tensor):
             raise TypeError(
-                "fallback='vmap' takes inputs of one tensor only: leave out what is refused by names="
+                "fallback='vmap' supports a single input tensor only: use names= to leave out the "
+                "refused parameters"
             )
         rest = {name: params[name] for name in collector.refused}
         examples = x.movedim(batch_dim, 0)
@@ -160,7 +163,7 @@ def vmap_squares(
         return loss_fn(call, *(each[None] for each in example))
 
     if not len(batch[0]):
-        raise ValueError("a batch has no examples: leave it out")
+        raise ValueError("a batch has no examples: skip empty batches")
     each = vmap(grad(loss), in_dims=(None, *[0] * len(batch)), randomness="different")
     weights = {name: p.detach() for name, p in params.items()}
     sums = {name: torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for name, p in weights.items()}
@@ -178,14 +181,14 @@ def chosen(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
     """The parameters that a filter picks, if gradients can be had of them."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
-        raise ValueError("no parameter of the model wants gradients: call model.requires_grad_() first")
+        raise ValueError("no parameter of the model requires a gradient: call model.requires_grad_() first")
     picked = select(params, names)
     if not picked:
-        raise ValueError("names= picks no parameter: let it match one that wants gradients")
+        raise ValueError("names= matches no parameter that requires a gradient: choose another pattern")
     if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
         raise RuntimeError(
-            "curvature needs gradients: take it outside torch.inference_mode(), of a model that was not made "
-            "there"
+            "curvature needs gradients: compute it outside torch.inference_mode(), for a model that "
+            "was built outside it"
         )
     return {name: p for name, p in params.items() if name in picked}
 

@@ -62,8 +62,8 @@ def last_layer(model: nn.Module, x: Inputs, output: Pick | None) -> dict[str, Te
             if name in layer and not _is_norm(module) and any(p.dim() > 1 for p in layer.values()):
                 return layer
     raise ValueError(
-        "no layer with trainable weights, other than norm layers, was seen to run: choose weights by names=, "
-        "such as names='*'"
+        "no layer with trainable weights ran, other than norm layers: choose weights by names=, such "
+        "as names='*'"
     )
 
 

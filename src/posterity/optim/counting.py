@@ -136,7 +136,7 @@ def behind(
     if count is None:
         return Behind(size or 0)
     if size is None and not asks:
-        raise ValueError(f"count={count:g} needs the number of examples beside it: pass batch_size=len(x)")
+        raise ValueError(f"count={count:g} also needs the number of examples: pass batch_size=len(x)")
     size = size or 1  # the rule multiplies by both
     return Behind(size, count / size)
 
@@ -190,8 +190,8 @@ class ModuleCalls:
         def reached(_: Tensor) -> None:
             if not self.inside:  # autograd itself would only say that a weight was changed in place
                 raise RuntimeError(
-                    "backward() was called after sampled_params() was left, when the model has its means "
-                    "again: call it inside the context"
+                    "backward() was called after sampled_params() had ended and the means were "
+                    "restored: call it inside the context"
                 )
             task = graph_task_id()
             later = self._passes and task not in self._passes

@@ -125,7 +125,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not isinstance(batch_dim, int) or batch_dim < 0:
             raise ValueError(f"batch_dim must be a whole number of at least 0, not {batch_dim}")
         if overlap and mesh is None:
-            raise ValueError("overlap=True is for processes with mesh=: a wrapper sends gradients by itself")
+            raise ValueError("overlap=True needs mesh=: a wrapper sends gradients by itself")
         if isinstance(params, DistributedDataParallel):
             params = unwrapped(params, type(self).__name__, self.collects is not None, mesh)
         self.module = params if isinstance(params, nn.Module) else None
@@ -309,7 +309,10 @@ class VariationalOptimizer(Optimizer, ABC):
         if built:
             self.refuse_inside("add_param_group()")
             if self.taken():
-                raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
+                raise RuntimeError(
+                    "the current step already has samples: call step() or zero_grad() before "
+                    "add_param_group()"
+                )
             self.settle()
         super().add_param_group(groups.completed(self, param_group))
         if built:
@@ -420,7 +423,9 @@ class VariationalOptimizer(Optimizer, ABC):
     def refuse_inside(self, call: str) -> None:
         """Raise inside a sampling context."""
         if self.entered is not None:
-            raise RuntimeError(f"{call} inside sampled_params() would see sampled weights: leave it first")
+            raise RuntimeError(
+                f"{call} inside sampled_params() would see sampled weights: call it outside the context"
+            )
 
     def refuse_foreign(self) -> None:
         """Raise, before the first sample of a step, for gradients that it would lose."""

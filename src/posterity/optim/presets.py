@@ -40,7 +40,7 @@ def settings(rule: str, preset: str, given: Group, widths: Sequence[str]) -> Gro
         found["betas"] = tuple(found["betas"])
     own = {key: value for key, value in given.items() if value is not None}
     if len(several := [key for key in widths if key in own]) > 1:
-        raise ValueError(f"{' and '.join(several)} say how wide the posterior is at the start: give one")
+        raise ValueError(f"{' and '.join(several)} all set the std at the start: give only one")
     return overridden(found, own, widths)
 
 
@@ -102,9 +102,7 @@ def start_std(group: Group, params: Collection[Tensor]) -> float:
 def above_prior(std: float, ess: float, decay: float) -> float:
     """What to add to the prior's part of a curvature so that ``1 / sqrt(ess · (it + decay))`` is a std."""
     if not ess * std * std > 1e-30:
-        raise ValueError(
-            f"a std of {std:g} at the start is too small for a precision: raise std_init or std_scale"
-        )
+        raise ValueError(f"a std of {std:g} at the start is too small to invert: raise std_init or std_scale")
     found = 1.0 / (ess * std * std) - decay
     if not found > 0:
         raise ValueError(

@@ -65,13 +65,13 @@ class Scales:
         if _LARGE < inputs < math.inf and not any(issubclass(each, _NORMS) for each in self._layers):
             warn(
                 f"the inputs of the first layer have a root mean square of {inputs:.3g}, and default "
-                "settings are made for about 1: standardise inputs by the mean and the std of the training "
-                "data, or divide pixels by 255",
+                "settings are meant for about 1: standardise inputs by the mean and std of the "
+                "training data, or divide pixels by 255",
                 ScaleWarning,
             )
         if _LARGE < errors < math.inf:  # what is not finite is refused
             warn(
                 f"mse_loss begins with a root mean square error of {errors:.3g}, and default settings "
-                "are made for about 1: standardise targets by the mean and the std of the training data",
+                "are meant for about 1: standardise targets by the mean and std of the training data",
                 ScaleWarning,
             )

@@ -239,7 +239,7 @@ class LossWatch:
             little = _LITTLE * (seen.count - _RECENT) / (_PATIENCE - _RECENT)  # a recent loss is that old
             stuck = not fallen or bool(advice and not seen.fallen(noisy, little)) or self._guesses()
             done = f"has {'hardly' if fallen else 'not'} lowered its loss"
-            done = "has got no further than a guess" if fallen and self._guesses() else done
+            done = "has a loss no better than a guess" if fallen and self._guesses() else done
             told = f"{done} in {seen.count} steps ({seen.first:.3g} at first,"
         else:  # noise alone may have made the first losses high, and steps have lowered them to chance
             stuck = noisy and seen.lowest > 0.85 * self._halfway

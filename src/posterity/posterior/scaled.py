@@ -138,8 +138,9 @@ class Scales(nn.Module, ABC):
     def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
         """log r(z | w), ``[n]``, of an auxiliary density: the nearer to q(z | w), the tighter the bound."""
         raise TypeError(
-            f"{type(self).__name__} have no auxiliary density for a prior of single weights: pass their own, "
-            "prior=posterity.GroupNormalJeffreys() with family=gnj, prior=posterity.GroupHorseshoe() with ghs"
+            f"{type(self).__name__} have no auxiliary density for a prior of single weights: pass the "
+            "family's prior, prior=posterity.GroupNormalJeffreys() with family=gnj, "
+            "prior=posterity.GroupHorseshoe() with ghs"
         )
 
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,7 +335,7 @@ class ScaledGaussian(Leaf):
         loc, own = tensors["loc"], config["scales"]
         families: dict[str, Any] = {each.__name__: each for each in Scales.__subclasses__()}
         if own["family"] not in families:
-            raise ValueError(f"its scales are of the family {own['family']}, unknown here")
+            raise ValueError(f"its scales have the family {own['family']}, which is unknown here")
         more = {key: value for key, value in own.items() if key not in ("family", "shape")}
         scales = families[own["family"]](torch.Size(own["shape"]), like=loc, **more)
         leaf = cls(loc, 1.0, scales, keep=tensors.get("keep"))

@@ -100,8 +100,8 @@ def compile_step(
     learner: Learner
     if any(map(is_sharded, model.parameters())):
         raise TypeError(
-            "the model has DTensors, as fully_shard() and parallelize_module() make them, which compile_step "
-            "would not gather: take a loop with sampled_params(), or step(closure)"
+            "compile_step does not support a sharded model (with DTensors, as from fully_shard() or "
+            "parallelize_module()): use a loop with sampled_params(), or step(closure)"
         )
     if isinstance(model, DistributedDataParallel) and isinstance(model.module, Variational):
         model = model.module  # whose averaging is passed by
@@ -123,8 +123,9 @@ def compile_step(
     else:
         given = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else described(optimizer)
         raise TypeError(
-            f"{given} learns no posterior of a plain {type(model).__name__}: pass variational(model) and "
-            "a torch optimiser of its parameters, or a rule such as BGD(model) as the optimiser"
+            f"{given} does not learn a posterior of a plain {type(model).__name__}: pass "
+            "variational(model) and a torch optimiser of its parameters, or a rule such as "
+            "BGD(model) as the optimiser"
         )
     step = TrainStep(learner, loss_fn, max_norm, chunk, parts)
     if not can_capture(learner.devices()):

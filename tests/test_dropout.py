@@ -256,5 +256,7 @@ def test_a_module_that_is_no_sequential_is_refused_by_its_name() -> None:
         match=r"cannot tell which weights dropout scales in a Unused, .*: pass \{layer: drop rate\}",
     ):
         dropout_kl(Unused())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a Residual does not say which weights dropout scales, as a plain "):
+    with pytest.raises(
+        TypeError, match="cannot tell which weights dropout scales in a Residual, which is not a plain "
+    ):
         dropout_kl(Residual(nn.Dropout(0.5), nn.Linear(2, 2)))

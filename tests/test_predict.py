@@ -144,9 +144,9 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict(model, q, x[:0])
     with pytest.raises(TypeError, match=r"there are no inputs: call .* predict\(models, x=x\)"):
         posterity.predict([model, model], x)
-    with pytest.raises(TypeError, match="a Tensor gives no networks: pass a posterior or MCDropout"):
+    with pytest.raises(TypeError, match="a Tensor cannot give networks: pass a posterior or MCDropout"):
         posterity.predict(model, x, x)
-    with pytest.raises(TypeError, match="a type gives no networks: pass a posterior or MCDropout"):
+    with pytest.raises(TypeError, match="a type cannot give networks: pass a posterior or MCDropout"):
         posterity.predict(model, posterity.MCDropout, x)
     with pytest.raises(
         TypeError, match="linearise=True needs a posterior over weights, which a MCDropout is"

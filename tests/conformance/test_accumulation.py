@@ -223,7 +223,7 @@ def test_prefixes_of_wrappers_are_no_part_of_names(rule: Rule) -> None:
     named = bare.posterior(Wrapper(model))
     assert set(named.mean()) == set(opt.posterior().mean())
     posterity.predict(model, named, X.double())
-    with pytest.raises(ValueError, match=r"'param.0' is no parameter of the model"):
+    with pytest.raises(ValueError, match=r"'param.0' is not a parameter of the model"):
         bare.posterior(plain())
 
 

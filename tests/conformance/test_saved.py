@@ -41,11 +41,11 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda state: state["state"][1].update(step=3),
         "'step' of 'first.weight' must be a tensor",
     ),
-    "count": (lambda state: state["state"][1]["step"].neg_(), "'step' of 'first.weight' is no count"),
+    "count": (lambda state: state["state"][1]["step"].neg_(), "'step' of 'first.weight' is not a count"),
     "group": (lambda state: state["param_groups"].append(3), "a group without 'params'"),
     "params": (
         lambda state: state["param_groups"][0]["params"].pop(),
-        r"has a dict for \d, no state of a param",
+        r"has a dict for \d, not the state of a param",
     ),
     "shape": (
         lambda state: state["state"].update({1: {k: v.reshape(-1) for k, v in state["state"][1].items()}}),

@@ -605,7 +605,7 @@ def test_what_cannot_be_is_refused_in_one_sentence() -> None:
         make(m, loss_fn, foreign, num_data=N)
     with pytest.raises(TypeError, match="needs an optimiser of torch such as Adam, not BGD"):
         make(m, loss_fn, posterity.BGD(m.module), num_data=N)
-    with pytest.raises(TypeError, match="Adam learns no posterior of a plain Net: pass variational"):
+    with pytest.raises(TypeError, match="Adam does not learn a posterior of a plain Net: pass variational"):
         make(net, loss_fn, torch.optim.Adam(net.parameters()))
     with pytest.raises(TypeError, match=r"num_data= is for variational\(\) models: give it to BGD"):
         make(net, loss_fn, posterity.BGD(net), num_data=N)

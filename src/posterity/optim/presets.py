@@ -40,7 +40,7 @@ def settings(rule: str, preset: str, given: Group, widths: Sequence[str]) -> Gro
         found["betas"] = tuple(found["betas"])
     own = {key: value for key, value in given.items() if value is not None}
     if len(several := [key for key in widths if key in own]) > 1:
-        raise ValueError(f"{' and '.join(several)} all set the std at the start: give only one")
+        raise ValueError(f"{' and '.join(several)} set the std at the start: give only one of them")
     return overridden(found, own, widths)
 
 

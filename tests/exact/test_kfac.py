@@ -507,7 +507,7 @@ def test_a_weight_used_by_rows_is_refused_by_name() -> None:
 
     model = Net()
     opt = KFAC(model, **HYPER)
-    with pytest.raises(RuntimeError, match="'weight' is used in parts .*, for which KFAC has no"):
+    with pytest.raises(RuntimeError, match=r"'weight' is used in parts .*, for which KFAC has no"):
         opt.step(lambda: loss_fn(model, *data(4)))
 
 

@@ -239,7 +239,7 @@ class ScaledGaussian(Leaf):
 
     @property
     def scaled_axis(self) -> int | None:
-        """The axis along which scales differ, if they multiply whole weights and cover the block."""
+        """The axis along which scales differ, if layers can multiply by them; else None."""
         shape, axes = self.scales.shape, [i for i, size in enumerate(self.scales.shape) if size > 1]
         movable = self.scales.multiply_stds and self.held is None and len(shape) == len(self.shape) > 1
         return max(axes, default=0) if movable and axes in ([], [0], [1]) else None

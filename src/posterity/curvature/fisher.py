@@ -8,7 +8,7 @@ Jᵀ (Σ_c c cᵀ) J is
     mc          c = (p − onehot(y_m)) / √M, or eps_m / √M          M labels drawn from the model itself
     exact       c = √p_j (onehot(j) − p), or onehot(j), for all j  a root of the Hessian of the loss in f
 
-The exact one is the generalised Gauss-Newton matrix, and the expectation of the second.
+The exact one is the generalised Gauss-Newton matrix, and the expectation of ``mc``.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def fisher(
     chunk: int = 32,
     output: Pick | None = None,
 ) -> Curvature:
-    """The mean Fisher matrix of single examples, at the model's parameters and in the model's mode.
+    """The per-example Fisher matrix, averaged over a batch, at the model's parameters and in its mode.
 
-    Gradients in ``p.grad`` are left alone. Call ``model.eval()`` first, unless BatchNorm's batch statistics
-    and dropout are meant.
+    ``p.grad`` is not changed. Call ``model.eval()`` first, unless you want BatchNorm's batch statistics and
+    dropout.
 
     Args:
         model: A module that gives logits or means, ``[B, C]``.
@@ -66,12 +66,12 @@ def fisher(
         structure: ``"diagonal"`` or ``"kronecker"``, see :class:`~posterity.curvature.Factors`.
         likelihood: ``"classification"``, or ``"regression"`` with noise of variance 1.
         names: Filter of the parameters' names.
-        draws: Labels sampled for each example.
-        seed: Of sampled labels; without one they are others at each call.
-        step: Chooses, with the seed, the labels: give batches different ones.
+        draws: Number of labels sampled for each example.
+        seed: Seed of sampled labels; without one they differ at each call.
+        step: Chooses the labels together with the seed: pass different ones for different batches.
         batch_dim: As for :class:`~posterity.curvature.Squares`.
         fallback: ``"vmap"`` for the diagonal of parameters that collectors refuse, see :func:`vmap_squares`.
-        chunk: Examples at once there.
+        chunk: Examples at once in that fallback.
         output: Which of the model's outputs, as for :func:`~posterity.predict`.
 
     Example:
@@ -129,12 +129,12 @@ def vmap_squares(
     *,
     chunk: int = 32,
 ) -> dict[str, Tensor]:
-    """(1/B) Σ_i g_i² of any model, by ``vmap`` over examples: slow, and all of a chunk's gradients are held.
+    """(1/B) Σ_i g_i² of any model, by ``vmap`` over examples: slow, and holds all gradients of a chunk.
 
     Args:
-        model: Any module in which examples do not meet.
-        loss_fn: ``loss_fn(call, *batch)`` gives the mean loss, with ``call`` in the place of the model.
-        batch: Tensors with examples in front.
+        model: Any module in which examples do not interact.
+        loss_fn: ``loss_fn(call, *batch)`` returns the mean loss, with ``call`` in place of the model.
+        batch: Tensors with examples on the first axis.
         params: Weights by name; the model's own trainable ones if not given.
         chunk: Examples at once.
 
@@ -178,7 +178,7 @@ def vmap_squares(
 
 
 def chosen(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
-    """The parameters that a filter picks, if gradients can be had of them."""
+    """The parameters that a filter picks, among those that require a gradient."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ValueError("no parameter of the model requires a gradient: call model.requires_grad_() first")
@@ -194,7 +194,7 @@ def chosen(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
 
 
 def checked(out: Tensor, y: Tensor | None, likelihood: Likelihood) -> Tensor:
-    """The outputs, if they, and targets if there are any, are what the likelihood takes."""
+    """The outputs, after checking them and the targets, if any, against the likelihood."""
     classes = likelihood == "classification"
     if out.dim() != 2 or not len(out) or out.shape[1] <= classes:
         raise ValueError(

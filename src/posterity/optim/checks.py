@@ -116,8 +116,9 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
     for name in collector.several() & grads.keys():
         if grads[name]._version == 0:  # else the passes' gradients were added in it
             raise RuntimeError(
-                f"the gradient of {name!r} lacks a backward pass that {rule} has curvature of: drop "
-                "gradients by the optimiser's own zero_grad(), and call torch.autograd.grad() outside"
+                f"the gradient of {name!r} was dropped or changed after {rule} had collected its "
+                "curvature: drop gradients with the optimiser's own zero_grad(), and call "
+                "torch.autograd.grad() outside the context"
             )
     # A gradient may have been lost with its report.
     wrong = {
@@ -127,13 +128,13 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
     }
     for name, reason in wrong.items():
         raise RuntimeError(
-            f"{name!r} {reason}, from which {rule} has no single examples' gradients: {_advice(wrong, grads)}"
+            f"{name!r} {reason}, so {rule} has no per-example gradients of it: {_advice(wrong, grads)}"
         )
     for each in collector.blocks.values():
         if each.rows is not None:
             raise RuntimeError(
-                f"{each.weight!r} is used in parts of its rows, of which {rule} has no blocks: "
-                f"{_advice([each.weight], grads)}"
+                f"{each.weight!r} is used in parts (some of its rows at a time), for which {rule} has "
+                f"no blocks: {_advice([each.weight], grads)}"
             )
 
 

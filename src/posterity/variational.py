@@ -29,16 +29,14 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, described, instance, takes
-from posterity.caller import warn
 from posterity.distributed import World, several
 from posterity.estimators import Sampled, by_block, parameters_of, together
 from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
 from posterity.names import NameFilter, first_match, padding_rows, select
 from posterity.noise import Domain, new_seed
-from posterity.objective import heard_by
+from posterity.objective import NllWatch, watched_by
 from posterity.optim.presets import TABLE, settings, start_std
-from posterity.optim.watch import LossWatch, noise_of
 from posterity.posterior import (
     ByName,
     Density,
@@ -151,15 +149,13 @@ class Variational(nn.Module):
         self._grouped: tuple[list[Any], list[EndToEnd]] = [], []
         self._estimated: tuple[list[Any], list[EndToEnd]] = [], []
         self._versions: list[int] = []
-        self._heard: list[int] = []
-        self._watch: LossWatch | None = None
-        self._fresh = True
         self._runner: tuple[Sampled] | None = None
         self.register_load_state_dict_post_hook(_share_again)  # type: ignore[no-untyped-call]
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
             owner = module.get_submodule(path)
             if _refuse_again not in owner._forward_pre_hooks.values():  # of another Variational around it
                 owner.register_forward_pre_hook(_refuse_again)
+        self._watch = NllWatch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
@@ -195,8 +191,7 @@ class Variational(nn.Module):
         The weights are those that were drawn last, if the posterior is as it was then; else others. With an
         estimator that draws none for all examples they are always others, the same for one forward pass.
         """
-        value = self._divergence(self.prior if prior is None else prior)
-        return value if torch.compiler.is_compiling() else heard_by(value, self._hear)
+        return watched_by(self._divergence(self.prior if prior is None else prior), self._watch)
 
     def _divergence(self, prior: Prior) -> Tensor:
         leaf = next(iter(self.posterior.blocks.values()))
@@ -209,34 +204,10 @@ class Variational(nn.Module):
             undrawn = [Joined(each, each.leaf()) for each in self._end_to_end()]
             return kl(self.posterior, prior, seed=self.seed, step=self.draws, joined=undrawn)
         # Weights of what the posterior was before it changed would give no KL.
-        if self._weights is None or self._versions != self._now():
+        if self._weights is None or self._versions != self.versions():
             return kl(self.posterior, prior)
         at = {"seed": self.seed, "step": self.draws}
         return kl(self.posterior, prior, weights=self._weights, **at, joined=self._joined)
-
-    def _hear(self, nll: Tensor) -> None:
-        """Look at the NLL that a loop adds the KL to: of several in one step, at the first."""
-        capturing = nll.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing or torch.compiler.is_compiling():
-            return
-        if self._heard == (now := self._now()):
-            return
-        if self._watch is None:
-            self._watch = loss_watch(self.posterior, "the variational() model", self._fresh)
-            if not self.draws and not self._reached(nll):
-                warn(
-                    "elbo() has the NLL of a model whose weights were never drawn, which trains no std: call "
-                    "what variational() returned, not the module inside it"
-                )
-        self._heard = now
-        self._watch.follow(nll)
-
-    def _reached(self, nll: Tensor) -> bool:
-        """Whether an NLL depends on what the module itself does not have, such as stds."""
-        own = {id(p) for p in self.module.parameters()}
-        others = [p for p in self.posterior.parameters() if p.requires_grad and id(p) not in own]
-        grads = torch.autograd.grad(nll, others, retain_graph=True, allow_unused=True) if others else ()
-        return not others or any(grad is not None for grad in grads)
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
@@ -245,14 +216,17 @@ class Variational(nn.Module):
     def set_extra_state(self, state: dict[str, int]) -> None:
         """Go on from a saved count of draws."""
         self.seed, self.draws = state["seed"], state["draws"]
-        self._met = False
-        self._watch, self._fresh = None, self.draws == 0
+        self._met, self._watch = False, NllWatch(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
         own: dict[str, Any] = {"_weights": None, "_joined": [], "_runner": None, "_watch": None}
         groups: dict[str, Any] = {"_grouped": ([], []), "_estimated": ([], [])}
-        return {**self.__dict__, **own, **groups, "_fresh": self.draws == 0}
+        return {**self.__dict__, **own, **groups}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._watch = NllWatch(self)
 
     def _meet(self) -> None:
         """Before the first draw: let all processes draw by one seed, and refuse those that would not."""
@@ -293,7 +267,7 @@ class Variational(nn.Module):
     def _drawn(self, weights: dict[str, Tensor], joined: list[Joined]) -> None:
         # For kl(): weights drawn without a graph would give it no gradient.
         self._weights, self._joined = (weights, joined) if torch.is_grad_enabled() else (None, [])
-        self._versions = self._now()
+        self._versions = self.versions()
 
     def _end_to_end(self) -> list[EndToEnd]:
         """Leaves of one kind end to end, anew where leaves were replaced, moved or cast."""
@@ -345,7 +319,7 @@ class Variational(nn.Module):
             self._runner = (Sampled(self.module, self._given),)  # in a tuple: it is no submodule
         return self._runner[0]
 
-    def _now(self) -> list[int]:
+    def versions(self) -> list[int]:
         """Numbers that change whenever the posterior does."""
         # Most leaves have no modules, through which parameters() would walk.
         leaves = self.posterior.blocks.values()
@@ -418,23 +392,6 @@ def variational(
         leaves[name] = _leaf_by(first_match(families, name), p, std)
     return Variational(
         module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim, prior=prior
-    )
-
-
-def loss_watch(posterior: Factorised, name: str, fresh: bool) -> LossWatch:
-    """What looks at the NLLs of a gradient method, and warns by the names of its settings.
-
-    Args:
-        posterior: That is trained.
-        name: Of what is to blame, for messages.
-        fresh: Whether training begins here.
-    """
-    return LossWatch(
-        name,
-        "pass a smaller std_scale to variational(), or lower the KL's factor",
-        lambda: noise_of(posterior.blocks.values()),
-        fresh=fresh,
-        otherwise="try another lr, and norm layers if the net is deep",
     )
 
 

@@ -25,7 +25,7 @@ from posterity.distributed import World, several
 from posterity.estimators import parameters_of
 from posterity.layers.estimators import StandIn
 from posterity.noise import Domain
-from posterity.objective import Factor, factor_at, refuse_num_data
+from posterity.objective import Factor, factor_at, loss_watch, refuse_num_data
 from posterity.optim import VariationalOptimizer
 from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
@@ -42,7 +42,7 @@ from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.partition import blocks_of
 from posterity.train.replays import GradientReplays
 from posterity.train.shares import Joined, refuse_unlike
-from posterity.variational import Variational, loss_watch
+from posterity.variational import Variational
 
 # Entries of a group that a graph does not read.
 _UNREAD = ("params", "lr", "initial_lr")
@@ -105,7 +105,7 @@ class ByGradient(Learner):
         self._met, self._ahead = False, 0
         self._divergence = torch.zeros(())
         self.check()
-        self.watch = loss_watch(model.posterior, type(optimizer).__name__, fresh=model.draws == 0)
+        self.watch = loss_watch(model, type(optimizer).__name__)
 
     # What is drawn and moved.
 

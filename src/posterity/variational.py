@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from itertools import chain
 from typing import Any, TypeAlias, final
 
@@ -33,7 +32,7 @@ from posterity.distributed import World, several
 from posterity.estimators import Sampled, by_block, parameters_of, together
 from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
-from posterity.names import NameFilter, first_match, padding_rows, select
+from posterity.names import NameFilter, first_match, select
 from posterity.noise import Domain, new_seed
 from posterity.objective import NllWatch, watched_by
 from posterity.optim.presets import TABLE, settings, start_std
@@ -50,6 +49,7 @@ from posterity.posterior import (
     kl,
 )
 from posterity.posterior.end_to_end import EndToEnd, Joined, end_to_end
+from posterity.posterior.shared_means import share_means, share_means_again
 from posterity.replica import replica
 from posterity.sharding import is_sharded
 from posterity.torch_private import graph_task_id, is_compiled
@@ -140,14 +140,13 @@ class Variational(nn.Module):
             )
         self._prior = (_PRIOR if prior is None else prior,)  # in a tuple: it is no submodule
         self.module = module
-        self.posterior = _shared(posterior.check(module), module, prior)
+        self.posterior = share_means(posterior.check(module), module, prior)
         self.seed = new_seed() if seed is None else seed
         self.draws = 0
         self._seeded, self._met, self._peeks = seed is not None, False, 0
         self._weights: dict[str, Tensor] | None = None
         self._joined: list[Joined] = []
-        self._grouped: tuple[list[Any], list[EndToEnd]] = [], []
-        self._estimated: tuple[list[Any], list[EndToEnd]] = [], []
+        self._grouped: tuple[list[Any], list[EndToEnd], list[EndToEnd]] = [], [], []
         self._versions: list[int] = []
         self._runner: tuple[Sampled] | None = None
         self.register_load_state_dict_post_hook(_share_again)  # type: ignore[no-untyped-call]
@@ -201,7 +200,7 @@ class Variational(nn.Module):
                 'after a forward pass, or call register_fsdp_forward_method(model, "kl") once'
             )
         if not self.one_draw:
-            undrawn = [Joined(each, each.leaf()) for each in self._end_to_end()]
+            undrawn = [Joined(each, each.leaf()) for each in self._groups()[0]]
             return kl(self.posterior, prior, seed=self.seed, step=self.draws, joined=undrawn)
         # Weights of what the posterior was before it changed would give no KL.
         if self._weights is None or self._versions != self.versions():
@@ -221,8 +220,7 @@ class Variational(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
         own: dict[str, Any] = {"_weights": None, "_joined": [], "_runner": None, "_watch": None}
-        groups: dict[str, Any] = {"_grouped": ([], []), "_estimated": ([], [])}
-        return {**self.__dict__, **own, **groups}
+        return {**self.__dict__, **own, "_grouped": ([], [], [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -248,7 +246,7 @@ class Variational(nn.Module):
     def _draw_one(self) -> dict[str, Tensor]:
         """The same of one sample, without the leading dimension; leaves of one kind are drawn all at once."""
         at: dict[str, Any] = {"seed": self.seed, "step": self._count(), "domain": Domain.TRAIN}
-        joined = [each.draw(**at) for each in self._end_to_end()]
+        joined = [each.draw(**at) for each in self._groups()[0]]
         done = {name for each in joined for name in each.blocks.leaves}
         left = {name: leaf for name, leaf in self.posterior.blocks.items() if name not in done}
         draws = {name: leaf.draw(leaf.noise(range(1), block=name, **at)) for name, leaf in left.items()}
@@ -269,21 +267,17 @@ class Variational(nn.Module):
         self._weights, self._joined = (weights, joined) if torch.is_grad_enabled() else (None, [])
         self._versions = self.versions()
 
-    def _end_to_end(self) -> list[EndToEnd]:
-        """Leaves of one kind end to end, anew where leaves were replaced, moved or cast."""
+    def _groups(self) -> tuple[list[EndToEnd], list[EndToEnd]]:
+        """Leaves of one kind end to end, and what is drawn at once for layers with estimators.
+
+        They are found anew where leaves were replaced, moved or cast.
+        """
         leaves = self.posterior.blocks
         kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
         if self._grouped[0] != kinds:
-            self._grouped = kinds, end_to_end(leaves)
-        return self._grouped[1]
-
-    def _together(self) -> list[EndToEnd]:
-        """Blocks that are drawn at once for layers with estimators."""
-        leaves = self.posterior.blocks
-        kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
-        if self._estimated[0] != kinds:
-            self._estimated = kinds, together(leaves, self.estimators, lambda name: leaves[name].kind)
-        return self._estimated[1]
+            drawn = [] if self.one_draw else together(leaves, self.estimators, lambda name: leaves[name].kind)
+            self._grouped = kinds, end_to_end(leaves), drawn
+        return self._grouped[1:]
 
     def _count(self) -> int:
         """The number of this draw."""
@@ -301,7 +295,7 @@ class Variational(nn.Module):
     def _given(self, samples: range, level: int | None, step: int, ahead: int) -> dict[str, Tensor]:
         """What the module gets for its parameters, by the blocks' estimators."""
         return parameters_of(
-            self._together(),
+            self._groups()[1],
             self.posterior.tensors,
             self.estimators,
             samples,
@@ -447,48 +441,4 @@ def _refuse_drawn(posterior: Factorised, module: nn.Module) -> None:
 
 def _share_again(model: Variational, _: object) -> None:
     """After a load with ``assign=True``, which gives module and posterior means of their own: share them."""
-    params = dict(model.module.named_parameters())
-    for name, leaf in model.posterior.blocks.items():
-        leaf.share_mean(*(params[each] for each in model.posterior.tensors[name]))
-
-
-def _hold_padding(posterior: Factorised, module: nn.Module) -> Factorised:
-    """The posterior, which keeps padding rows of embeddings as they are from here on."""
-    params, rows = dict(module.named_parameters()), padding_rows(module)
-    for block, names in posterior.tensors.items():
-        if any(params[name] in rows for name in names):
-            masks = [torch.zeros(params[name].shape, dtype=torch.bool) for name in names]
-            for name, mask in zip(names, masks, strict=True):
-                if params[name] in rows:
-                    mask[rows[params[name]]] = True
-            leaf = posterior.block(block)
-            leaf.hold(leaf.join(masks))
-    return posterior
-
-
-def _shared(posterior: Factorised, module: nn.Module, prior: Prior | None) -> Factorised:
-    """The posterior with leaves that can be trained, whose means are the module's parameters.
-
-    All is refused before the module and the posterior's leaves are touched, also a prior that does not fit.
-    """
-    params = dict(module.named_parameters())
-    own = {name: [params[each] for each in names] for name, names in posterior.tensors.items()}
-    leaves: dict[str, Leaf] = {}
-    for name, leaf in posterior.blocks.items():
-        try:
-            leaves[name] = leaf.trainable()
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name!r} cannot be trained: {error}") from None
-    if prior is not None:
-        there = {
-            name: leaf
-            if leaf.loc is own[name][0]
-            else deepcopy(leaf).to(own[name][0].device, own[name][0].dtype)
-            for name, leaf in leaves.items()
-        }
-        with torch.no_grad():
-            kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)
-    for name, leaf in leaves.items():
-        leaf.share_mean(*own[name])
-    # Trained at drawn weights of the module itself, it is no linearisation.
-    return _hold_padding(Factorised({posterior.tensors[name]: leaf for name, leaf in leaves.items()}), module)
+    share_means_again(model.posterior, model.module)

@@ -497,7 +497,7 @@ _STEP = [
     ),
     Site(
         "a prior is tried without the padding rows that stay",
-        "posterity/variational.py",
+        "posterity/posterior/shared_means.py",
         "kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)",
         "kl(posterior.rebuilt(there), prior, seed=0)",
         ("exact/test_bayes_by_backprop.py::test_a_prior_is_tried_as_the_posterior_will_be",),

@@ -321,8 +321,8 @@ _SETTINGS = [
     Site(
         "by gradient, shares in unlike numbers of parts draw the same noise",
         "posterity/train/gradient.py",
-        "self._world.rank * self.parts * self._samples if",
-        "self._world.rank * round(1 / weight) if",
+        "self.world.rank * self.parts * self._samples if",
+        "self.world.rank * round(1 / weight) if",
         _NOISE_OF_PARTS,
     ),
     Site(
@@ -484,8 +484,8 @@ _STEP = [
     Site(
         "a compiled step goes on with the priors that ByName had",
         "posterity/train/gradient.py",
-        "*sources_of(self._prior), *groups]",
-        "*groups]",
+        "*sources_of(self._prior), *self.optimizer.parameters()]",
+        "*self.optimizer.parameters()]",
         ("train/test_gradient.py::test_priors_by_name_that_are_replaced_are_followed",),
     ),
     Site(
@@ -604,7 +604,7 @@ _STEP = [
     ),
     Site(
         "a graph is replayed with other fixed hyper-parameters",
-        "posterity/train/rule.py",
+        "posterity/train/learner.py",
         "if key not in unread",
         "if key in ()",
         ("train/test_capture.py::test_a_temperature_that_changes_at_every_step_needs_no_other_graph",),

@@ -1175,7 +1175,7 @@ _ESTIMATORS = [
     ),
     Site(
         "flipout gives a bias that two layers share the signs of each",
-        "posterity/layers/estimators.py",
+        "posterity/layers/stand_ins.py",
         "if self._call not in (None, (examples, signs)):",
         "if self._call is not None and self._call[0] != examples:",
         ("conformance/test_estimators.py::test_a_bias_that_two_weights_share_is_refused",),

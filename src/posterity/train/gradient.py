@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from posterity.distributed import World, several
 from posterity.estimators import parameters_of
-from posterity.layers.estimators import StandIn
+from posterity.layers.stand_ins import StandIn
 from posterity.noise import Domain
 from posterity.objective import Factor, factor_at, loss_watch, refuse_num_data
 from posterity.optim.checks import bad_gradient

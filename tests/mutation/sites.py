@@ -2768,7 +2768,7 @@ _RECORDS = [
     ),
     Site(
         "evaluate takes inside for outside",
-        f"{_LAB}/cli.py",
+        f"{_LAB}/errors.py",
         'pairs = {"entropy": (inside.entropy, outside.entropy)}',
         'pairs = {"entropy": (outside.entropy, inside.entropy)}',
         ("lab/test_cli.py::test_evaluate_scores_uncertain_inputs_as_odd",),

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from posterity.names import padding_rows
-from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.base import Posterior
 from posterity.posterior.divergence import kl
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.priors import ByName, Density
 
 

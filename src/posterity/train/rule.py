@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from posterity.distributed import World, several
 from posterity.optim import VariationalOptimizer
 from posterity.optim.apply import apply
+from posterity.optim.checks import overshot
 from posterity.optim.counting import Behind, as_count, behind
 from posterity.optim.pooling import SharedBuffers, pack, unpack
 from posterity.optim.statistics import Accumulator, Sink
@@ -182,8 +183,8 @@ class ByRule(Learner):
         return behind(self.opt, None, examples, count)
 
     def overshot(self) -> str:
-        """The optimiser's own sentence."""
-        return self.opt.overshot()
+        """In words of the optimiser's settings."""
+        return overshot(self.opt)
 
     def drop(self) -> None:
         """Forget samples and gradients."""

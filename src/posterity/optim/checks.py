@@ -31,7 +31,7 @@ _GRADIENT = "a gradient"
 
 @final
 class Entries:
-    """What an optimiser's groups say, as it was last checked: users and schedulers change it between steps."""
+    """What an optimiser's groups said when they were last checked: users and schedulers change it."""
 
     def __init__(self, opt: VariationalOptimizer) -> None:
         # Those that only users change, Adam's among them.

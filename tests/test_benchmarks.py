@@ -677,6 +677,7 @@ def test_speed_table_shows_the_fastest_setting_of_complete_records(tmp_path: Pat
 @pytest.mark.usefixtures("scripts")
 def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
     import headline
+    import reproduced
 
     def keep(
         study: str, setting: str, method: str, seed: int, metrics: dict[str, Any], trial: Any = None
@@ -688,6 +689,7 @@ def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
             "method": method,
             "seed": seed,
             "trial": trial,
+            "diverged": None if metrics else "the loss is nan",
             "config": {"epochs": 7},
             "metrics": metrics,
         }
@@ -731,19 +733,25 @@ def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
         }
 
     keep("earlier/bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.02, 0.024))
-    keep("earlier/second-rule/bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.025, 0.025))
-    keep("bgd-mnist", "1200", "sgd", 0, {"errors": {"single": 0.015}, **pruned(0.015, 0.15)})
+    keep("bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.025, 0.025))
+    keep("bgd-mnist", "1200 to prune", "sgd", 0, pruned(0.015, 0.15))
     _, ours, others, _, _ = headline.pruning_row(tmp_path)
-    assert ours == "BGD, first criterion 1.20 (2.00 → 2.40 %); second criterion 1.00 (2.50 → 2.50 %)"
-    assert others == "SGD 10.00 (1.50 → 15.00 %)"
+    assert (ours, others) == ("BGD 1.00 (2.50 → 2.50 %)", "SGD 10.00 (1.50 → 15.00 %)")
 
     earlier = "earlier/second-rule/bgd-permuted"
-    for study, method, kept in (("bgd-permuted", "si", 0.93), (earlier, "si", 0.9), (earlier, "bgd", 0.95)):
+    for study, method, kept in (("bgd-permuted", "si", 0.93), (earlier, "si", 0.9), (earlier, "ewc", 0.95)):
         keep(study, "200", method, 0, {"accuracy": kept})
+    keep("bgd-permuted", "200", "bgd", 0, {"accuracy": 0.94})
+    keep("bgd-permuted", "200", "bgd", 1, {})
     _, ours, others, _, runs = headline.continual_row(tmp_path)
-    assert (ours, others) == ("BGD (not told of switches) 95.0 / –", "SI (told) 93.0 / –")
-    by_rule = "settings by a rule fixed beforehand: 2×200 SI (told); settings by an earlier rule: 2×200 BGD"
-    assert runs == f"7 epochs, 1 seed; {by_rule}"
+    diverged = "94.0 (1 of 2 diverged)"
+    assert (ours, others) == (f"BGD (not told of switches) {diverged} / –", "SI (told) 93.0 / –")
+    assert runs == "BGD: 7 epochs, 2 seeds; SI (told): 7 epochs, 1 seed"
+    assert reproduced.permuted(tmp_path).splitlines()[2:] == [
+        f"| 2×200 | BGD | {diverged} | 7 epochs, 2 seeds | a rule fixed beforehand |",
+        "| 2×200 | SI (told) | 93.0 | 7 epochs, 1 seed | a rule fixed beforehand |",
+        "| 2×200 | EWC (told) | 95.0 | 7 epochs, 1 seed | an earlier rule |",
+    ]
 
 
 @pytest.mark.usefixtures("scripts")

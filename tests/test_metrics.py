@@ -101,7 +101,7 @@ def test_what_is_not_probabilities_is_refused() -> None:
         metrics.accuracy(torch.tensor([[-1.0, 2.0], [0.0, 1.0]]), y)
     with pytest.raises(ValueError, match="pass probabilities, not logits"):
         metrics.nll(torch.tensor([[3.0, 2.0], [0.0, 1.0]]), y)
-    with pytest.raises(ValueError, match="one of the two sets is empty"):
+    with pytest.raises(ValueError, match="one of the two sets are empty"):
         metrics.auroc(torch.zeros(0), torch.ones(1))
     with pytest.raises(ValueError, match="must be finite"):
         metrics.nll(torch.tensor([[torch.nan, 2.0], [0.0, 1.0]]), y)

@@ -56,7 +56,9 @@ def test_a_function_of_the_step_is_told_which() -> None:
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="num_data must be at least 1, not 0"):
         elbo(NLL, KL, num_data=0)
-    with pytest.raises(ValueError, match=r"nll is one number, the batch's mean, not \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"nll must be one number, the mean of the batch, not of shape \[3\]"
+    ):
         elbo(NLL.expand(3), KL, num_data=1)
     for stacked in (elbo(NLL.expand(3), KL.expand(3), num_data=100), elbo(NLL.reshape(1), KL, num_data=100)):
         assert stacked.tolist() == pytest.approx([0.8] * len(stacked))

@@ -144,9 +144,9 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict(model, q, x[:0])
     with pytest.raises(TypeError, match=r"there are no inputs: call .* predict\(models, x=x\)"):
         posterity.predict([model, model], x)
-    with pytest.raises(TypeError, match="a Tensor gives no networks: pass a posterior or MCDropout"):
+    with pytest.raises(TypeError, match="a Tensor cannot give networks: pass a posterior or MCDropout"):
         posterity.predict(model, x, x)
-    with pytest.raises(TypeError, match="a type gives no networks: pass a posterior or MCDropout"):
+    with pytest.raises(TypeError, match="a type cannot give networks: pass a posterior or MCDropout"):
         posterity.predict(model, posterity.MCDropout, x)
     with pytest.raises(
         TypeError, match="linearise=True needs a posterior over weights, which a MCDropout is"
@@ -256,7 +256,7 @@ def test_classes_may_lie_on_another_axis() -> None:
             assert getattr(p, name).shape == (4, 5, 6)
             torch.testing.assert_close(getattr(p, name).flatten(), getattr(flat, name))
     for wrong in (0, 4, -4):
-        with pytest.raises(ValueError, match=f"class_dim={wrong} is no axis of classes"):
+        with pytest.raises(ValueError, match=f"class_dim={wrong} is not an axis of classes"):
             _ = Prediction(plain.samples, class_dim=wrong).probs
     last = Prediction(plain.samples, class_dim=-1)  # said, so meant
     torch.testing.assert_close(last.probs, plain.samples.softmax(-1).mean(0))

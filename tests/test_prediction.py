@@ -139,7 +139,7 @@ def test_predict_streams_what_it_does_not_keep(
     with pytest.raises(ValueError, match="were not kept"):
         _ = replace(switched, mode="single").probs
     assert torch.equal(replace(switched, mode="vote").probs, switched.vote)
-    with pytest.raises(ValueError, match=r"give class_dim= and binary= there, or keep_samples=True"):
+    with pytest.raises(ValueError, match=r"give class_dim= and binary= to predict\(\), or keep_samples=True"):
         _ = replace(switched, class_dim=1).probs
 
 
@@ -152,7 +152,7 @@ def test_outputs_are_kept_where_they_are_few_or_wanted(monkeypatch: pytest.Monke
         kept = posterity.predict(model, source, x, keep_samples=True, chunk=4, batch_size=3)
         whole = posterity.predict(model, source, x, keep_samples=True)
         torch.testing.assert_close(kept.samples, whole.samples, **EXACT)
-    with pytest.raises(ValueError, match="mode='single' is about the outputs of every network"):
+    with pytest.raises(ValueError, match="mode='single' needs the outputs of every network"):
         posterity.predict(model, q, x, mode="single", keep_samples=False)
 
 

@@ -1,4 +1,4 @@
-"""Warnings of the library name the user's own line, however deep inside the library they arise."""
+"""Warnings point to the user's own line, however deep inside the library they arise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PASSED = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) +
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the innermost line that is neither the library's nor torch's.
+    """Warn at the innermost line that is neither the library's nor torch's.
 
     Example:
         >>> with warnings.catch_warnings(record=True, action="always") as caught:

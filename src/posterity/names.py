@@ -1,4 +1,4 @@
-"""Choosing parameters by name: "only the last layer", "not the BatchNorm" is a filter, never a class."""
+"""Choosing parameters by name: "only the last layer" or "not the BatchNorm" is a filter, not a class."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
 
 
 def first_match(patterns: Mapping[str, T], name: str) -> T:
-    """What belongs to the first pattern, in order, that matches a name.
+    """The value of the first pattern, in order, that matches a name.
 
     Example:
         >>> first_match({"*.bias": 1, "*": 2}, "fc.weight")
@@ -75,7 +75,7 @@ def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
 def padding_rows(model: nn.Module) -> dict[Tensor, int]:
     """The row of every embedding's weight that ``padding_idx=`` keeps from learning.
 
-    One that another layer uses too, such as an output layer with the same weight, is no such row.
+    If another layer shares the weight, such as a tied output layer, its row does learn and is left out.
 
     Example:
         >>> words = nn.Embedding(9, 4, padding_idx=0)

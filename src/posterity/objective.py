@@ -1,4 +1,4 @@
-"""The evidence lower bound, per example, with the KL's scaling named.
+"""The evidence lower bound per example, with an explicit scale of the KL.
 
 The loss of every gradient method is
 
@@ -43,7 +43,7 @@ def elbo(
         divergence: KL(q ‖ p), summed over weights.
         num_data: Training examples.
         factor: Scale of the KL against 1 / num_data, or a function of the step that gives it.
-        step: Number of the batch since the start, from 0, for a function.
+        step: Number of the batch since the start, from 0; needed if ``factor`` is a function.
 
     Example:
         >>> import torch
@@ -52,9 +52,11 @@ def elbo(
     """
     refuse_num_data(num_data)
     if divergence.dim() and divergence.shape != nll.shape:
-        raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
+        raise ValueError(
+            f"the divergence must be one number, summed over weights, not of shape {list(divergence.shape)}"
+        )
     if nll.numel() != 1 and divergence.shape != nll.shape:
-        raise ValueError(f"nll is one number, the batch's mean, not {list(nll.shape)}")
+        raise ValueError(f"nll must be one number, the mean of the batch, not of shape {list(nll.shape)}")
     if nll.requires_grad and nll.numel() == 1:
         found = _notes(divergence).get(_WATCH)
         if found is not None and (watch := found()) is not None:
@@ -138,13 +140,13 @@ def loss_watch(model: Trained, name: str) -> LossWatch:
 
 
 def refuse_num_data(num_data: int) -> None:
-    """Raise for a number of examples that cannot be."""
+    """Raise if the number of examples is below 1."""
     if not 1 <= num_data < math.inf:
         raise ValueError(f"num_data must be at least 1, not {num_data}")
 
 
 def factor_at(factor: Factor, step: int | None) -> float:
-    """A KL's factor at a step; it is a number of 0 or more."""
+    """The KL's factor at a step, a number of 0 or more."""
     if callable(factor):
         if step is None:
             raise ValueError("factor is a function of the step: pass step=, the number of the batch")

@@ -1,4 +1,4 @@
-"""Posterior, dropout or ensemble → predictive samples, or statistics of them."""
+"""Predictive samples, or their statistics, from a posterior, dropout or an ensemble."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _AT_ONCE = 1 << 28
 
 @runtime_checkable
 class Predictive(Protocol):
-    """What gives predictive samples: a posterior, :class:`~posterity.MCDropout`, or a class of your own."""
+    """A source of predictive samples: a posterior, :class:`~posterity.MCDropout`, or your own class."""
 
     def check(self, model: nn.Module) -> object:
         """Raise unless it can be used with the model."""
@@ -91,32 +91,32 @@ def predict(
 ) -> Prediction:
     """Predict with sampled networks: weights of a posterior, masks of dropout, or models of an ensemble.
 
-    All run in evaluation mode, in replicas of the model: the model itself is never changed, so that many
-    threads may predict with it at once.
+    Networks run in evaluation mode, in replicas of the model: the model itself is never changed, so many
+    threads can predict with it at once.
 
     Args:
         model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
             does not name keep their values. Without a posterior, a list of models, of any architectures, is
             a deep ensemble, ``predict([net1, net2], x=x)``, and one model predicts with its own weights.
-        posterior: Where weights come from, means included: the model's own values of these weights do not
-            matter, so that averaged ones (EMA) need a posterior of their own. Or
-            :class:`~posterity.MCDropout`, for the model's own weights and the masks of its dropout layers; or
-            none.
+        posterior: The source of weights, including the means: the model's own values of these weights are not
+            used, so averaged weights (EMA) need their own posterior. Or :class:`~posterity.MCDropout`, for
+            the model's own weights under masks of its dropout layers; or None.
         x: Inputs, as many as you like: a tensor or NumPy array; a tuple or dict of them, for models that
             take several, called as ``model(*x)`` or ``model(**x)``; or a DataLoader, whose predictions come
             in the order of its batches. They are moved to the model's device.
         samples: Sampled networks S; the same ones for every batch. An ensemble has one for each model.
         mode: ``"average"`` of probabilities, ``"mean"`` weights (one network, nothing dropped), ``"single"``
-            networks each for itself, or their ``"vote"``.
-        batch_size: Inputs at once, unless a loader decides. With dropout every input has masks of its own,
-            and another size gives others.
+            for each network by itself, or ``"vote"``.
+        batch_size: Inputs per batch, unless a loader decides. With dropout every input has its own masks,
+            which depend on this size.
         seed: Chooses the networks; the same seed gives the same prediction.
         how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another. Dropout and
             ensembles are always run one after another.
         chunk: At most this many networks drawn and run at once, to cap memory. If not given, as many as have
             2²⁸ numbers together, weights and inputs.
-        inputs: What of a loader's batch goes into the model: a key, an index or a function. Without it, all
-            but the targets: the last element of a tuple or list of two or more, or a mapping's ``"labels"``.
+        inputs: The part of a loader's batch that goes into the model: a key, an index or a function. By
+            default all but the targets: the last element of a tuple or list of two or more, or a mapping's
+            ``"labels"``.
         output: Which of the model's outputs: a key, an index or a function. Without it the model must return
             a tensor, or something with ``logits``.
         class_dim: Axis of the classes in outputs that are not ``[B, C]``: 1 for ``[B, C, H, W]``.
@@ -142,7 +142,7 @@ def predict(
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {described(mode)}")
     check_call(x, samples, batch_size)
     if mode == "single" and keep_samples is False:
-        raise ValueError("mode='single' is about the outputs of every network: leave keep_samples=False out")
+        raise ValueError("mode='single' needs the outputs of every network: leave keep_samples=False out")
     models, source = _sources(model, posterior)
     replicas = set(map(id, models))
     if linearise and not isinstance(source, Posterior):
@@ -201,13 +201,13 @@ def _sources(
     """Replicas of the models in evaluation mode, and what gives networks of them."""
     given = [model] if isinstance(model, nn.Module) else list(model)
     if not all(isinstance(each, nn.Module) for each in given):
-        raise TypeError("an ensemble is a list of modules alone")
+        raise TypeError("an ensemble must be a list of modules only")
     models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
     source = _Ensemble(models) if posterior is None else posterior
     if len(models) != 1 and (posterior is not None or not models):
         raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
     if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
-        raise TypeError(f"a {type(source).__name__} gives no networks: pass a posterior or MCDropout()")
+        raise TypeError(f"a {type(source).__name__} cannot give networks: pass a posterior or MCDropout()")
     source.check(models[0])
     return models, source
 

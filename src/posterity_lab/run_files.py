@@ -35,6 +35,8 @@ POSTERIOR = "posterior.safetensors"
 
 _ELSE = "train again in another folder"
 _SAVED = {"config", "shape", "classes", "num_data", "epoch", "method"}
+# How an optimiser computes, which may change from one device to another, not what.
+_EXECUTION = ("capturable", "foreach", "fused")
 _NUMBERS = ("step", "train_loss", "seconds", "accuracy", "nll", "ece")
 
 
@@ -88,7 +90,7 @@ def read_checkpoint(folder: Path, config: Config, device: str) -> dict[str, Any]
 def restore(
     method: Method, checkpoint: dict[str, Any], folder: Path, changing: Sequence[str] = ("steps",)
 ) -> None:
-    """Put a checkpoint into a method.
+    """Put a checkpoint into a method, which may be on another device than before.
 
     Args:
         method: Built as for the first part of the run.
@@ -109,6 +111,8 @@ def restore(
         method.load_state_dict(checkpoint["method"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise foreign(folder / CHECKPOINT) from error
+    for one, group in zip(before, method.optimizer.param_groups, strict=True):
+        group.update({key: one[key] for key in _EXECUTION if key in one})
     for one, other in zip(before, _settings(method), strict=True):
         for key in one:
             if key not in changing and one[key] != other.get(key):

@@ -158,7 +158,7 @@ def test_a_backward_after_the_context_is_told_what_to_do(rule: Rule) -> None:
     before = {name: value.clone() for name, value in model.named_parameters()}
     with opt.sampled_params():
         loss = loss_fn(model)
-    with pytest.raises(RuntimeError, match=r"after (sampled_params\(\)|the context).* was left.*: call"):
+    with pytest.raises(RuntimeError, match=r"after (sampled_params\(\)|the context).* had ended.*: call"):
         loss.backward()
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     opt.zero_grad()
@@ -223,7 +223,7 @@ def test_prefixes_of_wrappers_are_no_part_of_names(rule: Rule) -> None:
     named = bare.posterior(Wrapper(model))
     assert set(named.mean()) == set(opt.posterior().mean())
     posterity.predict(model, named, X.double())
-    with pytest.raises(ValueError, match=r"'param.0' is no parameter of the model"):
+    with pytest.raises(ValueError, match=r"'param.0' is not a parameter of the model"):
         bare.posterior(plain())
 
 

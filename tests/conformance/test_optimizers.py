@@ -550,7 +550,7 @@ def test_a_rule_of_layers_refuses_weights_that_are_used_otherwise(
     opt = rule.make(model)
     before = everything(model, opt)
     with pytest.raises(
-        RuntimeError, match=f"'{name}' {reason}, from which {rule.name} has no single .* or freeze it"
+        RuntimeError, match=f"'{name}' {reason}, so {rule.name} has no per-example .* or freeze it"
     ):
         way(model, opt)
     assert same(before, everything(model, opt))

@@ -78,7 +78,7 @@ def test_samples_of_a_share_are_split_over_processes(four: Found, case: str) -> 
 
 
 def test_overlap_without_a_mesh_is_refused() -> None:
-    with pytest.raises(ValueError, match="overlap=True is for processes with mesh="):
+    with pytest.raises(ValueError, match="overlap=True needs mesh="):
         posterity.IVON(nn.Linear(2, 1), num_data=1, overlap=True)
 
 

@@ -462,5 +462,5 @@ def test_a_users_width_sets_aside_the_presets(make: Any, preset: str, given: dic
 
 
 def test_two_widths_are_refused() -> None:
-    with pytest.raises(ValueError, match="std_init and damping say how wide the posterior is at the start"):
+    with pytest.raises(ValueError, match="std_init and damping set the std at the start"):
         posterity.VOGN(nn.Linear(2, 1), num_data=10, std_init=0.1, damping=0.1)

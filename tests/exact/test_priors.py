@@ -147,7 +147,7 @@ def test_bad_priors_and_pairs_are_refused() -> None:
     with pytest.raises(TypeError, match="no rule for a Odd"):
         kl(Odd(), IsotropicGaussian())
 
-    with pytest.raises(TypeError, match="a float is no prior: pass a posterior, a Density or ByName"):
+    with pytest.raises(TypeError, match="a float is not a prior: pass a posterior, a Density or ByName"):
         kl(Factorised({"w": DiagonalGaussian(torch.zeros(2), 1.0)}), 1.0)
 
     class NoDensity:

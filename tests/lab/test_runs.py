@@ -187,6 +187,17 @@ def test_methods_without_posterior_resume_too(tmp_path, monkeypatch, method):
     assert not (tmp_path / "cut" / "posterior.safetensors").exists()
 
 
+def test_a_run_from_a_gpu_resumes_on_a_cpu(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tiny(method="adam"), tmp_path / "cut", 3)
+    saved = checkpoint(tmp_path / "cut")
+    for group in saved["method"]["optimizer"]["param_groups"]:
+        group["capturable"] = True  # as a step in a CUDA graph has it
+    runs.save(tmp_path / "cut" / "checkpoint.pt", saved)
+    runs.train(tiny(method="adam"), tmp_path / "cut", resume=True)
+    runs.train(tiny(method="adam"), tmp_path / "whole")
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+
+
 def test_metrics_after_the_checkpoint_are_cut_so_that_none_is_doubled(tmp_path, monkeypatch):
     config = tiny(method="adam")
     interrupt(monkeypatch, config, tmp_path / "run", 3)

@@ -126,7 +126,7 @@ def test_a_run_at_chance_whose_first_losses_were_worse_is_warned_of() -> None:
     watch.guess = losses[0], math.log(10)
     (found,) = messages_of(watch, losses)
     assert re.fullmatch(
-        r"VOGN has got no further than a guess in 300 steps \(.* now\): try another lr.*", found
+        r"VOGN has a loss no better than a guess in 300 steps \(.* now\): try another lr.*", found
     )
     watch = LossWatch("VOGN", "raise damping", lambda: 0.1, True)
     watch.guess = 0.9 * losses[0], math.log(10)  # there is more in the loss than what is known of

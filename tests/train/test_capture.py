@@ -370,7 +370,7 @@ def test_train_step_inside_a_context_is_refused() -> None:
         step(X, Y)
     before = model.first.weight.detach().clone()
     for each in (step, step.step):
-        with pytest.raises(RuntimeError, match="leave it first"), opt.sampled_params():
+        with pytest.raises(RuntimeError, match="call it outside the context"), opt.sampled_params():
             each(X, Y)
         assert torch.equal(before, model.first.weight)
 

@@ -243,8 +243,8 @@ class LayerCall(Call, ABC):
         x = self.input
         if x is _FREED:
             raise RuntimeError(
-                "a backward pass comes a second time through a graph that was freed: pass retain_graph=True "
-                "to the first"
+                "backward() was called a second time through a graph that was freed: pass "
+                "retain_graph=True to the first call"
             )
         if x is not None and x._version != self.version:
             raise RuntimeError(
@@ -253,8 +253,8 @@ class LayerCall(Call, ABC):
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a gradient that is differentiated again (create_graph=True) is not that of single examples: "
-                "use a method that collects no curvature"
+                "create_graph=True does not work with per-example gradients: use a method that "
+                "collects no curvature"
             )
         if any_autocast_enabled() and torch.is_autocast_enabled(grad.device.type):
             with torch.autocast(grad.device.type, enabled=False):

@@ -27,15 +27,15 @@ def unwrapped(
     """The module in a wrapper that averages gradients as a rule needs them; others are refused."""
     if mesh is not None:
         raise ValueError(
-            "the model is in DistributedDataParallel, which averages gradients of all processes, as mesh= "
-            "would: pass wrapper.module, and call that, or leave mesh= out"
+            "the model is wrapped in DistributedDataParallel, which already averages gradients over "
+            "processes: leave mesh= out, or pass and call wrapper.module"
         )
     for option in ("find_unused_parameters", "static_graph"):
         if collects and getattr(wrapper, option):
             raise ValueError(
-                f"DistributedDataParallel({option}=True) follows autograd's graph, in which weights have no "
-                f"place whose layers report single examples to {rule}: leave it out, or the wrapper, and "
-                "pass mesh="
+                f"DistributedDataParallel({option}=True) follows autograd's graph, but {rule} "
+                f"collects per-example gradients outside it: leave {option} out, or use mesh= instead "
+                "of the wrapper"
             )
     module: nn.Module = wrapper.module
     return module

@@ -34,12 +34,12 @@ class Entries:
     """What an optimiser's groups said when they were last checked: users and schedulers change it."""
 
     def __init__(self, opt: VariationalOptimizer) -> None:
-        # Those that only users change, Adam's among them.
+        # Those that only users change, including Adam's.
         self._keys = sorted({*opt.defaults, *ADAM} - {"steps", "blocks"})
         self._checked = self._now(opt)
 
     def check(self, opt: VariationalOptimizer) -> None:
-        """Refuse entries for which a rule is undefined, if one has changed."""
+        """Refuse invalid entries, if one has changed."""
         entries = self._now(opt)
         try:
             changed = bool(entries != self._checked)
@@ -149,8 +149,9 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
     for name in collector.several() & grads.keys():
         if grads[name]._version == 0:  # else the passes' gradients were added in it
             raise RuntimeError(
-                f"the gradient of {name!r} lacks a backward pass that {rule} has curvature of: drop "
-                "gradients by the optimiser's own zero_grad(), and call torch.autograd.grad() outside"
+                f"the gradient of {name!r} was dropped or changed after {rule} had collected its "
+                "curvature: drop gradients with the optimiser's own zero_grad(), and call "
+                "torch.autograd.grad() outside the context"
             )
     # A gradient may have been lost with its report.
     wrong = {
@@ -160,13 +161,13 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
     }
     for name, reason in wrong.items():
         raise RuntimeError(
-            f"{name!r} {reason}, from which {rule} has no single examples' gradients: {_advice(wrong, grads)}"
+            f"{name!r} {reason}, so {rule} has no per-example gradients of it: {_advice(wrong, grads)}"
         )
     for each in collector.blocks.values():
         if each.rows is not None:
             raise RuntimeError(
-                f"{each.weight!r} is used in parts of its rows, of which {rule} has no blocks: "
-                f"{_advice([each.weight], grads)}"
+                f"{each.weight!r} is used in parts (some of its rows at a time), for which {rule} has "
+                f"no blocks: {_advice([each.weight], grads)}"
             )
 
 
@@ -284,7 +285,7 @@ def refuse_unfit(
 
 
 def overshot(opt: VariationalOptimizer, what: str = "a mean, a state or a std that is not finite") -> str:
-    """The sentence for a step whose result is not fit: what it is, and which settings make it smaller."""
+    """The error message for an invalid result of a step: what is wrong, and which settings to lower."""
     group = opt.param_groups[0]
     wide, lr = opt.narrower, float(group["lr"])
     if group.get("std_init") is not None:

@@ -44,8 +44,8 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
     if isinstance(params, nn.Module):
         if any(isinstance(each, Posterior) for each in params.modules()):
             raise TypeError(
-                f"{type(params).__name__} holds a posterior that a torch optimiser trains: pass the model "
-                "that variational() was given, or take torch.optim.Adam for this one"
+                f"{type(params).__name__} has a posterior of its own, trained by any torch optimiser: "
+                "use torch.optim.Adam, or pass the plain model that variational() was given"
             )
         owned = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
         if not owned:
@@ -60,7 +60,10 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
         raise ValueError("the optimiser got an empty list of parameters")
     several = isinstance(entries[0], dict)
     if several and not all(isinstance(entry, dict) for entry in entries):
-        raise TypeError("pass groups alone, each a dict with 'params', or parameters alone")
+        raise TypeError(
+            "groups and parameters were mixed: pass only groups, each a dict with 'params', or only "
+            "parameters"
+        )
     groups = [dict(entry) for entry in entries] if several else [{"params": entries}]
     unnamed = count(numbered)
     for group in groups:
@@ -120,7 +123,7 @@ def names_in(model: nn.Module | None, named: Iterable[tuple[str, Tensor]]) -> di
     known, found = {p: name for name, p in unwrapped(model.named_parameters())}, {}
     for name, p in named:
         if p not in known:
-            raise ValueError(f"{name!r} is no parameter of the model: pass the one that was trained")
+            raise ValueError(f"{name!r} is not a parameter of the model: pass the model that was trained")
         found[name] = known[p]
     return found
 
@@ -271,7 +274,7 @@ def above_zero(group: Group, *keys: str) -> None:
 def moderate(what: str, value: Any) -> None:
     """Refuse a factor with which single precision does not reckon."""
     if not 1e-30 < float(value) < 1e30:
-        raise ValueError(f"{what} must lie between 1e-30 and 1e30, and is {float(value):g}")
+        raise ValueError(f"{what} must lie between 1e-30 and 1e30, not {float(value):g}")
 
 
 def at_least_zero(group: Group, *keys: str) -> None:
@@ -292,14 +295,17 @@ def whole(group: Group, *keys: str) -> None:
 def representable(precision: Tensor, rule: str) -> None:
     """Refuse stds of which a rule keeps what is not greater than 0, or not finite."""
     if not bool(((precision > 0) & torch.isfinite(precision)).all()):
-        raise ValueError(f"{rule} needs a std that is positive, and neither tiny nor huge, of every weight")
+        raise ValueError(
+            f"{rule} needs a positive std for every weight, neither tiny nor huge: change std_init or "
+            "std_scale"
+        )
 
 
 def number(group: Group, key: str) -> Any:
     """A value that is a number, or a tensor of one; else an error says so."""
     value = group[key]
     if is_number(value) and _SINGLE < abs(value) < math.inf:
-        raise ValueError(f"{key} must be a number that single precision holds, not {value:g}")
+        raise ValueError(f"{key} must fit in single precision, not {value:g}")
     if is_number(value) or (is_dense(value) and value.numel() == 1):
         return value
     raise ValueError(f"{key} must be a number, not {described(value)}")

@@ -98,7 +98,10 @@ def states_from(
     for block, leaf in posterior.blocks.items():
         names = posterior.tensors[block]
         if any(name not in params for name in names):
-            raise ValueError(f"the posterior has a block {block!r} that this optimiser does not have")
+            raise ValueError(
+                f"the posterior has a block {block!r} that this optimiser does not have: load the "
+                "posterior of the same model"
+            )
         if len(names) > 1 and not rule.matrices:
             raise ValueError(
                 f"the posterior has a block {block!r} of several tensors, and all weights of this optimiser "
@@ -109,14 +112,15 @@ def states_from(
             if params[name][0].shape != shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(shape)} in the posterior and "
-                    f"{tuple(params[name][0].shape)} in this optimiser"
+                    f"{tuple(params[name][0].shape)} in this optimiser: load the posterior of the "
+                    "same model"
                 )
         if len({id(params[name][1]) for name in names}) > 1:
-            raise ValueError(f"{block!r} is one block, whose tensors are in different groups here")
-        if not bool(torch.isfinite(leaf.mean()).all()):
             raise ValueError(
-                f"the posterior's means of {block!r} are not finite: nothing could go on from them"
+                f"{block!r} is one block, but its tensors are in different groups here: put them in one group"
             )
+        if not bool(torch.isfinite(leaf.mean()).all()):
+            raise ValueError(f"the posterior's means of {block!r} are not finite: load an earlier one")
     states = {}
     for block, leaf in posterior.blocks.items():
         names = posterior.tensors[block]

@@ -225,7 +225,7 @@ def _next_sample(opt: VariationalOptimizer, flight: Flight | None) -> AbstractCo
     if opt.taken() == 0:
         opt.refuse_foreign()
     elif weight != (opt.local if opt.local.samples else opt.sums).weight:
-        raise RuntimeError("mc_samples was changed while samples wait: call step() or zero_grad() first")
+        raise RuntimeError("mc_samples was changed in the middle of a step: call step() or zero_grad() first")
     return _one_sample(opt, opt.taken(), weight, flight)
 
 

@@ -98,7 +98,10 @@ def _refuse_mismatch(
     _refuse_foreign(state_dict)
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
-        raise ValueError(f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}")
+        raise ValueError(
+            f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}: build it with "
+            "the same groups"
+        )
     for mine, theirs in zip(groups, saved, strict=True):
         for key in defaults:
             if key in mine and key not in theirs:
@@ -144,12 +147,13 @@ def _refuse_blocks(group: Group, matrices: Collection[str], states: Mapping[Any,
             and all(isinstance(name, str) and name in index for name in names)
         ):
             raise ValueError(
-                f"the state has a block {described(names)}, which names no parameters of its group"
+                f"the state has a block {described(names)}, which does not name parameters of its group"
             )
         if missing := {*matrices} - states.get(index[names[0]], {}).keys():
             raise ValueError(
-                f"the state of {names[0]!r} has no {min(missing)!r}: it is another rule's, or cut, as by "
-                "torch.distributed.checkpoint, which reads what a fresh optimiser has: use torch.save"
+                f"the state of {names[0]!r} has no {min(missing)!r}: it is from another rule, or "
+                "incomplete, as with torch.distributed.checkpoint, which only reads what a fresh "
+                "optimiser has: use torch.save"
             )
 
 
@@ -164,22 +168,22 @@ def _refuse_foreign(state_dict: object) -> None:
         if not (isinstance(group, dict) and isinstance(group.get("params"), list)):
             raise ValueError("the state has a group without 'params': pass what state_dict() has returned")
         if not isinstance(group.get("param_names", []), list):
-            raise ValueError("the state has a group whose 'param_names' are no list")
+            raise ValueError("the state has a group whose 'param_names' is not a list")
         steps = group.get("steps", 0)
         if not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"the state has a group whose 'steps' are {described(steps)}, no count")
+            raise ValueError(f"the state has a group whose 'steps' is {described(steps)}, not a count")
     # torch.distributed.checkpoint has names in the place of numbers.
     indices = (index for group in state_dict["param_groups"] for index in group["params"])
     known = {index for index in indices if is_whole(index) or isinstance(index, str)}
     for index, each in state_dict["state"].items():
         if not isinstance(each, dict) or index not in known:
             raise ValueError(
-                f"the state has {described(each)} for {described(index)}, no state of a parameter"
+                f"the state has {described(each)} for {described(index)}, not the state of a parameter"
             )
     taken = max((group.get("steps", 0) for group in state_dict["param_groups"]), default=0)
     if taken and not any(state_dict["state"].values()):
         raise ValueError(
-            f"the state is empty, after {taken} steps: save what state_dict() returns, by torch.save"
+            f"the state is empty after {taken} steps: save the whole result of state_dict(), with torch.save"
         )
 
 
@@ -201,11 +205,11 @@ def _refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> Non
                 continue
             if missing := {"step", *wanted} - state.keys():
                 raise ValueError(
-                    f"the state of {name!r} has no {min(missing)!r}: it is another rule's, or cut"
+                    f"the state of {name!r} has no {min(missing)!r}: it is from another rule, or incomplete"
                 )
             for key in state.keys() & {*COUNTS}:
                 if state[key].numel() != 1 or not 0 <= float(state[key]) < math.inf:
-                    raise ValueError(f"{key!r} of {name!r} is no count of updates in the state")
+                    raise ValueError(f"{key!r} of {name!r} is not a count of updates in the state")
             parts = {key: local(value) for key, value in state.items()}
             values = {key: value for key, value in parts.items() if key not in (*COUNTS, "keep")}
             if bad := _unfit(rule, values, theirs, parts.get("keep"), state_dtype(p)):

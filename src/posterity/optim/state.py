@@ -300,8 +300,8 @@ class StateCache:
             return self.latest
         if opt.sums.samples:
             raise RuntimeError(
-                "parameters or tensors of the state were replaced while samples wait: call step() or "
-                "zero_grad() first"
+                "parameters or tensors of the state were replaced in the middle of a step: call "
+                "step() or zero_grad() first"
             )
         opt.settle_step()  # it would uncount steps of these groups
         with torch.inference_mode(False), torch.no_grad():

@@ -1,6 +1,6 @@
-"""What q is: a distribution over a model's named parameter tensors.
+"""The posterior q: a distribution over a model's named parameter tensors.
 
-A :class:`Posterior` is the one thing that every method ends in and every use starts from. It is usually
+Every method produces a :class:`Posterior`, and everything that uses one takes it. It is usually
 :class:`~posterity.posterior.factorised.Factorised` over blocks, with one
 :class:`~posterity.posterior.leaf.Leaf` per block.
 """
@@ -24,7 +24,7 @@ class Run(Protocol):
     def __call__(
         self, model: nn.Module, weights: Mapping[str, Tensor], around: Mapping[str, Tensor] | None = None, /
     ) -> Tensor:
-        """Outputs ``[K, B, ...]``; with ``around``, of the model that is linear in its weights there."""
+        """Outputs ``[K, B, ...]``; with ``around``, of the model linearised there."""
 
 
 # Some numbered networks: their outputs [S, B, ...] on a batch, given a Run of it and its number.
@@ -34,12 +34,12 @@ Networks: TypeAlias = Callable[[Run, int], Tensor]
 class Posterior(nn.Module, ABC):
     """A distribution over named tensors.
 
-    Calling ``sample`` with a seed makes it a pure function of its arguments; without one every call gives
-    other draws, also in forked processes. torch's generators are never advanced.
+    With a seed, ``sample`` is a pure function of its arguments; without one every call gives new draws, also
+    in forked processes. torch's generators are never advanced.
 
     Attributes:
-        linearised: Whether it belongs to the model that is linear in its weights around the means, as a
-            Laplace approximation does: ``predict`` then uses that model.
+        linearised: Whether it is a posterior of the model linearised around the means, as a Laplace
+            approximation is: ``predict`` then uses that model.
 
     Example:
         >>> from posterity import BGD
@@ -54,7 +54,7 @@ class Posterior(nn.Module, ABC):
     def sample(self, n: int = 1, *, seed: int | None = None, step: int = 0) -> dict[str, Tensor]:
         """Draw ``n`` sets of weights; every tensor gets a leading dimension ``n``.
 
-        Gradients flow to the posterior's parameters where these want them.
+        Gradients flow to the posterior's parameters if these require them.
         """
         if n < 1:
             raise ValueError(f"a posterior draws at least one sample, not {n}: pass n >= 1")
@@ -64,7 +64,8 @@ class Posterior(nn.Module, ABC):
 
     @takes(model=MODULE)
     def check(self, model: nn.Module) -> Self:
-        """Raise, naming the first tensor that differs, unless every tensor fits a parameter of the model."""
+        """Raise unless every tensor fits a parameter of the model; the error names the first that does
+        not."""
         params = dict(model.named_parameters())
         for name, shape in self.shapes().items():
             if name not in params:
@@ -105,7 +106,7 @@ class Posterior(nn.Module, ABC):
 
     @abstractmethod
     def log_prob(self, params: Mapping[str, Tensor]) -> Tensor:
-        """Log-density of the given weights, summed over them; leading dimensions are kept."""
+        """Log-density of the given weights, summed over weights; leading dimensions are kept."""
 
     @abstractmethod
     def block(self, name: str) -> Any:

@@ -287,7 +287,7 @@ def _restored(header: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tens
     blocks: dict[Key, Leaf] = {}
     for name, config in header.items():
         if config["family"] not in families:
-            raise ValueError(f"{name!r} is of the family {config['family']}, unknown here")
+            raise ValueError(f"{name!r} has the family {config['family']}, which is unknown here")
         # Files of before there were blocks of several tensors do not name them.
         names = tuple(config.get("tensors", [name]))
         if "+".join(names) != name:

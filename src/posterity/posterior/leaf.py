@@ -17,17 +17,17 @@ from posterity.flat import Layout
 class Leaf(nn.Module, ABC):
     """q over one block: a reparametrised map from standard normals to weights.
 
-    A block is one tensor, or several that are treated as one: then its shape is that of a matrix, in which
-    each tensor, flattened to a row for each of its first dimension, has some of the columns.
+    A block is one tensor, or several that are treated as one. Then it is a matrix: each tensor is flattened
+    to one row per entry of its first dimension, and takes some of the columns.
 
     A family implements ``_draw``, ``std``, ``pruned``, ``config`` and ``restore``; ``log_prob`` if it has a
-    density; ``noise_shapes`` if it needs more than one normal per weight. One that is trained by gradient
-    holds parameters, ``loc`` among them. It names its ``estimators``: ``"local"`` needs ``_independent``,
-    ``"flipout"`` that or ``_deviation``; one with a ``scaled_axis`` also ``example_scales``.
+    density; ``noise_shapes`` if it needs more than one normal per weight. A family trained by gradient holds
+    parameters, including ``loc``. It lists its ``estimators``: ``"local"`` needs ``_independent``,
+    ``"flipout"`` that or ``_deviation``; with a ``scaled_axis`` both need ``example_scales``.
 
     Args:
         shape: Shape of the block.
-        keep: Boolean mask of the weights that are kept; the others are exactly zero with certainty.
+        keep: Boolean mask of the weights that are kept; the others are exactly zero.
         shapes: Shapes of the block's tensors, left to right; without them the block is one tensor.
 
     Example:
@@ -81,12 +81,12 @@ class Leaf(nn.Module, ABC):
 
     @property
     def joined(self) -> bool:
-        """Whether the block has another shape than its tensor: it holds several, or flattens one."""
+        """Whether the block's shape differs from its tensor's: it holds several tensors, or flattens one."""
         return self.shapes != (self.shape,)
 
     @property
     def group_shape(self) -> torch.Size:
-        """A shape that broadcasts to the block's: weights that share an entry of it are removed together."""
+        """A shape that broadcasts to the block's; weights that share an entry are removed together."""
         return self.shape
 
     @property
@@ -104,7 +104,7 @@ class Leaf(nn.Module, ABC):
         domain: noise.Domain = noise.Domain.SAMPLE,
         but: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Standard normals ``[n, ...]`` for the given sample numbers, by name, without some."""
+        """Standard normals ``[n, ...]`` for the given sample numbers, by name, except those to leave out."""
         at: dict[str, Any] = {"domain": domain, "seed": seed, "step": step}
         at |= {"device": self.device, "dtype": self.dtype}
         return {
@@ -115,10 +115,10 @@ class Leaf(nn.Module, ABC):
 
     @property
     def scaled_axis(self) -> int | None:
-        """The axis of weights, 0 for outputs and 1 for inputs, that has scales which layers can multiply by.
+        """The axis of the weights (0 outputs, 1 inputs) along which layers can multiply by scales instead.
 
-        Each example then has scales of its own, from the normals ``"z"``: ``independent`` and ``deviation``
-        are given none, and leave them out.
+        Each example then has its own scales, from the normals ``"z"``; ``independent`` and ``deviation`` do
+        not get these normals, and leave the scales out.
         """
         return None
 
@@ -127,21 +127,22 @@ class Leaf(nn.Module, ABC):
         raise NotImplementedError
 
     def prepared(self, noises: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
-        """The normals of several draws, once what they have in common is made for all at once."""
+        """The normals of several draws, after computing their common parts for all draws at once."""
         return list(noises)
 
     def draw(self, noise: Tensor | Mapping[str, Tensor]) -> Tensor:
-        """Weights ``[n, *shape]`` from the normals of :meth:`noise`; pruned ones are zero, held ones as ever.
+        """Weights ``[n, *shape]`` from the normals of :meth:`noise`; pruned ones are zero, held ones at their
+        means.
 
-        Where one normal per weight is all that a family needs, a tensor ``[n, *shape]`` will do.
+        If a family needs only one normal per weight, a tensor ``[n, *shape]`` is enough.
         """
         return self._settled(self._draw({"": noise} if isinstance(noise, Tensor) else noise))
 
     def independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Means and stds of the weights, given all normals of a draw but those called ``""``.
+        """Means and stds of the weights, given all normals of a draw except ``""``.
 
-        With these alone left, weights must be independent normals: what the estimator ``"local"`` needs.
-        Either is ``[n, *shape]``, or ``shape`` if all draws share it.
+        Given the others, weights must be independent normals, as the estimator ``"local"`` needs. Each result
+        is ``[n, *shape]``, or ``shape`` if all draws share it.
 
         Example:
             >>> from posterity import DiagonalGaussian
@@ -152,11 +153,11 @@ class Leaf(nn.Module, ABC):
         return self._settled(mean), self.masked(std)
 
     def deviation(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The two parts of ``draw(noise)``: a mean, and what is added to it, ``[n, *shape]``.
+        """The two parts of ``draw(noise)``: a mean and a deviation, ``[n, *shape]``.
 
-        What is added may have the signs of whole kernels changed, those of one output and one input channel,
-        and has the same distribution: what the estimator ``"flipout"`` needs. Kernels must be independent of
-        each other then, given the mean.
+        The deviation's distribution must not change if the signs of whole kernels do (a kernel belongs to one
+        output and one input channel), as the estimator ``"flipout"`` needs. Given the mean, kernels must be
+        independent.
 
         Example:
             >>> from posterity import DiagonalGaussian
@@ -168,14 +169,15 @@ class Leaf(nn.Module, ABC):
 
     @property
     def kind(self) -> object:
-        """Leaves of a family that agree in this may be one by :meth:`end_to_end`; None if it stays alone."""
+        """Leaves of a family with equal values can be joined by :meth:`end_to_end`; None if this one
+        cannot."""
         return None
 
     @classmethod
     def end_to_end(cls, leaves: Sequence[Self], layout: Layout, masks: Mapping[str, Tensor | None]) -> Self:
-        """Leaves of one kind as one, of the weights ``[size]`` that a layout has, in any shape.
+        """Leaves of one kind joined as one, over the flat weights ``[size]`` of a layout.
 
-        Making it saves nothing for a backward pass: a loss and a KL may each have their own.
+        Nothing is saved for a backward pass, so a loss and a KL may each make their own.
 
         Args:
             leaves: Each of a single tensor.
@@ -185,12 +187,12 @@ class Leaf(nn.Module, ABC):
         raise NotImplementedError
 
     def copy(self) -> Self:
-        """The same distribution in memory of its own."""
+        """The same distribution in its own memory."""
         state = {key: value.detach().clone() for key, value in self.state_dict().items()}
         return type(self).restored(state, self.config())
 
     def trainable(self) -> Self:
-        """This leaf if gradients reach it, else a copy that they reach; fitted families refuse."""
+        """This leaf if it is trainable, else a trainable copy; fitted families refuse."""
         if not any(True for _ in self.parameters()):
             raise TypeError(
                 f"a {type(self).__name__} is not trained by gradient: pass a Factorised of "
@@ -200,7 +202,7 @@ class Leaf(nn.Module, ABC):
 
     @torch.no_grad()
     def share_mean(self, *parameters: nn.Parameter) -> None:
-        """Let a module's parameter be ``loc``, and take on its values.
+        """Use a module's parameter as ``loc``, with its values.
 
         A family of several tensors overrides this; it gets their parameters in the order of ``shapes``.
         """
@@ -211,10 +213,10 @@ class Leaf(nn.Module, ABC):
             self.to(self.device, self.dtype)  # the rest follows the module
 
     def hold(self, held: Tensor | None) -> Self:
-        """Let the weights of a mask, if it is one, be certain, at their means; this leaf, which is changed.
+        """Fix the weights of a mask (if not None) at their means, in place; returns this leaf.
 
-        So it is with the padding row of an embedding, which no data moves. Their std is 0, no gradient
-        reaches them, and densities and divergences leave them out, as they do with what is pruned.
+        This is used for the padding row of an embedding, which no data moves. Held weights have a std of 0
+        and no gradient, and densities and divergences leave them out, like pruned ones.
 
         Example:
             >>> from posterity import DiagonalGaussian
@@ -262,7 +264,7 @@ class Leaf(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the block lives."""
+        """The block's device."""
         return self.loc.device
 
     @property
@@ -288,30 +290,30 @@ class Leaf(nn.Module, ABC):
     def pruned(self, keep: Tensor) -> Self:
         """The same distribution with the weights outside ``keep`` removed: mean and std zero.
 
-        What is held stays so: end with ``.hold(self.held)``.
+        Held weights stay held: end with ``.hold(self.held)``.
         """
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """What, beside the tensors of ``state_dict``, is needed to build this leaf again (JSON)."""
+        """The data (JSON) needed to rebuild this leaf, beside the tensors of ``state_dict``."""
 
     @classmethod
     @abstractmethod
     def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        """Build the leaf again from ``state_dict`` tensors, ``held`` apart, and ``config``."""
+        """Rebuild the leaf from ``state_dict`` tensors except ``held``, and ``config``."""
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        """Build the leaf again from all tensors of ``state_dict`` and ``config``."""
+        """Rebuild the leaf from all tensors of ``state_dict`` and ``config``."""
         own = {key: value for key, value in tensors.items() if key != "held"}
         return cls.restore(own, config).hold(tensors.get("held"))
 
     def _independent(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Means and stds as if all weights varied; of families with the estimator ``"local"``."""
+        """Means and stds as if all weights varied; for families with the estimator ``"local"``."""
         raise NotImplementedError
 
     def _deviation(self, noise: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean and deviation as if all weights varied; of families with the estimator ``"flipout"``."""
+        """Mean and deviation as if all weights varied; for families with the estimator ``"flipout"``."""
         mean, std = self._independent(noise)
         return mean, std * noise[""]
 

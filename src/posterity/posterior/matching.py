@@ -27,7 +27,7 @@ def matched(q: Factorised, p: Any) -> Iterator[tuple[str, Leaf, Prior]]:
         ['w']
     """
     if not isinstance(p, Density) and not hasattr(p, "block"):
-        raise TypeError(f"a {type(p).__name__} is no prior: pass a posterior, a Density or ByName of them")
+        raise TypeError(f"a {type(p).__name__} is not a prior: pass a posterior, a Density or ByName of them")
     done: set[str] = set()
     for name, leaf in q.blocks.items():
         source = _source(p, q.tensors[name][0])

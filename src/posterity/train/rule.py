@@ -57,7 +57,7 @@ class ByRule(Learner):
         for group in opt.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p not in held:
-                    raise ValueError(f"the optimiser holds {name!r}, which is no parameter of this model")
+                    raise ValueError(f"the optimiser has {name!r}, which is not a parameter of this model")
 
     # Those of the optimiser are made anew when it is loaded.
     @property
@@ -87,7 +87,9 @@ class ByRule(Learner):
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
         """Refuse samples of contexts, and gradients from elsewhere."""
         if self.opt.taken():
-            raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
+            raise RuntimeError(
+                "the current step already has samples of sampled_params(): call step() or zero_grad() first"
+            )
         self.opt.refuse_foreign()
         self._given = examples, as_count(count)
 

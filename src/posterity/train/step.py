@@ -38,7 +38,7 @@ class TrainStep:
         if not isinstance(parts, int) or parts < 1:
             raise ValueError(f"parts must be a whole number of at least 1, not {parts}")
         if parts > 1 and learner.batch_dim:
-            raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {learner.batch_dim}")
+            raise ValueError(f"parts={parts} splits axis 0, but examples are on axis {learner.batch_dim}")
         self.target, self.learner = _Loss(learner.module, loss_fn), learner
         self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
         learner.parts = parts
@@ -68,7 +68,7 @@ class TrainStep:
         size = self.examples(batch)  # loss functions may take things out of dicts
         learner.begin(size, count)
         if size == 0 and learner.world is None:  # others would wait for this process, which goes on with nan
-            raise ValueError(f"the batch has 0 examples on axis {learner.batch_dim}: leave empty batches out")
+            raise ValueError(f"the batch has 0 examples on axis {learner.batch_dim}: skip empty batches")
         self._keeper.keep()
         try:
             with learner.pooling():
@@ -121,7 +121,7 @@ class TrainStep:
             leaves = {p: leaf for p, leaf in leaves.items() if leaf.requires_grad}
             drawn.past.extend(p for p, leaf in leaves.items() if p is not leaf and p.requires_grad)
             if not leaves:
-                raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
+                raise RuntimeError("no parameter of this optimiser requires a gradient: unfreeze one")
             wanted = list(leaves.values())
             with ExitStack() as modes:
                 if not one or notes is not None or learner.estimates:
@@ -170,13 +170,13 @@ class TrainStep:
             shape = list(losses.shape[1:])
             raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
         if not losses.requires_grad:
-            raise ValueError("the loss does not depend on a weight that wants a gradient: see loss_fn")
+            raise ValueError("the loss depends on no weight that requires a gradient: check loss_fn")
         # Of some only to hear whether there are any, which stand-ins refuse by hooks of their own.
         grads = torch.autograd.grad(losses, [*leaves, *past], self._ones_like(losses), allow_unused=True)
         if any(grad is not None for grad in grads[len(leaves) :]):
             raise ValueError(
-                "the loss depends on parameters by more than the weights drawn in their place: use the model "
-                "that loss_fn is given, take weights from it, and leave out kl(), which compile_step adds"
+                "the loss depends on parameters other than through the drawn weights: in loss_fn use "
+                "only the model that it is given, and leave out kl(), which compile_step adds"
             )
         return losses, grads[: len(leaves)]
 
@@ -185,9 +185,9 @@ class TrainStep:
         if self.parts == 1:
             return 1
         if not all(isinstance(x, Tensor) for x in batch):
-            raise TypeError(f"parts={self.parts} cuts tensors: pass each by itself, as train_step(x, y)")
+            raise TypeError(f"parts={self.parts} splits tensors: pass each by itself, as train_step(x, y)")
         if len({x.shape[:1] for x in batch}) > 1:
-            raise ValueError(f"parts={self.parts} cuts all tensors of a batch: give them one length")
+            raise ValueError(f"parts={self.parts} splits all tensors of a batch: give them the same length")
         return math.gcd(self.parts, len(batch[0]))
 
     def _ones_like(self, loss: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
         "sharding",
     },
     "estimators": {"flat", "layers", "names", "noise", "posterior", "torch_private"},
-    "objective": {"posterior"},
+    "objective": {"optim", "posterior"},
     "metrics": set(),
     "continual": set(),
     "compress": {"buffers", "disk", "inputs", "names", "posterior", "prediction", "replica", "torch_private"},

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from posterity import blundell, elbo, variational, warmup
-from posterity.objective import heard_by
+from posterity.objective import watched_by
 
 NLL, KL = torch.tensor(0.3), torch.tensor(50.0)
 
@@ -77,18 +77,18 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[torch.Tensor] = []
 
-    def hear(self, nll: torch.Tensor) -> None:
+    def follow(self, nll: torch.Tensor) -> None:
         self.heard.append(nll)
 
 
 def test_a_kl_tells_of_losses_that_are_learned_from() -> None:
     listener, nll = Listener(), NLL.clone().requires_grad_()
-    divergence = heard_by(2.0 * KL.clone().requires_grad_(), listener.hear)
+    divergence = watched_by(2.0 * KL.clone().requires_grad_(), listener)
     elbo(nll, divergence, num_data=10)
     assert listener.heard == [nll]
     elbo(NLL, divergence, num_data=10)
-    elbo(nll.expand(3), heard_by(divergence.expand(3), listener.hear), num_data=10)
-    elbo(nll, heard_by(KL, listener.hear), num_data=10)  # of a frozen posterior
+    elbo(nll.expand(3), watched_by(divergence.expand(3), listener), num_data=10)
+    elbo(nll, watched_by(KL, listener), num_data=10)  # of a frozen posterior
     assert len(listener.heard) == 1
 
 

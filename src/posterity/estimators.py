@@ -17,8 +17,8 @@ from torch.func import functional_call
 
 from posterity import noise
 from posterity.flat import of_names
-from posterity.layers.estimators import Drawn, Estimator, StandIn
 from posterity.layers.stacks import inside, level_of, stack
+from posterity.layers.stand_ins import Drawn, Estimator, StandIn
 from posterity.names import first_match
 from posterity.noise import Domain
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
@@ -121,7 +121,7 @@ def parameters_of(
 
 @final
 class BlockDraws:
-    """The draws of some blocks in one forward pass; see :class:`posterity.layers.estimators.Draws`."""
+    """The draws of some blocks in one forward pass; see :class:`posterity.layers.stand_ins.Draws`."""
 
     def __init__(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial, reduce
 from itertools import product
 from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
@@ -142,17 +143,8 @@ def predict(
     check_call(x, samples, batch_size)
     if mode == "single" and keep_samples is False:
         raise ValueError("mode='single' needs the outputs of every network: leave keep_samples=False out")
-    given = [model] if isinstance(model, nn.Module) else list(model)
-    if not all(isinstance(each, nn.Module) for each in given):
-        raise TypeError("an ensemble must be a list of modules only")
-    models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
+    models, source = _sources(model, posterior)
     replicas = set(map(id, models))
-    source = _Ensemble(models) if posterior is None else posterior
-    if len(models) != 1 and (posterior is not None or not models):
-        raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
-    if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
-        raise TypeError(f"a {type(source).__name__} cannot give networks: pass a posterior or MCDropout()")
-    source.check(models[0])
     if linearise and not isinstance(source, Posterior):
         kind = "an ensemble" if posterior is None else f"a {type(source).__name__}"
         raise TypeError(f"linearise=True needs a posterior over weights, which {kind} is not")
@@ -176,18 +168,10 @@ def predict(
             model = evaluating(model)
         around = None if linearise is False else centre or around
         args, kwargs = arguments(batch)
-        try:
+        with _noted(model, batch):
             if not weights:
                 return called(model, batch, output)[None]
             return run_replica(model, weights, *args, how=how, output=output, around=around, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            shapes: list[str] = []
-            mapped(batch, lambda each: shapes.append(str(list(each.shape))))
-            ran = f"{type(model).__name__} ran on inputs of shape {', '.join(shapes)}"
-            error.add_note(f"{ran}: pass predict() what the model takes by itself, as model(x)")
-            raise
 
     some: list[range | None] = [None]
     if mode != "mean":
@@ -209,6 +193,38 @@ def predict(
     if world is not None:
         outputs.share(world, next(models[0].parameters()).device)
     return Prediction(outputs.whole(), mode, class_dim, binary)
+
+
+def _sources(
+    model: nn.Module | Sequence[nn.Module], posterior: Predictive | None
+) -> tuple[list[nn.Module], Predictive]:
+    """Replicas of the models in evaluation mode, and what gives networks of them."""
+    given = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(each, nn.Module) for each in given):
+        raise TypeError("an ensemble must be a list of modules only")
+    models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
+    source = _Ensemble(models) if posterior is None else posterior
+    if len(models) != 1 and (posterior is not None or not models):
+        raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
+    if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
+        raise TypeError(f"a {type(source).__name__} cannot give networks: pass a posterior or MCDropout()")
+    source.check(models[0])
+    return models, source
+
+
+@contextmanager
+def _noted(model: nn.Module, batch: Inputs) -> Iterator[None]:
+    """Inside, an error of torch gets a note that says what the model was given."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        shapes: list[str] = []
+        mapped(batch, lambda each: shapes.append(str(list(each.shape))))
+        ran = f"{type(model).__name__} ran on inputs of shape {', '.join(shapes)}"
+        error.add_note(f"{ran}: pass predict() what the model takes by itself, as model(x)")
+        raise
 
 
 def _at_once(model: nn.Module, x: Inputs, batch_size: int) -> int:

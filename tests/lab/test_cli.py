@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from posterity import DivergenceWarning, Prediction
 from posterity.compress import csr
 from posterity.optim.presets import TABLE
-from posterity_lab import bench, cli, data, demo, files, record, reproduce, runs
+from posterity_lab import bench, cli, console, data, demo, errors, files, record, reproduce, runs
 from posterity_lab.config import Config
 
 TINY = ("--net", "mlp-16", "--data", "digits", "--epochs", "2", "--batch-size", "64", "--eval-samples", "3")
@@ -217,11 +217,11 @@ def test_evaluate_scores_uncertain_inputs_as_odd():
     at_odds = 9.0 * torch.eye(3)[[0, 1, 2]]  # two networks that are sure of different classes
     inside = Prediction(torch.stack([sure, sure]))
     outside = Prediction(torch.stack([at_odds, at_odds.roll(1, 0)]))
-    found = cli._detection(inside, outside)
+    found = errors.detection(inside, outside)
     assert found == {name: {"auroc": 1.0, "fpr95": 0.0} for name in ("entropy", "mutual_information")}
-    assert cli._detection(outside, inside)["entropy"]["auroc"] == 0.0
+    assert errors.detection(outside, inside)["entropy"]["auroc"] == 0.0
     # Networks that agree on not knowing: only the whole entropy tells them from sure ones.
-    found = cli._detection(inside, Prediction(torch.stack([unsure, unsure])))
+    found = errors.detection(inside, Prediction(torch.stack([unsure, unsure])))
     assert found["entropy"] == {"auroc": 1.0, "fpr95": 0.0}
     assert found["mutual_information"]["auroc"] < 1.0
 
@@ -421,8 +421,8 @@ def test_paths_that_cannot_be_used_are_one_sentence(tmp_path):
 
 def test_a_missing_module_and_a_full_disk_are_one_sentence():
     missing = ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-    assert cli._sentence(missing) == "the command line needs sklearn: pip install 'posterity[lab]'"
-    assert "(No space left on device): choose another path" in cli._sentence(
+    assert console.sentence(missing) == "the command line needs sklearn: pip install 'posterity[lab]'"
+    assert "(No space left on device): choose another path" in console.sentence(
         OSError(28, "No space left on device")
     )
 

@@ -50,7 +50,7 @@ def kernels(*_: Any) -> Variational:
     with torch.no_grad():
         for name in ("2.weight", "4.weight"):
             model.posterior.block(name).below.normal_()
-    assert ["2.weight", "4.weight"] in [list(each.leaves) for each in model._end_to_end()]
+    assert ["2.weight", "4.weight"] in [list(each.leaves) for each in model._groups()[0]]
     return model
 
 
@@ -60,7 +60,7 @@ def flows(*_: Any) -> Variational:
     with torch.no_grad():  # at the start all but z0 is next to nothing
         for p in model.posterior.parameters():
             p.add_(torch.randn_like(p), alpha=0.3)
-    first = model._end_to_end()[0]
+    first = model._groups()[0][0]
     assert list(first.leaves) == [f"{number}.weight" for number in (0, 2, 4, 6)]
     return model
 
@@ -308,7 +308,7 @@ def test_kernels_of_one_weight_lie_end_to_end() -> None:
     x = torch.randn(5, 3, 2, 2).double()
     torch.testing.assert_close(model(x), plain(x))
     torch.testing.assert_close(model.kl(), plain.kl())
-    assert ["0.weight", "1.weight"] in [list(each.leaves) for each in model._end_to_end()]
+    assert ["0.weight", "1.weight"] in [list(each.leaves) for each in model._groups()[0]]
 
 
 @pytest.mark.parametrize("how", [{"steps": 0}, {"conv": "input"}, {"conv": "kernel"}], ids=str)

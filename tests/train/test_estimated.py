@@ -298,7 +298,7 @@ def test_a_captured_step_holds_back_gradients_that_are_not_finite(
 
     inner = posterity.compile_step(m, rooted, adam(m), num_data=N)
     assert isinstance(inner, TrainStep)
-    inner.learner.make_capturable()
+    inner.learner.optimizer.make_capturable()
     step = CapturedStep(inner)
     for _ in range(4):
         step(X, Y)
@@ -330,7 +330,7 @@ def test_replays_equal_the_plain_loop_through_schedules_and_ragged_batches(
         )
         assert isinstance(made_step, TrainStep)
         assert isinstance(made_step.learner, ByGradient)
-        made_step.learner.make_capturable()
+        made_step.learner.optimizer.make_capturable()
         step, losses = CapturedStep(made_step), []
         for i in range(6):
             x, y = (X[:4], Y[:4]) if i % 3 == 2 else (X, Y)

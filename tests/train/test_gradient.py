@@ -506,10 +506,10 @@ def test_a_loss_or_gradient_that_is_not_finite_moves_nothing() -> None:
 def test_a_kl_that_is_not_finite_moves_nothing() -> None:
     m = model()
     step = posterity.compile_step(m, loss_fn, OPTIMISERS["Adam"](m.parameters()), num_data=N, factor=1e308)
-    before = everything(m, step.learner.optimizer)
+    before = everything(m, step.learner.optimizer.optimizer)
     with pytest.raises(FloatingPointError, match="the KL is inf; the posterior was not touched"):
         step(X, Y)
-    near(before, everything(m, step.learner.optimizer))
+    near(before, everything(m, step.learner.optimizer.optimizer))
 
 
 SEPARABLE = X.double() / 8, (X[:, 0] > 4).long()
@@ -651,7 +651,7 @@ def captured(m: Variational, opt: torch.optim.Optimizer, **more: Any) -> Capture
     step = posterity.compile_step(m, loss_fn, opt, num_data=N, **more)
     assert isinstance(step, TrainStep)
     assert isinstance(step.learner, ByGradient)
-    step.learner.make_capturable()
+    step.learner.optimizer.make_capturable()
     return CapturedStep(step)
 
 

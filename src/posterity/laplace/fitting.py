@@ -124,16 +124,7 @@ def fit(
     temperature = float(temperature)  # a fraction does not multiply a tensor
     if validation is not None and prior_precision is None:
         prior_precision = "validation"
-    if (prior_precision == "validation") != (validation is not None):
-        raise ValueError("validation= is for prior_precision='validation', which needs it: give both")
-    chosen_by = "marginal" if prior_precision is None else prior_precision
-    priors: Sequence[Prior] = grid if chosen_by == "validation" else [chosen_by]
-    if not isinstance(priors, Iterable):
-        raise TypeError(f"grid holds the prior precisions to choose from, not {described(grid)}: pass a list")
-    if not priors:
-        raise ValueError("grid is empty: give the prior precisions to choose from")
-    for each in priors:
-        check_prior(each)
+    priors = _priors(prior_precision, validation is not None, grid)
     model = evaluating(inner(model.module if isinstance(model, Variational) else model))
     params = chosen(model, "*") if names is None else picked(model, names)
     read: Callable[[tuple[Inputs, Any]], tuple[Inputs, Any]] = partial(moved, model=model)
@@ -151,13 +142,7 @@ def fit(
         data: Iterable[tuple[Inputs, Any]] = pairs(loader, batch_size)
         for step, pair in enumerate(shown(data, "collecting curvature") if progress else data):
             x, y = read(pair)
-            out = called(model, x, output)
-            if likelihood == "classification" and out.shape[1:] in ((), (1,)):
-                raise ValueError(
-                    f"outputs {list(out.shape)} are one number each: pass binary=True if it is a logit, or "
-                    'likelihood="regression"'
-                )
-            out = checked(out, y, likelihood)
+            out = _checked(called(model, x, output), y, likelihood)
             if step == 0:
                 params = last_layer(model, x, output) if names is None else params
                 options["names"] = list(params)
@@ -185,6 +170,35 @@ def fit(
         candidates = [result.with_prior(each) for each in priors]
         scores = [float(_log_probs(each, held_out, predicted).mean()) for each in candidates]
         return max(zip(scores, candidates, strict=True), key=lambda each: each[0])[1]
+
+
+def _priors(
+    given: Prior | Literal["validation"] | None, held_out: bool, grid: Sequence[float]
+) -> Sequence[Prior]:
+    """What to try for a prior precision, given whether there are data to choose by."""
+    if (given == "validation") != held_out:
+        raise ValueError("validation= is for prior_precision='validation', which needs it: give both")
+    if given == "validation":
+        priors: Sequence[Prior] = grid
+    else:
+        priors = ["marginal" if given is None else given]
+    if not isinstance(priors, Iterable):
+        raise TypeError(f"grid holds the prior precisions to choose from, not {described(grid)}: pass a list")
+    if not priors:
+        raise ValueError("grid is empty: give the prior precisions to choose from")
+    for each in priors:
+        check_prior(each)
+    return priors
+
+
+def _checked(out: Tensor, y: Any, likelihood: Likelihood) -> Tensor:
+    """Outputs ``[B, C]`` that fit the targets."""
+    if likelihood == "classification" and out.shape[1:] in ((), (1,)):
+        raise ValueError(
+            f"outputs {list(out.shape)} are one number each: pass binary=True if it is a logit, or "
+            'likelihood="regression"'
+        )
+    return checked(out, y, likelihood)
 
 
 def _two_logits(output: Pick | None, result: Any) -> Tensor:

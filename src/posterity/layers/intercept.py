@@ -29,12 +29,13 @@ from posterity.layers.embedding import (
     shares_positions,
     with_batch_axis,
 )
-from posterity.layers.estimators import StandIn, drawn_arguments, estimate
+from posterity.layers.estimators import estimate
 from posterity.layers.linear import Linear
 from posterity.layers.losses import TERMS, Notes, of_a_guess
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
 from posterity.layers.passes import Function, Passes
 from posterity.layers.stacks import CrossEntropy, MaxPool2d, inside, samples_axis, stack, stacking
+from posterity.layers.stand_ins import StandIn, drawn_arguments
 from posterity.layers.watched import Watched, tap
 from posterity.torch_private import (
     add_hook,

@@ -86,7 +86,7 @@ def settle(
             flat.count(numbers, -1)
         opt.advance(-1)
         bad = opt.ledger.not_finite(opt.named())
-    verdict.report(opt.watch, bad, opt.overshot(), " of the last step")
+    verdict.report(opt.watch, bad, checks.overshot(opt), " of the last step")
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from posterity.curvature import Collector
 from posterity.distributed import World
 from posterity.flat import largest
 from posterity.noise import kernels
+from posterity.optim.adam import ADAM
+from posterity.optim.groups import check_all, plain
 from posterity.optim.state import Group, members
 from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED, LossWatch
@@ -25,6 +27,37 @@ if TYPE_CHECKING:
     from posterity.optim.optimizer import VariationalOptimizer
 
 _GRADIENT = "a gradient"
+
+
+@final
+class Entries:
+    """What an optimiser's groups said when they were last checked: users and schedulers change it."""
+
+    def __init__(self, opt: VariationalOptimizer) -> None:
+        # Those that only users change, including Adam's.
+        self._keys = sorted({*opt.defaults, *ADAM} - {"steps", "blocks"})
+        self._checked = self._now(opt)
+
+    def check(self, opt: VariationalOptimizer) -> None:
+        """Refuse invalid entries, if one has changed."""
+        entries = self._now(opt)
+        try:
+            changed = bool(entries != self._checked)
+        except (RuntimeError, ValueError):  # several numbers, which are not to be compared, nor what is meant
+            changed = True
+        if changed:
+            for group in opt.param_groups:
+                group.update({key: plain(group[key]) for key in self._keys if key in group})
+            entries = self._now(opt)
+            check_all(opt, opt.param_groups)
+            self._checked = entries
+
+    def _now(self, opt: VariationalOptimizer) -> list[list[object]]:
+        return [
+            # A number may be in a tensor, and change in place.
+            [*[getattr(group[key], "_version", None) for key in opt.scheduled], *map(group.get, self._keys)]
+            for group in opt.param_groups
+        ]
 
 
 class GradientLedger:
@@ -248,7 +281,19 @@ def refuse_unfit(
     if opt.sharded is not None and opt.world.size > 1:  # others may have nothing to complain of
         complaint = opt.world.complaint(complaint, opt.cache.latest[0].device)
     if complaint:
-        raise FloatingPointError(opt.overshot(complaint))
+        raise FloatingPointError(overshot(opt, complaint))
+
+
+def overshot(opt: VariationalOptimizer, what: str = "a mean, a state or a std that is not finite") -> str:
+    """The error message for an invalid result of a step: what is wrong, and which settings to lower."""
+    group = opt.param_groups[0]
+    wide, lr = opt.narrower, float(group["lr"])
+    if group.get("std_init") is not None:
+        wide = wide.replace("std_scale", f"std_init={group['std_init']:g}")
+    return (
+        f"{type(opt).__name__}'s step would give {what}; the posterior was not touched: lower "
+        f"lr={lr:g}, or {wide}, or look for huge values in the batch"
+    )
 
 
 def _first_unfit(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet, proxy
@@ -30,7 +30,6 @@ from posterity.distributed import World, several
 from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
 from posterity.optim import apply, checks, counting, groups, handover, loop, saved, watch
-from posterity.optim.adam import ADAM
 from posterity.optim.agreement import meet, unwrapped
 from posterity.optim.matrices import Matrices, Moving
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members
@@ -373,36 +372,14 @@ class VariationalOptimizer(Optimizer, ABC):
         self.ok = self.pending = None
         self.peeks = count(_PEEKS)  # sampling contexts without gradients
         self.ledger = checks.GradientLedger()
-        self._checked = self._entries_now()
+        self.entries = checks.Entries(self)
         self.reset()
 
     # What groups say.
 
     def check_changed(self) -> None:
         """Refuse invalid entries, if one has changed since the last check."""
-        entries = self._entries_now()
-        try:
-            changed = bool(entries != self._checked)
-        except (RuntimeError, ValueError):  # several numbers, which are not to be compared, nor what is meant
-            changed = True
-        if changed:
-            for group in self.param_groups:
-                group.update({key: groups.plain(group[key]) for key in self._keys if key in group})
-            entries = self._entries_now()
-            groups.check_all(self, self.param_groups)
-            self._checked = entries
-
-    def _entries_now(self) -> list[list[object]]:
-        return [
-            # A number may be in a tensor, and change in place.
-            [*[getattr(group[key], "_version", None) for key in self.scheduled], *map(group.get, self._keys)]
-            for group in self.param_groups
-        ]
-
-    @cached_property
-    def _keys(self) -> list[str]:
-        """Names of entries that only users change, including Adam's."""
-        return sorted({*self.defaults, *ADAM} - {"steps", "blocks"})
+        self.entries.check(self)
 
     def by_adam(self, group: Group) -> bool:
         """Whether Adam trains a group, not the rule."""
@@ -461,17 +438,6 @@ class VariationalOptimizer(Optimizer, ABC):
         pending, self.pending = self.pending, None
         if pending is not None:
             apply.settle(self, *pending)
-
-    def overshot(self, what: str = "a mean, a state or a std that is not finite") -> str:
-        """The error message for an invalid result of a step: what is wrong, and which settings to lower."""
-        group = self.param_groups[0]
-        wide, lr = self.narrower, float(group["lr"])
-        if group.get("std_init") is not None:
-            wide = wide.replace("std_scale", f"std_init={group['std_init']:g}")
-        return (
-            f"{type(self).__name__}'s step would give {what}; the posterior was not touched: lower "
-            f"lr={lr:g}, or {wide}, or look for huge values in the batch"
-        )
 
     def settle(self) -> None:
         """Wait for the finiteness checks of all steps, and raise their errors once."""

@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from posterity.arguments import TENSOR, Kind, is_dense, is_number, takes
 from posterity.flat import Layout, concatenate
-from posterity.posterior.base import Leaf
+from posterity.posterior.leaf import Leaf
 
 _STD = Kind("a number, or a dense tensor of real numbers", lambda std: is_number(std) or is_dense(std))
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from posterity import noise
 from posterity.arguments import TENSORS, WHOLE, instance, takes
-from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.base import Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.end_to_end import Joined
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.matching import matched
 from posterity.posterior.priors import ByName, Density
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from posterity.flat import Layout, apart
 from posterity.noise import Domain, Noise
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.priors import Density, IsotropicGaussian
 from posterity.torch_private import lasts
 

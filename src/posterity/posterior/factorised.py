@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from posterity import noise
 from posterity.arguments import MODULE, PATH, TENSORS, Kind, described, takes
 from posterity.disk import replacing, write_tensors
-from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.base import Posterior
+from posterity.posterior.leaf import Leaf
 
 Key: TypeAlias = str | tuple[str, ...]
 

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
 from posterity.posterior.algebra import full_precision
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
 from posterity.posterior.flows import Flows, auxiliary_logs, base_logs, gated, through
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.scaled import Conv, Dense, ScaledGaussian, Scales, scale_shape
 
 _GATE = 2.0  # the bias of g at the start: a step then changes little

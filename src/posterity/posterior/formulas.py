@@ -15,13 +15,13 @@ from torch import Tensor
 
 from posterity.fusing import fusible
 from posterity.posterior.algebra import divided
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.divergence import register_kl
 from posterity.posterior.eigen import EigenGaussian
 from posterity.posterior.groups import GroupPrior
 from posterity.posterior.kernel import KernelGaussian
 from posterity.posterior.kronecker import KroneckerGaussian
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import Density, IsotropicGaussian
 from posterity.posterior.scaled import ScaledGaussian

@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from posterity.arguments import NUMBER, takes
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.priors import Density
 from posterity.posterior.scaled import Conv, Dense, ScaledGaussian, Scales, scale_shape
 from posterity.posterior.scales import LogNormalScales, NormalScales

@@ -29,8 +29,8 @@ from torch.nn.functional import softplus
 
 from posterity.flat import Layout, concatenate, of_shapes
 from posterity.posterior.algebra import divided, full_precision
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
+from posterity.posterior.leaf import Leaf
 
 # Rows of L that are summed by one product. One matrix for all rows would grow as P³; adding by index is not
 # the same bit for bit at every run on a GPU.

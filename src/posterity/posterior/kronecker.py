@@ -15,8 +15,8 @@ from torch import Tensor
 
 from posterity.arguments import TENSOR, Kind, is_dense, takes
 from posterity.posterior.algebra import full_precision, solved
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.leaf import Leaf
 
 Means: TypeAlias = Tensor | Sequence[Tensor]
 MEANS = Kind(

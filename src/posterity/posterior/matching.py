@@ -8,9 +8,9 @@ from typing import Any, TypeAlias, cast, final
 import torch
 from torch import Tensor
 
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian
 
 Prior: TypeAlias = Leaf | Density

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from posterity.arguments import MODULE, NUMBER, described, instance, takes
 from posterity.names import first_match
-from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.base import Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.leaf import Leaf
 
 
 class Density(ABC):

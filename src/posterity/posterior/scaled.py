@@ -28,8 +28,8 @@ from torch.nn.functional import softplus
 
 from posterity import noise as noises
 from posterity.flat import Layout, concatenate
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import inverse_softplus
+from posterity.posterior.leaf import Leaf
 
 Conv: TypeAlias = Literal["output", "input", "kernel"]
 Dense: TypeAlias = Literal["input", "output"]

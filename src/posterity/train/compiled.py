@@ -131,7 +131,7 @@ def compile_step(
     if not can_capture(learner.devices()):
         return step
     if isinstance(learner, ByGradient):
-        learner.make_capturable()
+        learner.optimizer.make_capturable()
     return CapturedStep(step)
 
 

@@ -9,7 +9,7 @@ device between them in place of a check, and a :class:`Replays` says what is new
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -52,6 +52,8 @@ class Learner(ABC):
         estimates: Whether layers get stand-ins for weights, which have estimators of their own.
         parts: Into which a share of a batch is cut at most; samples of several processes are numbered by it,
             since each process knows its own share alone.
+        world: The processes that add up their sums, if these do.
+        generation: A number that is new whenever buffers lie elsewhere than before.
     """
 
     module: nn.Module
@@ -61,6 +63,8 @@ class Learner(ABC):
     parts: int = 1
     sums: Accumulator
     terms: LossTerms
+    world: World | None
+    generation: int
 
     def stand_ins(self, samples: range, level: int | None) -> dict[Tensor, Tensor]:
         """What takes the place of parameters that are not drawn, made anew in every forward pass.
@@ -121,11 +125,6 @@ class Learner(ABC):
 
     # Several processes.
 
-    @property
-    @abstractmethod
-    def world(self) -> World | None:
-        """The processes that add up their sums, if these do."""
-
     def pooling(self) -> AbstractContextManager[object]:
         """What a step is run inside after ``begin``, so that sums are those of all processes."""
         return nullcontext()
@@ -176,11 +175,6 @@ class Learner(ABC):
     @abstractmethod
     def fixed(self) -> tuple[object, ...]:
         """What a graph has fixed: where weights and state lie, and all settings that it does not read."""
-
-    @property
-    @abstractmethod
-    def generation(self) -> int:
-        """A number that is new whenever buffers lie elsewhere than before."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
@@ -251,3 +245,13 @@ class Replays(ABC):
     @abstractmethod
     def undo(self) -> None:
         """Uncount the last replay, which was held back."""
+
+
+def settings(groups: Iterable[Mapping[str, Any]], unread: Collection[str]) -> tuple[object, ...]:
+    """What the groups of an optimiser say, but for entries that a graph does not read."""
+    return tuple(
+        value if isinstance(value, Hashable) else str(value)
+        for group in groups
+        for key, value in group.items()
+        if key not in unread
+    )

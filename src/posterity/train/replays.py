@@ -111,7 +111,7 @@ class GradientReplays(Replays):
     """
 
     def __init__(self, learner: ByGradient, device: torch.device) -> None:
-        self._learner, self._groups = learner, learner.optimizer.param_groups
+        self._learner, self._groups = learner, learner.optimizer.groups
         self.clock = torch.zeros((), dtype=torch.int32, device=device)
         self._share = torch.zeros((), device=device)
         self._rates = [torch.zeros((), device=device) for _ in self._groups]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -14,11 +14,12 @@ from torch.nn.utils import clip_grad_norm_
 from posterity.distributed import World, several
 from posterity.optim import VariationalOptimizer
 from posterity.optim.apply import apply
+from posterity.optim.checks import overshot
 from posterity.optim.counting import Behind, as_count, behind
 from posterity.optim.pooling import SharedBuffers, pack, unpack
 from posterity.optim.statistics import Accumulator, Sink
 from posterity.optim.step import absorb, collecting, draw, multiplies
-from posterity.train.learner import Drawn, Learner, Replays
+from posterity.train.learner import Drawn, Learner, Replays, settings
 from posterity.train.replays import RuleReplays
 
 # Entries of a group that a graph does not read.
@@ -97,7 +98,7 @@ class ByRule(Learner):
         return nullcontext() if self.opt.world.size == 1 else _pooling(self.opt)
 
     @property
-    def world(self) -> World | None:
+    def world(self) -> World | None:  # type: ignore[override]
         """The optimiser's, if it has a mesh or there are others."""
         opt = self.opt
         return opt.world if opt.mesh is not None or opt.world.size > 1 else None
@@ -184,8 +185,8 @@ class ByRule(Learner):
         return behind(self.opt, None, examples, count)
 
     def overshot(self) -> str:
-        """The optimiser's own sentence."""
-        return self.opt.overshot()
+        """In words of the optimiser's settings."""
+        return overshot(self.opt)
 
     def drop(self) -> None:
         """Forget samples and gradients."""
@@ -212,18 +213,10 @@ class ByRule(Learner):
     def fixed(self) -> tuple[object, ...]:
         """The cache of state, and entries of groups."""
         unread = (*_UNREAD, *self.opt.scheduled)
-        return (
-            self.opt.cache.generation,
-            tuple(
-                value if isinstance(value, Hashable) else str(value)
-                for group in self.opt.param_groups
-                for key, value in group.items()
-                if key not in unread
-            ),
-        )
+        return self.opt.cache.generation, settings(self.opt.param_groups, unread)
 
     @property
-    def generation(self) -> int:
+    def generation(self) -> int:  # type: ignore[override]
         """Of the cache of state."""
         return self.opt.cache.generation
 

@@ -30,12 +30,6 @@ from posterity_lab.reproduce.training import fit
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """Train a net as the unit says, prune it, and remove what is pruned for good.
 
-    Args:
-        unit: What to do.
-        device: Where.
-        cache: Folder for checkpoint and posterior.
-        show: Is told of every epoch.
-
     Example:
         >>> import tempfile
         >>> cell = cells(quick=True)[0]

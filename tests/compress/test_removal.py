@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import posterity
 from posterity import DiagonalGaussian, Factorised, predict
-from posterity.compress import point_mass, prune, shrink
+from posterity.compress import export, point_mass, prune, shrink
 from posterity.compress.functional import as_functions
 from posterity.compress.trace import exported
 from posterity_lab import nets
@@ -345,6 +345,65 @@ def test_a_smaller_net_can_be_pickled(tmp_path: Path) -> None:
     torch.save(small, tmp_path / "net.pt")
     again = torch.load(tmp_path / "net.pt", weights_only=False)
     assert torch.equal(again(x, scale=scale)["out"], small(x, scale=scale)["out"])
+
+
+def unused_inputs(model: nn.Sequential, used: dict[int, list[int]]) -> Factorised:
+    """A posterior whose matrices have some columns alone."""
+    keep = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    for layer, columns in used.items():
+        keep[f"{layer}.weight"] = keep[f"{layer}.weight"] & torch.isin(
+            torch.arange(model[layer].in_features), torch.tensor(columns)
+        )
+    leaves = {
+        name: DiagonalGaussian(p.detach() * keep[name], 0.1, keep=keep[name])
+        for name, p in model.named_parameters()
+    }
+    return Factorised(leaves)
+
+
+def test_inputs_that_a_layer_does_not_use_are_not_multiplied(tmp_path: Path) -> None:
+    """Those of the net, and positions of channels that stay; a third of a layer's inputs is no reason."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(108, 8), nn.Linear(8, 6), nn.Linear(6, 2)
+    )
+    posterior = unused_inputs(model, {2: [3, 70, 5], 4: [0, 1, 2, 5]})  # the second channel is dead
+    x = torch.randn(4, 1, 8, 8)
+    small = shrink(model, posterior, x)
+    assert small.shapes["0.weight"][1] == (2, 1, 3, 3)
+    assert small.shapes["2.weight"][1] == (8, 3)
+    assert small.posterior.mean()["2.weight"].shape == (8, 3)
+    assert "3.weight" in small.shapes
+    assert small.shapes["4.weight"][1] == (2, 4)
+    torch.testing.assert_close(small.module(x), masked(model, posterior)(x))
+    for format in ("torch.export", "safetensors"):
+        export(tmp_path / format, small.module, small.posterior, x[:2], format=format)
+    read = torch.export.load(tmp_path / "torch.export").module()
+    torch.testing.assert_close(read(x), small.module(x))
+
+    plain = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    most = shrink(plain, unused_inputs(plain, {0: [1, 2, 4, 5]}), torch.randn(3, 6))
+    assert not most.shapes
+    few = shrink(plain, unused_inputs(plain, {0: [1, 5, 4]}), torch.randn(3, 6))
+    assert few.shapes == {"0.weight": ((4, 6), (4, 3))}
+    again = shrink(few.module, few.posterior, torch.randn(3, 6))
+    assert not again.shapes
+    assert not again.dense
+
+
+def test_a_smaller_net_that_selects_inputs_is_made_smaller_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(108, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(4, 1, 8, 8)
+    once = shrink(model, unused_inputs(model, {2: [3, 5, 40, 70, 107]}), x)
+    fewer = once.posterior.mean()["2.weight"].clone()
+    fewer[:, :2] = 0.0  # all that the first channel gives
+    keep = {"2.weight": fewer != 0}
+    blocks = {name: leaf.pruned(keep.get(name, leaf.kept)) for name, leaf in once.posterior.blocks.items()}
+    twice = shrink(once.module, Factorised(blocks), x)
+    assert twice.shapes["0.weight"] == ((3, 1, 3, 3), (2, 1, 3, 3))
+    assert twice.shapes["2.weight"] == ((8, 5), (8, 3))
+    torch.testing.assert_close(twice.module(x), masked(once.module, Factorised(blocks))(x))
 
 
 LAYERS = {

@@ -26,8 +26,8 @@ from posterity.posterior import DiagonalGaussian, Factorised
 from posterity.torch_private import tree_leaves
 
 _Kept: TypeAlias = dict[str, list[list[int]]]  # of tensors that become smaller: for every axis, what stays
-# Share of a linear layer's inputs that go unused from which the others are selected: a step more takes time.
-_UNUSED = 0.5
+# Weights that must go from a linear layer before its inputs are selected: products with fewer take less time.
+_WORTH = 10_000
 
 
 @final
@@ -174,7 +174,7 @@ def _select_inputs(graph: fx.GraphModule, followed: Followed, gone: set[int], ke
         rows, columns = kept.get(use.weight, [list(range(size)) for size in weight.shape])
         taken = used(weight, use)[rows][:, columns].any(0).cpu()
         places = taken.nonzero().flatten()
-        if not 0 < len(places) <= (1.0 - _UNUSED) * len(columns):
+        if not len(places) or len(rows) * (len(columns) - len(places)) < _WORTH:
             continue
         name = followed.add(f"{use.weight}_inputs", places.to(weight.device))
         with graph.graph.inserting_before(use.node):

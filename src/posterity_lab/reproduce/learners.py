@@ -161,6 +161,7 @@ def learner(
                 prior=sparsity,
                 num_data=num_data,
                 factor=kl_factor(config["kl_factor"], steps, config["kl_delay"], config["kl_rise"]),
+                max_stds=config.get("max_stds"),
                 seed=seed,
                 **given("lr", "std_init"),
             )

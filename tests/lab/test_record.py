@@ -36,7 +36,7 @@ def test_no_committed_record_was_edited() -> None:
 
 
 @needs_checkout
-def test_committed_records_carry_their_source_or_say_that_they_were_sealed_afterwards() -> None:
+def test_committed_records_have_a_source_digest_or_are_marked_sealed_afterwards() -> None:
     for path in COMMITTED:
         content = json.loads(path.read_text())
         place = content if path.name == "environment.json" else content.get("environment", {})

@@ -175,7 +175,7 @@ def test_a_fading_stream_draws_tasks_by_their_probabilities() -> None:
     assert abs(float(share.sum() - probs.sum())) < 5 * float(error)
 
 
-def test_a_fading_stream_shows_every_example_of_a_task_about_equally_often() -> None:
+def test_fading_stream_draws_examples_about_equally_often() -> None:
     data = Split(torch.arange(10.0)[:, None], torch.zeros(10).long())
     shown = stream([(data, data)], epochs=200, batch_size=10, seed=0, overlap=0.5)
     counts = torch.bincount(torch.cat([x for x, _ in shown]).flatten().long(), minlength=10)
@@ -342,7 +342,7 @@ def test_what_cannot_be_split_is_refused(numbered: Dataset) -> None:
         permuted(empty, tasks=2, seed=0)
 
 
-def test_masks_take_probability_and_gradient_from_what_is_not_allowed() -> None:
+def test_masked_classes_have_no_probability_and_no_gradient() -> None:
     net, x, y = nn.Linear(3, 4), torch.randn(5, 3), torch.tensor([0, 2, 0, 2, 2])
     masked_loss(partial(present, classes=4))(net, x, y).backward()
     assert net.weight.grad is not None

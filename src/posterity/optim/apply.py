@@ -99,8 +99,9 @@ def apply(
 
     Args:
         opt: The optimiser.
-        behind: The examples in the step, and the scale of its loss. ok: A flag on the device that enables
-            writing, if the host does not wait; cleared if a result is invalid.
+        behind: The examples in the step, and the scale of its loss.
+        ok: A flag on the device that enables writing, if the host does not wait; cleared if a result is
+            invalid.
 
     Raises:
         FloatingPointError: A result is invalid, and the host waits.

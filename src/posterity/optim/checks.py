@@ -172,7 +172,7 @@ class Verdict:
 
     Args:
         sums: The step's sums.
-        world: The processes that have the rest of sharded parameters, if these are.
+        world: The processes with the other shards of sharded parameters, if any.
 
     Attributes:
         ok: A flag on the device, which is cleared later if a result is invalid.
@@ -242,8 +242,8 @@ def refuse_unfit(
 
     Args:
         opt: The optimiser.
-        everything: The rule's results for single weights, in the cache. blocks: Its results for matrix
-            blocks, by name.
+        everything: The rule's results for single weights, in the cache.
+        blocks: Its results for matrix blocks, by name.
     """
     complaint = _first_unfit(opt, everything, blocks)
     if opt.sharded is not None and opt.world.size > 1:  # others may have nothing to complain of
@@ -306,9 +306,9 @@ def hold_back(
 
     Args:
         ok: The flag.
-        everything: The rule's results for single weights, marked. blocks: Its results for matrix blocks, by
-            name.
-        world: The processes that have the rest of sharded parameters, if these are.
+        everything: The rule's results for single weights, marked.
+        blocks: Its results for matrix blocks, by name.
+        world: The processes with the other shards of sharded parameters, if any.
     """
     for flat, _, spans, results in everything:
         most = torch.finfo(flat.dtype).max

@@ -107,8 +107,9 @@ def _one_sample(
 
     Args:
         opt: The optimiser.
-        number: The sample's number. weight: Its weight; 0 to learn nothing from it. flight: Sends gradients
-            as soon as they are ready.
+        number: The sample's number.
+        weight: Its weight; 0 to learn nothing from it.
+        flight: Sends gradients as soon as they are ready.
     """
     params = opt.parameters()
     before = [p.grad for p in params]

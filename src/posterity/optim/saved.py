@@ -66,8 +66,8 @@ def _with_names(groups: Sequence[Group], state_dict: dict[str, Any]) -> dict[str
     """The state with an optimiser's parameter names, if its own are only numbers.
 
     Args:
-        groups: The optimiser's groups. state_dict: State of an optimiser built from the same tensors in the
-            same order, without names.
+        groups: The optimiser's groups.
+        state_dict: State of an optimiser built from the same tensors in the same order, without names.
     """
     saved = state_dict["param_groups"]
     names = [name for group in saved for name in group.get("param_names", [])]

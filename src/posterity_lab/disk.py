@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and folders that one process writes to at a time."""
+"""Atomic writing of files, and locks for folders that one process at a time may write to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEFTOVER = re.compile(r"\.[0-9a-f]{16}\.partial")
 
 
 def replace(path: Path, content: bytes | str) -> None:
-    """Write a file whole or not at all, whenever the process or the machine stops.
+    """Write a file atomically, even if the process or the machine stops.
 
     Example:
         >>> import tempfile

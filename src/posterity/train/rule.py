@@ -131,7 +131,7 @@ class ByRule(Learner):
         return None if self.opt.module is None else SharedBuffers(self.opt.world, self.opt.module)
 
     def expect(self, examples: int | None, behind: Behind) -> None:
-        """The rule gets the numbers when it updates; only the weights of sums to send are set here."""
+        """Store the step's examples and terms, which weight the sums that are sent."""
         scale = behind.scale
         self._given = examples, None if scale is None else scale * behind.batch_size
 

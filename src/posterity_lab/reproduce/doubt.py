@@ -37,7 +37,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         unit: What to do.
         device: Where.
         cache: Folder for checkpoint and posterior.
-        show: Is told of every epoch.
+        show: Called after every epoch.
 
     Example:
         >>> import tempfile

@@ -27,7 +27,7 @@ def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         unit: What to do.
         device: Where.
         cache: Folder for the checkpoint.
-        show: Is told when the stream is over; on the way `continual.run` has a bar of its own.
+        show: Called at the end of the stream; on the way `continual.run` has a bar of its own.
 
     Example:
         >>> import tempfile

@@ -15,9 +15,10 @@ from torch import Tensor
 
 # Blocks start at multiples of this, so that wide loads are aligned.
 ALIGN = 64
-# Numbers that a CPU draws from one seed: in fewer the seeding shows, more leave threads too little to share.
+# Numbers that a CPU draws from one seed: with fewer, seeding takes time; with more, threads have too little
+# to share.
 CHUNK = 1 << 17
-# Numbers that a program of a kernel has: four of each Philox counter, one in every quarter of the tile.
+# Numbers per program of a kernel: four from each Philox counter, one in every quarter of the tile.
 TILE = 512
 
 
@@ -75,7 +76,7 @@ class Layout:
         firsts = offsets or [(0,) * len(shape) for shape in self.shapes]
         self._runs = list(map(_runs, self.shapes, self._wholes, firsts))
         self._tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-        # Launches of kernels over the blocks; whoever makes them knows the keys.
+        # Cached kernel launches over the blocks, by keys of their users.
         self.launches: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ _WORTH_A_LAUNCH = 1 << 20
 # Gradients of a layer that are held at once.
 _AT_ONCE = 1 << 25
 _read_by_replays: ContextVar[list[Tensor] | None] = ContextVar("read_by_replays", default=None)
-# Tables of graphs that users capture themselves: nothing says when such a graph is gone, so these stay.
+# Tables of graphs that users capture themselves: we cannot know when such a graph is freed, so they are kept.
 _read_by_others: list[Tensor] = []
 
 

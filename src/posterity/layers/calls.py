@@ -18,8 +18,8 @@ from torch import Tensor
 
 from posterity.torch_private import any_autocast_enabled, keeps_graph
 
-# Numbers that are held at once, of examples' gradients and of what they are made of: on a CPU new memory
-# costs more than what fills it, and a GPU wants much to do.
+# Numbers that are held at once, of per-example gradients and their factors: on a CPU allocating memory costs
+# more than filling it, and a GPU needs large operations.
 AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
@@ -145,7 +145,7 @@ class LayerCall(Call, ABC):
         alias: Alias of the weight for a gradient that the listener computes; None if autograd does.
     """
 
-    # Whether squares() brings the gradient too, so that autograd need not make it again.
+    # Whether squares() also computes the gradient, so that autograd need not.
     brings_gradient: ClassVar[bool] = False
     __match_args__: ClassVar[tuple[str, ...]]
     input: Any
@@ -155,7 +155,7 @@ class LayerCall(Call, ABC):
     fresh = True
     run: Any
 
-    # What an operation says of itself.
+    # Properties of an operation.
 
     def known(self) -> bool:
         """Whether its report is right for these arguments."""

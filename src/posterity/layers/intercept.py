@@ -96,7 +96,7 @@ class Intercept(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Most calls are none of ours, and this is all that they wait for.
+        # Most calls are not ours, and this is all the overhead that they get.
         handle = _HANDLERS.get(func)
         if handle is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -183,7 +183,7 @@ class Intercept(TorchFunctionMode):
             if axis is None:  # the same for all samples, whose gradients are not
                 axis, y = 0, y.expand(samples, *y.shape).clone()
         if not (brought or shared) and y._is_view():
-            # What follows may change it in place, and a view's node would then be left out.
+            # Later operations may change it in place, which would skip a view's node.
             y = unsafe_view(y, y.shape)
         for each in calls:
             each.ran(x, x_axis, y, axis)
@@ -294,7 +294,7 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# By operation of torch, who handles its calls; all others run as they are.
+# Handlers by torch operation; all other operations run unchanged.
 _HANDLERS: dict[Any, Callable[[Intercept, Function, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(LAYERS, Intercept._layer),
     **dict.fromkeys(OPERATIONS, Intercept._operation),

@@ -45,7 +45,7 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     opt.settle_step()
     opt.sums.finish()
     verdict = checks.Verdict(opt.sums, None if opt.sharded is None else opt.world)
-    # What may fail in the middle of a step is not for a device alone to judge.
+    # A step that can fail halfway must be checked by the host.
     waits = bool(opt.matrices) or not checks.runs_ahead_of({flat.device for flat in opt.cache.latest})
     if waits:
         verdict.report(opt.watch, None if verdict.passed else checks.bad_gradient(opt.named()))
@@ -167,7 +167,7 @@ def _run_rule(
             accept([(mean, new_mean), *((own[key], value) for key, value in new_state.items())], None)
         else:
             results.append((new_mean, new_state))
-    # A host judges a group as a whole, not by parts that fit into a cache.
+    # The host checks a group as a whole, not in cache-sized parts.
     whole = bool(places) and similar and ok is None
     return Moved(flat, moved, [None] if whole else [span for _, span in places], results)
 

@@ -41,7 +41,7 @@ class GradientLedger:
     def refuse_foreign(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Raise for a new gradient: it was taken at the means, and would be lost."""
         for name, p in named:
-            # One zeroed in place has lost nothing.
+            # A gradient that was zeroed in place loses nothing.
             if p.grad is not None and not self._knows(p) and bool(p.grad.any()):
                 raise RuntimeError(
                     f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
@@ -182,7 +182,7 @@ class Verdict:
         pairs = [each.judged() for each in sums if each.both.numel() or each.group.sharded]
         second = "the mean of squared gradients" if sums.examples else "E[gradient · noise]"
         layers = [f"a Kronecker factor of {name!r}" for name in sums.layers]
-        # What each number is of, and what is named first if several are bad.
+        # The name of each number, and the order of naming if several are bad.
         self._names = [_GRADIENT, second] * len(pairs) + [name for name in layers for _ in "AS"]
         self._order = [_GRADIENT, *layers, second]
         if factors := [factor for each in sums.layers.values() for factor in (each.A, each.S)]:

@@ -77,14 +77,14 @@ class FlatGroup:
         self._weights = self.layout.views(self.weights)
         self.room = Room()
         self._fused = kernels is not None and self.device.type == "cuda"
-        # Where tensors lie; captured graphs read all places that ever were.
+        # Addresses of tensors; captured graphs read these.
         self._at: tuple[int, ...] = ()
         self._fits, self._plain = True, False
         self._places: dict[tuple[int, ...], Tensor] = {}
         self.steps = [states[p]["step"] for p in params]
         keys = [key for key in states[params[0]] if key not in (*COUNTS, *apart)]
         self._own = {key: [local(states[p][key]) for p in params] for key in keys}
-        # Between the blocks masks keep nothing; all else is 1, since a std of 0 would be taken for a bad one.
+        # In the padding masks are 0, and all other values 1, since a std of 0 would count as invalid.
         self.state: State = {
             key: torch.full(
                 (self.layout.size,), own[0].dtype != torch.bool, dtype=own[0].dtype, device=self.device

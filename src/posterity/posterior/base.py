@@ -331,7 +331,7 @@ class Leaf(nn.Module, ABC):
 
     def masked(self, values: Tensor) -> Tensor:
         """The values with zero for weights that do not vary."""
-        # where, not a product: what a pruned weight would give may be infinite.
+        # where instead of a product: the value of a pruned weight may be infinite.
         return values if self.whole else torch.where(self.varying, values, 0.0)
 
     def _settled(self, values: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from posterity.posterior.priors import ByName, Density
 
 Formula: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Formula)
-# By pair of families: the formula, and whether it wants a draw.
+# By pair of families: the formula, and whether it needs a draw.
 _FORMULAS: dict[tuple[type, type], tuple[Formula, bool]] = {}
 
 
@@ -105,7 +105,7 @@ def kl(
     pairs = {name: (leaf, prior) for name, leaf, prior in matched(q, p)}
     terms, given = [], dict[str, Tensor]()
     for each in joined:
-        # A block of several tensors of the prior takes these leaves together already.
+        # A block of several tensors in the prior already joins these leaves.
         alone = all(pairs.get(name, (None,))[0] is leaf for name, leaf in each.blocks.leaves.items())
         priors = {name: pairs[name][1] for name in each.blocks.leaves} if alone else {}
         if alone and (whole := one_prior(each, priors)) is not None:

@@ -287,7 +287,7 @@ def _restored(header: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tens
     for name, config in header.items():
         if config["family"] not in families:
             raise ValueError(f"{name!r} has the family {config['family']}, which is unknown here")
-        # Files of before there were blocks of several tensors do not name them.
+        # Older files, without blocks of several tensors, do not have these names.
         names = tuple(config.get("tensors", [name]))
         if "+".join(names) != name:
             raise ValueError(f"the block {name!r} says that it holds {', '.join(names)}")

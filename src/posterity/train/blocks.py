@@ -160,7 +160,7 @@ class Diagonal(ABC):
         """All weights as one leaf."""
         own = [each.detach().requires_grad_() for each in self._flat()]
         keep, held = (self.flat.state.get(name) for name in _MASKS)
-        # A kernel that draws or has the KL makes stds as it goes.
+        # Kernels for draws or the KL compute stds themselves.
         masks: dict[str, Any] = {"held": held, "std": None if is_fusing() else softplus(own[1])}
         leaf = DiagonalGaussian.made_of(*own, keep=keep, **masks)
         counted = self._counted()
@@ -306,12 +306,13 @@ class DrawnDiagonal(Diagonal):
         """The gradients of the KL at drawn weights in these, end to end; those in μ and ρ are kept."""
         rows, layout, flat = len(drawn.noise.samples), self.flat.layout, self._flat()
         masks = self._counted(), self.flat.state.get("held")
-        # One sample's blocks lie end to end as the leaves do; the samples of each block lie together.
+        # A single sample's blocks have the layout of the leaves; with several, the samples of each block are
+        # adjacent.
         spans = self._spans if rows > 1 else [(slice(0, layout.size), layout.size)]
         places = [slice(rows * span.start, rows * span.start + rows * size) for span, size in spans]
         grads = []
         for (span, size), place in zip(spans, places, strict=True):
-            # The compiler asks what it is given for gradients, which only leaves of a graph have.
+            # The compiler reads the .grad of its inputs, which only graph leaves have.
             own = [each[span].detach().requires_grad_() for each in flat]
             weights = drawn.flat[place].view(rows, size).detach().requires_grad_()
             keep, held = (None if mask is None else mask[span] for mask in masks)
@@ -327,7 +328,7 @@ class DrawnDiagonal(Diagonal):
             found = list(foreach_mul(found, drawn.noise.weight))
         self._partial = found if self._partial is None else list(foreach_add(self._partial, found))
         at_weights = _end_to_end(by_weight, places, drawn.flat)
-        # What is added up there is multiplied by it in the end.
+        # The sums are multiplied by the scale at the end.
         return at_weights if step.scale is None else at_weights / step.scale
 
     @cached_property
@@ -336,7 +337,7 @@ class DrawnDiagonal(Diagonal):
         return [(self.flat.layout.span(i), size) for i, size in enumerate(self.flat.layout.sizes)]
 
 
-# What a captured step runs as one kernel.
+# Functions that a captured step runs as one kernel.
 
 
 @fusible

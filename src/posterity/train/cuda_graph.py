@@ -35,7 +35,7 @@ class DeviceNumbers(Numbers):
     def __init__(self, opt: VariationalOptimizer, device: torch.device) -> None:
         steps = opt.param_groups[0]["steps"]
         self._clock = torch.zeros((), dtype=torch.int32, device=device)
-        # What to add to the clock for the number of the update that a parameter is having.
+        # The difference between a parameter's current update number and the clock.
         self._ahead = {p: int(opt.state[p]["step"]) - steps for p in opt.parameters()}
         self._values = [{key: float(group[key]) for key in opt.scheduled} for group in opt.param_groups]
         self.entries = [
@@ -99,7 +99,7 @@ class Rows:
 
 # By default the compiler starts a process for every core, each of which imports torch.
 _ONE_KERNEL: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
-# Settings of a rule in one process that are compiled; those that come later run as they are written.
+# Number of a rule's settings that are compiled in one process; later ones run uncompiled.
 _SETTINGS = 64
 
 
@@ -111,7 +111,7 @@ def fused(function: Any, kind: Any = None) -> Callable[..., Any]:
     given an optimiser, it would be compiled again for every other one. A rule consists of pure functions, so
     an uninitialised instance can stand for all of its class.
     """
-    # A copy, since the compiler counts what it has compiled by a function's code, which kinds share.
+    # A copy, since the compiler counts compilations per code object, which classes share.
     own = FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -123,7 +123,7 @@ def fused(function: Any, kind: Any = None) -> Callable[..., Any]:
     compiled = torch.compile(method, dynamic=True, options=_ONE_KERNEL)
 
     def run(*args: Any) -> Any:
-        # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.
+        # Otherwise hyper-parameters would be dynamic too, and the compiler keeps the first value of some.
         with dynamo_config(
             specialize_float=True,
             recompile_limit=_SETTINGS,
@@ -257,7 +257,7 @@ class Graph:
         sent: Sequence[Tensor] | None = ()
         while sent is not None:
             graph = torch.cuda.CUDAGraph()
-            # Threads of others, such as NCCL's, may ask the device what they like in the meantime.
+            # Other threads, such as NCCL's, may query the device in the meantime.
             with (
                 read_by_replays(self._read),
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
@@ -273,7 +273,7 @@ class Graph:
         """
         torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
         self.keeper.keep()
-        # Made anew, since loss functions may take things out of dicts.
+        # New containers each time, since loss functions may pop entries from dicts.
         batch = tuple(self.tensors) if self.form is None else tree_unflatten(self.tensors, self.form)
         learner, behind = self.learner, self.behind
         learner.expect(self.examples, behind)
@@ -306,7 +306,7 @@ class Graph:
 
 def flat_batch(batch: tuple[Any, ...]) -> tuple[Sequence[Any], TreeSpec | None]:
     """The contents of a batch's dicts, lists and tuples, and their structure; None if it has tensors only."""
-    # Most batches do, and the general way takes ten times as long.
+    # True of most batches, and the general path takes ten times as long.
     return (batch, None) if all(isinstance(x, Tensor) for x in batch) else tree_flatten(batch)
 
 

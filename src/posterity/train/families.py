@@ -60,7 +60,8 @@ class Other(ABC):
         """Set the gradients of the leaves' parameters; returns them, in as few tensors as possible."""
         given = set[int]()
         for p, grad in self.grads.items():
-            # Autograd has one tensor for parameters that are added up, which clipping would shrink twice.
+            # Autograd returns the same tensor for parameters that are added up; clipping would shrink it
+            # twice.
             give(p, grad.clone() if grad.data_ptr() in given else grad)
             given.add(grad.data_ptr())
         return self.unsummed()

@@ -17,7 +17,7 @@ from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
 from posterity.train.families import DrawnOther, Other
 from posterity.variational import Variational
 
-# Leaves of more numbers than this are alone on a CPU, where copies end to end cost more than calls.
+# Leaves with more numbers than this stay alone on a CPU, where copying into a buffer costs more than calls.
 _LARGE = 1 << 16
 
 

@@ -46,7 +46,7 @@ class ByRule(Learner):
     """
 
     def __init__(self, module: nn.Module, opt: VariationalOptimizer) -> None:
-        # A wrapper's averaging is passed by.
+        # A wrapper's averaging is bypassed.
         self.module = module.module if isinstance(module, DistributedDataParallel) else module
         self.opt, self.batch_dim = opt, opt.batch_dim
         self.listens = opt.collects is not None
@@ -58,7 +58,7 @@ class ByRule(Learner):
                 if p not in held:
                     raise ValueError(f"the optimiser has {name!r}, which is not a parameter of this model")
 
-    # Those of the optimiser are made anew when it is loaded.
+    # Not stored, since loading the optimiser replaces its sums.
     @property
     def sums(self) -> Any:  # type: ignore[override]
         """The optimiser's sums in this process."""
@@ -107,7 +107,7 @@ class ByRule(Learner):
         local, (examples, count) = self.opt.local, self._given
         local.add_inputs(None if examples is None else examples * local.samples)
         sent = pack(self.opt, [losses], count)
-        # What the end of an eager step sends of a user's count.
+        # A user's count as the end of an eager step sends it.
         return [*sent, sent[0][:1].clone()] if isinstance(count, Tensor) else sent
 
     def unpack(self, sent: list[Tensor], losses: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from posterity.optim.counting import examples_of
 from posterity.train.learner import Learner
 
 LossFn: TypeAlias = Callable[..., Tensor]
-# Beside names of parameters: numbers of the samples, which are stacked as weights are.
+# A key beside parameter names: the numbers of the samples, stacked like weights.
 _SAMPLE = "number of the sample"
 
 
@@ -132,7 +132,8 @@ class TrainStep:
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
-                    # Layers that are run again in the backward pass must find the drawn weights, too.
+                    # Layers that run again in the backward pass (checkpointing) must find the drawn weights,
+                    # too.
                     then = {"then": partial(self._backward, wanted, drawn.past, samples=1)}
                     named |= self._named(learner.stand_ins(rows, None))
                     loss, grads = functional_call(self.target, {**named, **state}, mine, then)

@@ -153,7 +153,7 @@ def _claimed(folder: Path) -> int:
             os.close(handle)
             raise
         os.close(handle)  # its owner has just ended and removed the file: another may be there
-    raise ValueError(f"{folder} is made and removed by other processes all the time: choose another folder")
+    raise ValueError(f"{folder} keeps being created and removed by other processes: choose another folder")
 
 
 def _owner(handle: int) -> dict[str, Any]:

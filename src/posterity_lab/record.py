@@ -177,7 +177,7 @@ def looks(folder: Path, row: str, seed: int) -> dict[str, int]:
             "evaluations": sum(entry["seed"] == seed for entry in own),
         }
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged: put back what the last commit has of it") from None
+        raise ValueError(f"{path} is damaged: restore it from the last commit") from None
 
 
 def _time() -> str:

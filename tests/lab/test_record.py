@@ -137,7 +137,7 @@ def test_reruns_and_other_configs_are_counted_as_looks(tmp_path: Path) -> None:
     assert looks(tmp_path, "mnist/400 sgd", 0) == {"configs": 2, "evaluations": 3}
     with (tmp_path / record.LOOKS).open("a") as file:
         file.write('{"row": ')
-    with pytest.raises(ValueError, match=r"looks\.jsonl is damaged: put back what the last commit has"):
+    with pytest.raises(ValueError, match=r"looks\.jsonl is damaged: restore it from the last commit"):
         run(tmp_path, lr=0.1)
 
 

@@ -307,7 +307,7 @@ def test_resuming_with_another_number_of_threads_warns(tmp_path, monkeypatch):
     config = tiny(method="adam", epochs=2)
     interrupt(monkeypatch, config, tmp_path / "run", 2)
     torch.set_num_threads(2)
-    with pytest.warns(UserWarning, match="began with 1 threads and goes on with 2, .* OMP_NUM_THREADS=1"):
+    with pytest.warns(UserWarning, match="began with 1 threads and resumes with 2, .* OMP_NUM_THREADS=1"):
         runs.train(config, tmp_path / "run", resume=True)
     places = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (places["threads"], places["earlier"][0]["threads"]) == (2, 1)
@@ -388,7 +388,7 @@ def test_validation_images_are_held_out_and_the_same_for_every_seed(tmp_path):
 
 def test_a_data_set_for_testing_alone_is_refused():
     digits = runs.data.load("digits")
-    with pytest.raises(ValueError, match="digits is for testing alone: train on another data set"):
+    with pytest.raises(ValueError, match="digits is for testing only: train on another data set"):
         runs._splits(dataclasses.replace(digits, train=digits.train.subset([])), 0)
 
 
@@ -540,12 +540,12 @@ METRICS = json.dumps(
         ("environment.json", "{", r"environment\.json is damaged: delete it, or train again"),
         ("environment.json", "[]", r"environment\.json is damaged: delete it, or train again"),
         ("environment.json", "{}", r"environment\.json is damaged: delete it, or train again"),
-        ("metrics.jsonl", "", r"metrics\.jsonl has 0 of the 1 epochs .*: put it back, or train again"),
-        ("metrics.jsonl", "garbage\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
-        ("metrics.jsonl", "{}\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
-        ("metrics.jsonl", METRICS.replace("0.5", "[]"), r"metrics\.jsonl is damaged in line 1: put it back"),
-        ("metrics.jsonl", METRICS.replace("0.5", '"text"'), r"metrics\.jsonl is damaged in line 1: put it"),
-        ("metrics.jsonl", "[" * 100_000, r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
+        ("metrics.jsonl", "", r"metrics\.jsonl has 0 of the 1 epochs .*: restore it, or train again"),
+        ("metrics.jsonl", "garbage\n", r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
+        ("metrics.jsonl", "{}\n", r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
+        ("metrics.jsonl", METRICS.replace("0.5", "[]"), r"metrics\.jsonl is damaged in line 1: restore it"),
+        ("metrics.jsonl", METRICS.replace("0.5", '"text"'), r"metrics\.jsonl is damaged in line 1: restore it"),
+        ("metrics.jsonl", "[" * 100_000, r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_remedy(tmp_path, monkeypatch, name, content, message):

@@ -285,10 +285,10 @@ REFUSED = {
     "bytes": ([((X.byte(), Y), (X.byte(), Y))], "task 1 has training inputs of torch.uint8"),
     "labels that are floats": ([((X, Y.float()), (X, Y))], r"convert them with .long\(\)"),
     "no tasks but one": ([(X, Y)], r"^task 1 needs two tensors, inputs and labels, for training"),
-    "no test data": ([GOOD, ((X, Y),)], r"^task 2 is no pair of training and test data: pass \(\(x, y\)"),
+    "no test data": ([GOOD, ((X, Y),)], r"^task 2 is not a pair of training and test data: pass \(\(x, y\)"),
     "data sets": ([(torch.utils.data.TensorDataset(X, Y),) * 2], r"of a TensorDataset its \.tensors"),
     "arrays": ([((X, Y.numpy()), (X, Y))], r"of an array torch\.as_tensor\(array\)"),
-    "only labels below 0": ([((X, Y - 9), (X, Y))], r"label -\d, which is not in 0 … 0: mend it$"),
+    "only labels below 0": ([((X, Y - 9), (X, Y))], r"label -\d, which is not in 0 … 0: correct it$"),
     "another device": ([GOOD, ((X.to("meta"), Y), (X, Y))], "task 2 has training data on another device"),
 }
 
@@ -331,7 +331,7 @@ def test_no_tasks_are_refused(numbered: Dataset, make: Callable) -> None:
 
 
 def test_what_cannot_be_split_is_refused(numbered: Dataset) -> None:
-    with pytest.raises(ValueError, match="numbered has 7 classes, which 2 tasks cannot share"):
+    with pytest.raises(ValueError, match="numbered has 7 classes, which cannot be split evenly into 2 tasks"):
         split(numbered, 2, "class")
     with pytest.raises(ValueError, match="scenario must be"):
         split(classes_of(4), 2, "other")  # type: ignore[arg-type]

@@ -153,7 +153,7 @@ def test_a_round_of_kfac_has_whole_cycles(made: Callable[[str, str], Path]) -> N
         assert {row["columns"][name]["steps"] for name in ("eager step", "compile_step")} == {2}
 
 
-def test_steps_between_estimates_of_the_hessian_send_the_gradient_alone(
+def test_steps_without_a_hessian_estimate_send_only_the_gradient(
     made: Callable[[str, str], Path],
 ) -> None:
     (row,) = json.loads(made("scale", "cpu").read_text())["rows"]
@@ -455,7 +455,7 @@ def test_the_record_is_there_after_every_row(tmp_path: Path, capsys: pytest.Capt
     assert [part.strip() for part in target.split("│")[3:6]] == ["peer / ours", "2.00", "(≥ 2.5: missed)"]
 
 
-def test_a_record_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_unwritable_record_is_refused_before_anything_runs(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "train_step", "--out", str(tmp_path / "no" / "r.json")])
     assert result.exit_code == 2
     assert "r.json: choose a file in a folder that exists" in result.stderr.replace("\n", "")

@@ -136,7 +136,7 @@ def test_a_training_step_falls_back_too() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_the_models_own_error_comes_through_and_nothing_is_remembered() -> None:
+def test_model_error_is_raised_without_side_effects() -> None:
     model = nn.Linear(3, 2)
     weights = {"weight": torch.randn(5, 2, 3)}
     with pytest.raises(RuntimeError, match="shapes"):
@@ -188,7 +188,7 @@ def test_an_optimiser_over_a_part_of_the_model_trains_that_part() -> None:
         posterity.compile_step(model, Scaled(), posterity.BGD(nn.Linear(3, 2)))
 
 
-def test_examples_are_counted_whatever_batch_size_the_optimiser_has() -> None:
+def test_counted_examples_override_the_optimisers_batch_size() -> None:
     moved = []
     for size in (None, 40):
         torch.manual_seed(0)

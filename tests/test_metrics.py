@@ -47,7 +47,7 @@ def test_against_the_definitions() -> None:
     assert metrics.ece(p, TARGET, bins=10) == pytest.approx(naive_ece(p, TARGET, 10), abs=1e-5)
 
 
-def test_calibration_gaps_of_bins_do_not_cancel_and_count_by_their_predictions() -> None:
+def test_calibration_gaps_are_absolute_and_weighted_by_bin_count() -> None:
     confidence = torch.tensor([0.6] * 4 + [0.9] * 2)
     probs, right = torch.stack([confidence, 1 - confidence], 1), torch.tensor([1, 1, 1, 1, 1, 0])
     # Too modest by 0.4 in four of six, too sure by 0.4 in two.

@@ -124,7 +124,7 @@ def test_a_compiled_loss_takes_a_kl() -> None:
     assert torch.equal(loss(nll, value, num_data=10), elbo(nll, value, num_data=10))
 
 
-def test_a_loop_with_the_module_inside_a_variational_model_is_warned_of() -> None:
+def test_elbo_warns_about_the_inner_module_of_a_variational_model() -> None:
     net, x = nn.Linear(4, 2), torch.ones(3, 4)
     model = variational(net)
     with pytest.warns(UserWarning, match="never drawn, .*: call what variational.. returned, not the module"):

@@ -96,7 +96,7 @@ def test_streaming_a_thousand_networks_rounds_once(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), getattr(exact, name).double(), rtol=1e-6, atol=2e-7)
 
 
-def test_logarithms_do_not_saturate_and_numbers_that_are_none_stay_so() -> None:
+def test_log_probs_do_not_saturate_and_nan_stays_nan() -> None:
     samples = torch.tensor([[[0.0, 2000.0]], [[0.0, 3000.0]]], dtype=torch.float64)
     p = streamed(samples, [1, 1], 1)
     assert p.log_probs[0, 0].item() == pytest.approx(-2000.0 - math.log(2), abs=1e-9)

@@ -10,8 +10,8 @@ from types import FrameType
 
 import torch
 
-# Python 3.12 has skip_file_prefixes= for this; the oldest that we support has not. contextlib is there for
-# context managers, whose last lines it calls.
+# Python 3.12 has skip_file_prefixes= for this; the oldest version that we support has not. contextlib is
+# there for context managers, whose last lines it calls.
 _PASSED = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# The names that safetensors has for types.
+# safetensors' names of dtypes.
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -253,7 +253,7 @@ class _Seeded(TorchFunctionMode):
 
 
 # By function of torch: dimensions of a feature that drops as a whole, whether mean and variance are kept, as
-# self-normalising nets need, and whether it drops if not told.
+# self-normalising nets need, and whether it drops by default.
 _MASKED: dict[Any, tuple[int | None, bool, bool]] = {
     F.dropout: (None, False, True),
     F.dropout1d: (1, False, True),

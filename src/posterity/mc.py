@@ -27,7 +27,7 @@ How: TypeAlias = Literal["stack", "loop"]
 
 # Modules that failed to vectorise once are not tried, or warned of, again.
 _unstackable: WeakSet[nn.Module] = WeakSet()
-# torch counts the levels of forward derivatives for the process, not for a thread: threads take turns.
+# torch counts levels of forward derivatives per process, not per thread, so threads take turns.
 _forward_derivatives = threading.RLock()
 
 
@@ -207,7 +207,7 @@ def _linear_pass(
     before = buffers.snapshot(model)
 
     def network(weights: dict[str, Tensor]) -> Tensor:
-        # Copies: a transformed function may not change what it was not given.
+        # Copies, since a transformed function may not change tensors other than its arguments.
         return one_pass(model, weights, buffers.copied(before), args, kwargs, output)
 
     def along(shift: dict[str, Tensor]) -> Tensor:

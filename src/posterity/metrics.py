@@ -166,7 +166,7 @@ def _checked(probs: Tensor, target: Tensor) -> Tensor:
         raise ValueError("probs must be finite, not negative and sum to 1: pass probabilities, not logits")
     if bool((target < 0).any()) or bool((target >= probs.shape[-1]).any()):
         raise ValueError(f"targets must lie in 0 … {probs.shape[-1] - 1}")
-    # Rounded above 1, torchmetrics would take all of them for logits.
+    # If one is rounded above 1, torchmetrics would take all of them for logits.
     return (probs if probs.dim() == 3 else probs[None]).clamp_max(1.0)
 
 

@@ -30,7 +30,7 @@ def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
         return {name for name in names if chosen(name)}
     picked: set[str] = set()
     for pattern in [chosen] if isinstance(chosen, str) else chosen:
-        # A name is itself a pattern for that name alone, whatever signs it has.
+        # A name is also a pattern for exactly that name, whatever special characters it has.
         matching = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
         if not matching:
             raise ValueError(f"no parameter is named like {pattern!r}; the names are {_listed(names)}")

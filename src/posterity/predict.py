@@ -177,14 +177,15 @@ def predict(
     if mode != "mean":
         some = [*chunks(samples, _at_once(models[0], x, batch_size) if chunk is None else chunk)]
     outputs = _Outputs(Classes(class_dim, binary), True if mode == "single" else keep_samples)
-    # No inference_mode(): what a model remembers of it could never be trained with.
+    # No inference_mode(): tensors that a model stores in it could never be used in training.
     with torch.no_grad(), random_numbers_kept(*models):
         numbered = (
             (step, batch)
             for step, batch in enumerate(batches(x, batch_size, inputs))
             if world is None or step % world.size == world.rank
         )
-        # A loader is read once, even if networks must be drawn again; all else goes by networks.
+        # A loader is read once, even if networks must be drawn again; other inputs are looped over per
+        # network.
         read_once = ((rows, part) for part in numbered for rows in some)
         order = read_once if is_loader(x) else product(some, numbered)
         for rows, (step, batch) in shown(order, "predicting") if progress else order:

@@ -232,7 +232,7 @@ class Statistics:
         with suppress(ValueError):  # outputs of regression have no classes; who asks for any is told so
             classes.axis(self.shape)
             names += _OF_LOGITS
-        # In double precision, where there is one: a thousand networks may come one by one.
+        # In double precision where supported: a thousand networks may be added one by one.
         dtype = self.dtype if samples.device.type == "mps" else torch.float64
         self._values = {name: _statistic(name, samples, classes).to(dtype) for name in names}
 
@@ -308,7 +308,7 @@ class Room:
         return left[: value.numel()].view(value.shape).copy_(value)
 
 
-# Numbers of networks' outputs of which a statistic is taken at once.
+# Numbers of networks' outputs for which a statistic is computed at once.
 _AT_ONCE = 1 << 24
 
 
@@ -328,7 +328,7 @@ def _log_mean_probs(logits: Tensor, axis: int) -> Tensor:
 
 def _votes(logits: Tensor, axis: int) -> Tensor:
     votes = nn.functional.one_hot(logits.argmax(axis), logits.shape[axis]).movedim(-1, axis)
-    # A network with NaN among its logits has no vote to give.
+    # A network with NaN among its logits has no vote.
     return torch.where(logits.isnan().any(axis, keepdim=True), torch.nan, votes.to(logits)).sum(0)
 
 

@@ -119,7 +119,8 @@ class _Replication:
     ) -> None:
         self._parts = {id(module): module for module in parts}
         self._weights, self._evaluating = weights, evaluating
-        # By the id of what was copied, which is held here: a forward pass elsewhere may replace it meanwhile.
+        # By the id of the original, which is kept alive here: a forward pass elsewhere may replace it in the
+        # meantime.
         self._made: dict[int, Any] = {}
         self._held: list[object] = []
         own = {id(b): b for part in parts if part._buffers for b in part._buffers.values() if b is not None}
@@ -283,7 +284,7 @@ class _Replication:
         return twin
 
 
-# By the kind of a value, how it is made anew.
+# Rebuilding functions by type of value.
 _KINDS: tuple[tuple[Any, Callable[[_Replication, Any], Any]], ...] = (
     (nn.Module, _Replication.module),
     (dict, _Replication._dict),

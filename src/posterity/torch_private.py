@@ -35,21 +35,21 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 # Many tensors end to end.
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
-# Operations inside that no mode needs to see.
+# A context for operations that no mode needs to see.
 DisableTorchFunction = torch._C.DisableTorchFunction
-# A script around what TorchScript has made: a copy of one is to have copies of its parts.
+# A TorchScript module: a copy of one must have copies of its parts.
 wrap_script: Callable[[Any], nn.Module] = torch.jit._recursive.wrap_cpp_module
-# Attention of operations that have forward derivatives and double backward passes, which fused ones have not.
+# Attention from operations with forward derivatives and double backward passes, which fused ones lack.
 attention_in_parts: Callable[..., tuple[Tensor, Tensor]] = (
     torch.ops.aten._scaled_dot_product_attention_math.default
 )
-# Operations inside that take a tensor of a class of ours for a plain one.
+# A context in which operations treat a tensor of our own class as a plain one.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # The number of the backward pass that is running, -1 outside of one.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # Whether autocast is on for any device: one call where torch.is_autocast_enabled() needs one for each.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# The modes that are entered in this thread: a collector joins the one that is there.
+# The active modes in this thread: a collector joins an active one.
 function_modes = cast("Callable[[], list[TorchFunctionMode]]", _get_current_function_mode_stack)
 # One launch for many tensors.
 foreach_add = torch._foreach_add
@@ -60,12 +60,12 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
-# A view with a version of its own, which autograd does not take for a view.
+# A view with its own version counter, which autograd does not treat as a view.
 unsafe_view = torch.ops.aten._unsafe_view.default
-# A gradient where a tensor is above a number, and 0 elsewhere, whatever it is there, in one launch.
+# A gradient where a tensor is above a threshold, and 0 elsewhere, even for NaN, in one launch.
 threshold_backward = torch.ops.aten.threshold_backward.default
-# Whether the running backward pass keeps its graph, and so what its nodes have saved. Without it we hold what
-# layers report as long as the graph itself lives.
+# Whether the current backward pass retains its graph, and the tensors saved in its nodes. Without this we
+# keep what layers report as long as the graph lives.
 keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
@@ -180,8 +180,8 @@ def dynamo_config(**options: Any) -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", torch._dynamo.config.patch(**options))
 
 
-# FSDP2 does not tell over how many processes it averages gradients, cannot drop a gathering that is under
-# way, and before torch 2.13 does not come back from a pass that an error has ended.
+# FSDP2 does not expose the number of processes over which it averages gradients, cannot cancel a pending
+# gather, and before torch 2.13 does not recover from a pass that ended in an error.
 
 
 def _gathered(module: Any) -> tuple[Any, list[Any]]:

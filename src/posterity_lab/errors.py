@@ -1,4 +1,5 @@
-"""Test errors of a posterior: by every way of inference, after pruning, and whether it knows of them."""
+"""Test errors of a posterior: by every way of inference, after pruning, and how well confidence predicts
+them."""
 
 from __future__ import annotations
 

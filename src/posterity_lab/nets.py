@@ -1,4 +1,4 @@
-"""Networks by size and by name, and the initialisation that the BGD paper starts its means from."""
+"""Networks by size and by name, and the BGD paper's initialisation of the means."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def resume(
     before, now = checkpoint["threads"], torch.get_num_threads()
     if before != now and next(method.model.parameters()).device.type == "cpu":
         warnings.warn(
-            f"the run in {folder} began with {before} threads and goes on with {now}, which changes the last "
-            f"bits of its numbers: set OMP_NUM_THREADS={before} for the same ones",
+            f"the run in {folder} began with {before} threads and resumes with {now}, which changes "
+            f"the last bits of its numbers: set OMP_NUM_THREADS={before} for identical ones",
             stacklevel=2,
         )
 
@@ -151,13 +151,13 @@ def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     if not done and len(lines) > 1:
         raise ValueError(
-            f"{path} has {len(lines)} epochs, and there is no {CHECKPOINT} to go on from: put it back, or "
-            f"{_ELSE}"
+            f"{path} has {len(lines)} epochs, but there is no {CHECKPOINT} to resume from: restore "
+            f"it, or {_ELSE}"
         )
     lines = lines[:done]
     if len(lines) < done:
         raise ValueError(
-            f"{path} has {len(lines)} of the {done} epochs that {CHECKPOINT} has: put it back, or {_ELSE}"
+            f"{path} has {len(lines)} of the {done} epochs that {CHECKPOINT} has: restore it, or {_ELSE}"
         )
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -166,7 +166,7 @@ def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             record = None
         if not _is_record(record) or record["epoch"] != number:
-            raise ValueError(f"{path} is damaged in line {number}: put it back, or {_ELSE}")
+            raise ValueError(f"{path} is damaged in line {number}: restore it, or {_ELSE}")
         records.append(record)
     return records
 

@@ -92,7 +92,7 @@ def test_micro_batches_in_one_context_equal_the_whole_batch(rule: Rule, mc_sampl
 
 @rules
 @pytest.mark.parametrize("mc_samples", [1, 2])
-def test_micro_batches_in_contexts_of_their_own_equal_the_whole_batch(rule: Rule, mc_samples: int) -> None:
+def test_micro_batches_in_separate_contexts_equal_the_whole_batch(rule: Rule, mc_samples: int) -> None:
     if mc_samples > 1 and not rule.draws:
         pytest.skip("it draws nothing")
     found = {}
@@ -194,7 +194,7 @@ def test_a_missing_setting_and_a_misspelt_one_are_named(rule: Rule) -> None:
             made(net())
 
 
-def test_a_setting_without_a_default_of_a_rule_of_ones_own_is_asked_for() -> None:
+def test_custom_rule_asks_for_a_setting_without_default() -> None:
     class Own:
         @constructor
         def __init__(self, module: nn.Module, *, rate: float) -> None:

@@ -32,7 +32,7 @@ from posterity.optim.state import members
 
 @rules
 @pytest.mark.parametrize("way", ALL_WAYS)
-def test_a_parameter_frozen_midway_stays_and_is_still_sampled_afresh(
+def test_parameter_frozen_midway_keeps_its_mean_and_is_still_sampled(
     rule: Rule, way: Callable[..., None]
 ) -> None:
     model = net()
@@ -65,7 +65,7 @@ def test_a_frozen_model_has_nothing_to_learn_and_says_so(rule: Rule) -> None:
 
 
 @drawing_rules
-def test_contexts_without_gradients_are_fresh_networks_and_leave_no_trace(rule: Rule) -> None:
+def test_no_grad_contexts_draw_fresh_networks_without_side_effects(rule: Rule) -> None:
     model, twin = net(), net()
     opt, other = rule.make(model), rule.make(twin)
     outputs = []
@@ -163,7 +163,7 @@ def test_calls_inside_a_context_are_refused(rule: Rule) -> None:
 
 
 @rules
-def test_a_gradient_taken_before_the_first_sample_is_not_lost_silently(rule: Rule) -> None:
+def test_gradient_before_the_first_sample_is_not_lost_silently(rule: Rule) -> None:
     for way in ALL_WAYS:
         model = net()
         opt = rule.make(model)
@@ -320,7 +320,7 @@ def test_an_entry_changed_between_sample_and_step_loses_nothing(rule: Rule) -> N
 
 
 @rules
-def test_a_learning_rate_in_a_tensor_is_checked_though_changed_in_place(rule: Rule) -> None:
+def test_tensor_learning_rate_is_checked_after_an_in_place_change(rule: Rule) -> None:
     model = net()
     opt = rule.make(model, lr=torch.tensor(0.01))
     by_closure(model, opt)
@@ -369,7 +369,7 @@ def test_a_state_may_have_other_numbers_for_the_whole_optimiser(rule: Rule) -> N
 
 
 @rules
-def test_a_misspelt_entry_is_refused_with_a_hint_and_a_users_own_is_not(rule: Rule) -> None:
+def test_misspelt_entry_is_refused_but_a_custom_entry_is_not(rule: Rule) -> None:
     for key, near in (("lrr", "lr"), ("mc_sample", "mc_samples")):
         with pytest.raises(ValueError, match=f"an entry '{key}', which .* did you mean '{near}'"):
             rule.make([{"params": [torch.zeros(2, requires_grad=True)], key: 0.1}])
@@ -394,7 +394,7 @@ def test_a_std_that_a_rule_cannot_represent_is_refused(
 
 
 @tensor_rules
-def test_a_posterior_of_whole_layers_is_refused_with_what_to_load_instead(rule: Rule) -> None:
+def test_posterior_of_matrix_blocks_is_refused_with_advice(rule: Rule) -> None:
     model = nn.Sequential(nn.Linear(5, 3))
     kfac = posterity.NoisyKFAC(model, num_data=16)
     by_closure(model, kfac)
@@ -566,7 +566,7 @@ def test_the_state_of_another_kind_of_optimiser_is_refused() -> None:
                     opt.load_state_dict(other.state_dict())
 
 
-def test_a_loss_with_a_gradient_inside_is_refused_by_rules_that_collect() -> None:
+def test_gradient_penalty_is_refused_by_rules_with_curvature() -> None:
     def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         loss = nn.functional.cross_entropy(model(x), y)
@@ -641,7 +641,7 @@ def test_state_changed_between_sample_and_step_counts(rule: Rule) -> None:
 
 
 @drawing_rules
-def test_gradients_of_a_context_without_gradients_are_not_learned_from(rule: Rule) -> None:
+def test_gradients_in_a_no_grad_context_are_ignored(rule: Rule) -> None:
     model = net()
     opt = rule.make(model, mc_samples=2)
     with torch.no_grad(), opt.sampled_params(), torch.enable_grad():

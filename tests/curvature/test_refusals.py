@@ -151,7 +151,7 @@ def test_a_vmap_inside_a_stack_is_refused(looks: bool) -> None:
         out.square().mean().backward()
 
 
-def test_a_refused_weight_takes_its_block_along_when_it_was_there_before() -> None:
+def test_refused_weight_drops_its_existing_block() -> None:
     """The layer has reported first, and only then another use of its weight is found."""
     model, x = Model(lambda x, w, b: F.linear(x @ w, w, b)), torch.randn(5, 3)
     with Factors(model, strict=False) as factors:
@@ -210,7 +210,7 @@ def test_a_use_that_is_seen_is_no_excuse_for_one_that_is_not(case: str, away: st
             torch.autograd.grad(loss, list(model.parameters()))
 
 
-def test_a_pass_that_is_seen_is_no_excuse_for_one_in_another_thread() -> None:
+def test_pass_in_another_thread_is_refused_despite_a_seen_one() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
 
     def backward() -> None:
@@ -469,7 +469,7 @@ def test_a_pass_that_only_looks_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["inputs", "one layer"])
-def test_a_backward_pass_that_makes_no_gradient_of_a_weight_is_refused(wanted: str) -> None:
+def test_backward_pass_without_a_weight_gradient_is_refused(wanted: str) -> None:
     def twice(model: nn.Module, x: Tensor) -> None:
         x.requires_grad_()
         loss = model(x).square().mean()
@@ -494,7 +494,7 @@ def test_several_backwards_of_one_forward_are_refused() -> None:
         torch.testing.assert_close(value, squares_of(model, plain)[name] / 2)
 
 
-def test_inputs_of_a_layer_whose_bias_alone_learns_may_change_afterwards() -> None:
+def test_inputs_may_change_after_a_layer_with_only_a_trainable_bias() -> None:
     model = nn.Linear(3, 2)
     model.weight.requires_grad_(False)
     x = torch.randn(4, 3)

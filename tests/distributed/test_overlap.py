@@ -82,7 +82,7 @@ def test_overlap_without_a_mesh_is_refused() -> None:
         posterity.IVON(nn.Linear(2, 1), num_data=1, overlap=True)
 
 
-def test_rules_whose_gradients_come_after_the_backward_pass_have_no_overlap() -> None:
+def test_overlap_is_refused_for_rules_with_late_gradients() -> None:
     with pytest.raises(TypeError, match="VOGN has no overlap"):
         posterity.VOGN(nn.Linear(2, 1), num_data=1, overlap=True)
 

@@ -198,7 +198,7 @@ def test_a_std_wider_than_the_priors_is_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [VOGN, OGN, NoisyKFAC, KFAC])
-def test_lr_is_that_of_averaged_gradients_where_there_is_no_curvature(make: Any) -> None:
+def test_lr_is_sgds_without_curvature(make: Any) -> None:
     settings = {"num_data": 50, "prior_precision": 5.0, "temperature": 0.5, "betas": (0.7, 0.9)}
     group = make(net(), hess_init=0.2, damping=0.3, augmentation=2.0, **settings).param_groups[0]
     assert group["lr_unit"] == pytest.approx(0.3 * (0.2 + 0.3 + 0.5 * 5.0 / 100), rel=1e-12)
@@ -277,7 +277,7 @@ def test_curvature_of_norms_is_the_mean_of_the_batches_that_have_factors() -> No
 # What is handed on.
 
 
-def test_hand_over_of_a_mean_is_unbiased_and_so_is_that_of_the_next_period() -> None:
+def test_hand_over_of_averaged_curvature_is_unbiased_in_every_period() -> None:
     model = net()
     opt = OGN(model, num_data=40, lr=0.0, betas=(0.9, 0.75), temperature=0.5, augmentation=2.0)
     N, mean = 80 / 0.5, {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -312,7 +312,7 @@ def narrow(model: nn.Module, seed: int = 3) -> Factorised:
 
 
 @pytest.mark.parametrize("make", [VOGN, OGN, NoisyKFAC, KFAC])
-def test_a_loaded_posterior_keeps_its_stds_to_within_the_weight_of_a_batch(make: Any) -> None:
+def test_loaded_posterior_keeps_its_stds_up_to_one_batch(make: Any) -> None:
     model = net()
     opt = make(model, num_data=40, lr=0.0, betas=(0.9, 0.99))
     q = narrow(model)

@@ -96,7 +96,7 @@ def test_normal_scales_have_the_density_of_normals() -> None:
     torch.testing.assert_close(log_q, expected)
 
 
-def test_log_normal_scales_have_the_density_of_what_they_are_made_of() -> None:
+def test_log_normal_scales_have_the_density_of_their_normals() -> None:
     scales = stirred("ghs").scales
     z, log_q = scales.draw(torch.randn(5, *scales.noise_shape, dtype=F64))
     # log z = ½ (log a + log b + log s_a + log s_b), of independent normals.

@@ -242,7 +242,7 @@ def test_a_layer_as_one_block_is_a_prior_of_single_tensors(kind: str, masks: str
     assert all(bool(p.grad.any()) for p in q.parameters())
 
 
-def test_a_prior_of_blocks_that_q_does_not_have_is_refused_in_one_sentence() -> None:
+def test_prior_with_unknown_blocks_is_refused() -> None:
     net = pretrained()
     old = laplace.fit(net, data(), names="*", prior_precision=1.0).posterior()
     for family in (cfg, mnf):

@@ -156,7 +156,7 @@ def test_the_net_without_gates_is_the_one_with_them(start: str) -> None:
     assert posterior.kept().keys() == names
 
 
-def test_the_loss_pays_for_every_weight_that_is_expected_to_be_open(monkeypatch: Any) -> None:
+def test_l0_loss_counts_the_expected_number_of_open_gates(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     method = baselines.l0(
         nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), strength=5.0, num_data=10, lr=0.1

@@ -140,7 +140,7 @@ def test_seconds_are_of_every_epoch_and_survive_a_resume(tmp_path: Path) -> None
     assert [each["epoch"] for each in whole["curve"]] == [1, 2, 3]
 
 
-def test_dropout_is_predicted_through_masks_and_adam_and_kfac_by_one_network(fitted: Callable) -> None:
+def test_dropout_predicts_with_masks_and_adam_and_kfac_with_one_network(fitted: Callable) -> None:
     dropping, plain = fitted("mc-dropout"), fitted("adam")
     x = plain.test.x[:20]
     found = calibration.predictions(dropping, x)

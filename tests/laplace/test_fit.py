@@ -196,7 +196,7 @@ def test_labels_may_be_of_any_whole_type(kind: str, dtype: torch.dtype) -> None:
     assert a.log_evidence == b.log_evidence
 
 
-def test_the_validated_prior_is_the_one_of_the_grid_that_predicts_best() -> None:
+def test_validation_picks_the_best_predicting_prior_on_the_grid() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     grid = (0.01, 1.0, 100.0)
@@ -553,7 +553,7 @@ def test_factors_of_some_batches_only_are_refused() -> None:
     laplace.fit(model, (x, y), batch_size=3, structure="diagonal", **options)
 
 
-def test_a_bias_keeps_its_curvature_where_its_weight_has_another_use() -> None:
+def test_bias_keeps_its_curvature_if_its_weight_has_another_use() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -122,7 +122,7 @@ def wanted(model: Variational) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("make", [whole, pruned, mixed, frozen, kernels, pruned_kernels, flows, pruned_flows])
 @pytest.mark.parametrize("name", PRIORS)
-def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: Any, name: str) -> None:
+def test_joined_leaves_match_single_leaves(make: Any, name: str) -> None:
     model = make()
     prior = PRIORS[name] or copy.deepcopy(make().posterior).frozen()
     expected, grads = alone(model, prior)
@@ -146,7 +146,7 @@ def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: An
 
 
 @pytest.mark.parametrize("name", PRIORS)
-def test_a_divergence_at_no_drawn_weights_is_that_of_the_leaves_alone(name: str) -> None:
+def test_divergence_without_drawn_weights_matches_single_leaves(name: str) -> None:
     model = variational(net(), std_init=0.2, seed=4, estimator="local")
     prior = PRIORS[name] or copy.deepcopy(whole().posterior).frozen()
     model(X)
@@ -219,7 +219,7 @@ def test_priors_that_are_replaced_or_changed_in_place_are_seen() -> None:
 
 
 @pytest.mark.parametrize("make", [whole, kernels])
-def test_a_parameter_that_is_replaced_has_no_divergence_of_old_weights(make: Any) -> None:
+def test_replaced_parameter_has_no_divergence_of_old_weights(make: Any) -> None:
     model = make()
     model(X)
     leaf = model.posterior.block("2.weight")
@@ -413,7 +413,7 @@ def test_the_spread_gap_has_the_derivative_of_its_value() -> None:
 
 
 @pytest.mark.parametrize("size", [5, (1 << 16) + 5])
-def test_the_divergence_to_the_same_gaussian_is_exact_in_any_number_of_parts(size: int) -> None:
+def test_divergence_to_one_gaussian_is_exact_in_any_number_of_parts(size: int) -> None:
     growth = torch.linspace(-1e-4, 1e-4, size, dtype=torch.float64)
     q = DiagonalGaussian(torch.zeros(size).double(), 1.0 + growth)
     exact = 0.5 * (2 * growth**2 - 2 / 3 * growth**3 + 0.5 * growth**4).sum()  # of r² − 1 − 2 log r

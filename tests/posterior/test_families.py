@@ -300,7 +300,7 @@ def test_weights_of_other_shapes_or_too_few_are_refused() -> None:
 @pytest.mark.parametrize(
     "family", [MatrixGaussian, EigenGaussian, nn.Linear, lambda p, std: "leaf", "cfg", nn.Linear(3, 2)]
 )
-def test_a_family_that_makes_no_leaf_of_a_parameter_is_refused_by_name(family: Any) -> None:
+def test_family_that_cannot_make_a_leaf_is_refused_by_name(family: Any) -> None:
     name = "a Linear" if isinstance(family, nn.Module) else getattr(family, "__name__", repr(family))
     with pytest.raises(TypeError, match=f"which {name} does not: take DiagonalGaussian, cfg or mnf$"):
         variational(nn.Linear(3, 2), family={"bias": DiagonalGaussian, "*": family})

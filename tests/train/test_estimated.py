@@ -203,7 +203,7 @@ def test_a_prior_with_correlated_weights(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["weight", "local"])
-def test_the_loss_of_a_model_in_half_precision_has_the_kl_to_all_digits(estimator: str) -> None:
+def test_half_precision_loss_has_an_accurate_kl(estimator: str) -> None:
     losses = []
     for compiled in (False, True):
         m = model(estimator=estimator).float()

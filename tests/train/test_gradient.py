@@ -752,7 +752,7 @@ def test_captured_steps_compile_what_is_marked_for_it() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_replay_that_is_not_finite_moves_nothing_and_is_raised_by_the_next(
+def test_non_finite_replay_changes_nothing_and_raises_at_the_next(
     monkeypatch: pytest.MonkeyPatch, fused: bool
 ) -> None:
     made = install(monkeypatch)
@@ -778,7 +778,7 @@ def test_a_replay_that_is_not_finite_moves_nothing_and_is_raised_by_the_next(
     assert not torch.equal(before["module.last.weight"], m.module.last.weight)
 
 
-def test_an_optimiser_whose_steps_no_graph_holds_says_what_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncapturable_optimiser_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     made = install(monkeypatch)
     m = model()
     with pytest.warns(
@@ -835,7 +835,7 @@ def test_priors_by_name_that_are_replaced_are_followed() -> None:
 
 
 @pytest.mark.parametrize("rule", [posterity.BGD, partial(posterity.VOGN, num_data=N)])
-def test_a_loss_that_passes_by_the_drawn_weights_of_a_rule_is_refused(rule: Any) -> None:
+def test_loss_on_undrawn_weights_is_refused_for_rules(rule: Any) -> None:
     net = nn.Linear(4, 3).double()
     opt, params = rule(net), list(net.parameters())
     before = [p.detach().clone() for p in params]

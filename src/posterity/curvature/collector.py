@@ -142,7 +142,7 @@ class Collector(ABC):
         passes = Counter(name for names in self._passes for name in names)
         return {name for name, count in passes.items() if count > 1}
 
-    # What layers ask and report.
+    # The layers' interface.
 
     def begin(self, call: LayerCall) -> None:
         """Called when a layer runs."""
@@ -204,7 +204,7 @@ class Collector(ABC):
             run.tasks = {part[::2]: task for part in call.parts if part}
             run.matched = run.counted = None
         if call.fresh and (call.examples != run.matched or call.counted != run.counted):
-            # Only now: a pass that nobody differentiates does no harm.
+            # Checked only here: a pass without a backward pass does no harm.
             self._match(call, run)
         part = call.parts[0] or call.parts[1]
         if part is not None and part.sample not in run.begun:
@@ -245,7 +245,7 @@ class Collector(ABC):
     def _take(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
         """Add the statistics of a layer whose weights no other layer uses."""
 
-    # What the methods share.
+    # Shared by the methods.
 
     def end_pass(self) -> None:
         """Called after a backward pass: add the statistics held until then."""

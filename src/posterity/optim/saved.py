@@ -1,4 +1,4 @@
-"""State from elsewhere: of a checkpoint, or of a posterior."""
+"""Loading state from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES = {"param_names", "blocks"}
 def resume(
     opt: VariationalOptimizer, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Let torch's own ``load_state_dict`` load what fits an optimiser, and copy its state as it was saved."""
+    """Load a matching state through torch's ``load_state_dict``, and copy its tensors without casts."""
     _refuse_foreign(state_dict)
     opt.settle()
     used: list[dict[str, Any]] = []
@@ -63,11 +63,11 @@ def _saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterat
 
 
 def _with_names(groups: Sequence[Group], state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state under the names of an optimiser's parameters, if theirs are mere numbers in it.
+    """The state with an optimiser's parameter names, if its own are only numbers.
 
     Args:
-        groups: Of the optimiser.
-        state_dict: Of one that was given the same tensors in the same order, without their names.
+        groups: The optimiser's groups.
+        state_dict: State of an optimiser built from the same tensors in the same order, without names.
     """
     saved = state_dict["param_groups"]
     names = [name for group in saved for name in group.get("param_names", [])]
@@ -136,7 +136,7 @@ def _refuse_mismatch(
 
 
 def _refuse_blocks(group: Group, matrices: Collection[str], states: Mapping[Any, State]) -> None:
-    """Raise for blocks that are none of a group's, or whose matrices are missing."""
+    """Raise for blocks that are not a group's, or whose matrices are missing."""
     blocks, index = group.get("blocks", ()), dict(zip(group["param_names"], group["params"], strict=True))
     if not isinstance(blocks, tuple | list):
         raise ValueError(f"the state has a group whose 'blocks' are {described(blocks)}")
@@ -158,7 +158,7 @@ def _refuse_blocks(group: Group, matrices: Collection[str], states: Mapping[Any,
 
 
 def _refuse_foreign(state_dict: object) -> None:
-    """Raise for what no ``state_dict()`` has returned."""
+    """Raise for a state that is not from a ``state_dict()``."""
     if not isinstance(state_dict, dict):
         raise TypeError(f"a state is what state_dict() returns, a dict, not a {type(state_dict).__name__}")
     for key, kind in (("param_groups", list), ("state", dict)):
@@ -188,11 +188,11 @@ def _refuse_foreign(state_dict: object) -> None:
 
 
 def _refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None:
-    """Raise, naming the parameter, for a state with which no step can be taken.
+    """Raise, naming the parameter, for a state with which no step is possible.
 
     Args:
-        rule: The optimiser, which says what its state is.
-        state_dict: Of its parameters and settings.
+        rule: The optimiser, which defines its state.
+        state_dict: State of its parameters and settings.
     """
     saved, groups = state_dict["param_groups"], rule.param_groups
     given = iter(list(_saved_states(groups, state_dict)))
@@ -223,7 +223,7 @@ def _refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> Non
 def _refuse_block(
     rule: VariationalOptimizer, names: Sequence[str], params: Mapping[str, Tensor], state_dict: dict[str, Any]
 ) -> None:
-    """Raise, naming the block, unless its matrices make a posterior of it."""
+    """Raise, naming the block, unless its matrices define a posterior."""
     states = {id(p): state for p, state in _saved_states(rule.param_groups, state_dict)}
     state = states[id(params[names[0]])]
     means = [torch.zeros_like(params[name], device="cpu") for name in names]
@@ -239,7 +239,7 @@ def _refuse_block(
 def _unfit(
     rule: VariationalOptimizer, values: State, group: Group, keep: Tensor | None, dtype: torch.dtype
 ) -> str | None:
-    """What is wrong with a parameter's state, if something is; weights that are pruned do not count."""
+    """What is wrong with a parameter's state, if anything; pruned weights do not count."""
     single = {key: value for key, value in values.items() if key not in rule.matrices}
     if keep is not None:
         single = {key: value[keep.bool()] for key, value in single.items()}

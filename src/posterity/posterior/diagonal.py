@@ -137,7 +137,7 @@ class DiagonalGaussian(Leaf):
         logs = -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
         if self._trainable:
             return self.total(logs)
-        # Of a weight that is known exactly: infinite at its mean, and nothing elsewhere.
+        # For a weight with std 0: infinite at its mean, and zero elsewhere.
         hit, missed = value == self.loc, self.varying & (std == 0) & (value != self.loc)
         logs = torch.where(std > 0, logs, torch.where(hit, math.inf, 0.0))
         nowhere = self.total(missed.to(logs.dtype)) > 0

@@ -107,7 +107,7 @@ class EigenGaussian(KroneckerGaussian):
             return
         wide = factor.double()
         excess = (wide.mT @ wide - torch.eye(len(wide), dtype=wide.dtype, device=wide.device)).abs()
-        # Far above what rounding to half precision does, far below what a basis that is none has.
+        # Far above the error of rounding to half precision, far below that of an invalid basis.
         if not bool((excess < 0.05).all()):  # NaN is not, either
             raise ValueError(f"{name} must hold orthonormal vectors as columns: see torch.linalg.eigh")
 

@@ -243,7 +243,7 @@ class Places:
         return self.rows(torch.cat(found, 1))
 
 
-# By the first of the flows: indices on a device go when its model goes.
+# Keyed by the first flow, so that indices on a device are freed with its model.
 _HELD: WeakKeyDictionary[Any, tuple[tuple[object, ...], Places]] = WeakKeyDictionary()
 
 
@@ -270,7 +270,7 @@ def _shapes(count: int, wide: int, form: Form) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_VECTORS, (count, 1, wide))
     for step in range(form.steps + form.auxiliary_steps):
         hidden = form.hidden if step < form.steps else form.auxiliary_hidden
-        # As products want them, so that gradients come as they lie.
+        # In the layout of the products, so that gradients have it, too.
         shapes[f"{step}.inner"], shapes[f"{step}.inner_bias"] = (count, wide, hidden), (count, 1, hidden)
         shapes[f"{step}.outer"], shapes[f"{step}.outer_bias"] = (
             (count, hidden, 2 * wide),
@@ -318,7 +318,7 @@ class _Padded(torch.autograd.Function):
         sizes = zip(grads, places.sizes, strict=True)
         every = [like.new_zeros(size) if grad is None else grad.reshape(-1) for grad, size in sizes]
         views = ctx.layout.views(torch.cat(every).index_select(0, places.back))
-        # What nothing has used has no gradient, as the auxiliary density with a prior that has scales too.
+        # Unused parts have no gradient, such as the auxiliary density if the prior also has scales.
         used = (grads[owner] is not None for owner in places.owners)
         return None, None, *(view if own else None for view, own in zip(views, used, strict=True))
 

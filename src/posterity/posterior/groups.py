@@ -47,7 +47,7 @@ from posterity.posterior.sparse import LogUniform
 # Log-variances of about -9, the paper's.
 _Z_STD = 0.011
 _TAU = 1e-5
-# Of τ0: the KL has 1 / τ0², which must be a number in single precision.
+# Smallest τ0: the KL has 1 / τ0², which must fit in single precision.
 _SMALLEST = 1e-15
 
 

@@ -261,7 +261,7 @@ class KernelGaussian(Leaf):
         eps = noise[""]
         if not self.below.numel():  # kernels of one weight
             return self.loc, self.diagonal() * eps
-        # By numbers of ``below``, of which a whole matrix would have more than twice as many.
+        # Over the entries of ``below``; a whole matrix would have more than twice as many.
         products = self._unit() * eps.flatten(3).index_select(-1, self._column)
         return self.loc, self.diagonal() * (eps + self._by_rows(products).reshape(eps.shape))
 

@@ -122,7 +122,7 @@ class KroneckerGaussian(Leaf):
         """KL(self ‖ p): ½ (tr(Σp⁻¹ Σq) + ‖Lp⁻¹ (μq−μp)‖² − n) + log|Lp| − log|Lq|, of the kept weights."""
         if self.thinned:
             p = p.pruned(self.varying)
-        # In double precision: trace and n are large, and nearly equal where q has barely moved.
+        # In double precision: trace and n are large, and nearly equal if q has barely moved.
         if self.thinned:
             trace = solved(p.cholesky().double(), self.cholesky().double(), 0).square().sum()
         else:

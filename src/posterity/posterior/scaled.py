@@ -34,7 +34,7 @@ from posterity.posterior.leaf import Leaf
 Conv: TypeAlias = Literal["output", "input", "kernel"]
 Dense: TypeAlias = Literal["input", "output"]
 
-# Draws of z behind means and stds: half of them, and their opposites.
+# Number of draws of z for means and stds: half of them, and their opposites.
 MOMENT_DRAWS = 512
 
 

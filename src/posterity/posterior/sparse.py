@@ -35,9 +35,9 @@ from posterity.arguments import Kind, is_number, takes
 from posterity.posterior.priors import Density
 
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695
-# Of log α: e^±80 are float32 numbers.
+# Bounds of log α: e^±80 are float32 numbers.
 _FURTHEST = 80.0
-# Smaller stds count as this: mean / std² would overflow, and is NaN times the gradient of 0 out of bounds.
+# Smaller stds count as this: mean / std² would overflow, and give NaN times the zero gradient out of bounds.
 _LEAST = 1e-17
 # log p(w) = −log|w| + this has the KL go to 0 for α → ∞: −½ log(2πe) − ½ (γ + log 2).
 _LOG_CONSTANT = -0.5 * (math.log(2.0 * math.pi * math.e) + 0.5772156649015329 + math.log(2.0))

@@ -30,9 +30,9 @@ from posterity.variational import Variational
 
 # Graphs kept for different shapes of batch; each holds the memory of a whole step.
 _GRAPHS = 4
-# A graph that so many calls did not use makes room for another.
+# A graph that was not used for this many calls makes room for another.
 _LONG = 100
-# Kinds of batch that are remembered as seen once.
+# Number of batch shapes that are remembered as seen once.
 _KEYS = 256
 
 
@@ -151,7 +151,7 @@ class CapturedStep:
         self._seen: set[Any] = set()
         self._failed: set[Any] = set()
         self._calls = 0
-        # Of several processes: raises what the last step has to say.
+        # With several processes: raises the error of the last step.
         self._settle_last: Callable[[], None] | None = None
 
     def __call__(self, *batch: Any, count: float | Tensor | None = None) -> Tensor:

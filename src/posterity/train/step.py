@@ -1,4 +1,4 @@
-"""One training step over all weight samples: drawn, run in one pass, and learned from."""
+"""One training step over all weight samples, in one pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posterity.optim.counting import examples_of
 from posterity.train.learner import Learner
 
 LossFn: TypeAlias = Callable[..., Tensor]
-# Beside names of parameters: numbers of the samples, which are stacked as weights are.
+# A key beside parameter names: the numbers of the samples, stacked like weights.
 _SAMPLE = "number of the sample"
 
 
@@ -60,7 +60,8 @@ class TrainStep:
             )
 
     def __call__(self, *batch: Any, count: float | Tensor | None = None) -> Tensor:
-        """Learn from a batch, whose loss is a mean of ``count`` terms; that loss, a mean over the samples."""
+        """Learn from a batch whose loss is a mean of ``count`` terms; returns the loss, averaged over
+        samples."""
         learner = self.learner
         self.refuse_changed()
         learner.check()
@@ -87,7 +88,7 @@ class TrainStep:
         return loss
 
     def as_tensors(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The batch with NumPy's arrays as tensors, alone or in dicts and lists, where the model is."""
+        """The batch with NumPy arrays as tensors on the model's device, alone or in dicts and lists."""
         for x in batch:
             if isinstance(x, Tensor) and (x.is_meta or x.layout is not torch.strided):
                 raise TypeError(f"a batch is made of dense tensors, not of {described(x)}")
@@ -96,12 +97,13 @@ class TrainStep:
         return batch if all(isinstance(x, Tensor) for x in batch) else moved(batch, self.target)
 
     def examples(self, batch: tuple[Any, ...]) -> int | None:
-        """Those of the first tensor that has their axis."""
+        """The number of examples of the first tensor that has their axis."""
         return examples_of(batch, self.learner.batch_dim)
 
     @torch.enable_grad()
     def gather(self, before: Mapping[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
-        """Draw, run forward and backward, hand the statistics to the optimiser; the samples' losses."""
+        """Draw, run forward and backward, pass the statistics to the optimiser; returns the samples'
+        losses."""
         losses: list[Tensor] = []
         learner = self.learner
         params, asked = learner.parameters(), learner.samples()
@@ -130,7 +132,8 @@ class TrainStep:
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
-                    # Layers that are run again in the backward pass must find the drawn weights, too.
+                    # Layers that run again in the backward pass (checkpointing) must find the drawn weights,
+                    # too.
                     then = {"then": partial(self._backward, wanted, drawn.past, samples=1)}
                     named |= self._named(learner.stand_ins(rows, None))
                     loss, grads = functional_call(self.target, {**named, **state}, mine, then)
@@ -151,11 +154,11 @@ class TrainStep:
         return torch.cat(losses) if len(losses) > 1 else losses[0]
 
     def _named(self, tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
-        """What is given by parameter, by name."""
+        """Values given by parameter, by name instead."""
         return {self.names[p]: each for p, each in tensors.items()}
 
     def _stacked_stand_ins(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What one pass over samples gets for parameters, given their numbers beside drawn weights."""
+        """The parameters of one pass over samples, from their numbers and the drawn weights."""
         numbers = inside(weights[_SAMPLE]).reshape(-1).tolist()
         samples, level = range(numbers[0], numbers[-1] + 1), level_of(weights[_SAMPLE])
         drawn = {name: each for name, each in weights.items() if name != _SAMPLE}
@@ -164,7 +167,7 @@ class TrainStep:
     def _backward(
         self, leaves: list[Tensor], past: list[Tensor], loss: Tensor, samples: int
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The samples' losses, and the gradients of their sum in the weights."""
+        """The samples' losses, and the gradients of their sum with respect to the weights."""
         losses = loss[None] if samples == 1 else loss
         if losses.dim() != 1:
             shape = list(losses.shape[1:])
@@ -181,7 +184,7 @@ class TrainStep:
         return losses, grads[: len(leaves)]
 
     def _dealt_to(self, batch: tuple[Any, ...]) -> int:
-        """Into how many parts a batch is cut."""
+        """The number of parts of a batch."""
         if self.parts == 1:
             return 1
         if not all(isinstance(x, Tensor) for x in batch):
@@ -191,7 +194,8 @@ class TrainStep:
         return math.gcd(self.parts, len(batch[0]))
 
     def _ones_like(self, loss: Tensor) -> Tensor:
-        """What the backward pass begins with, made once: a graph has it before it is captured."""
+        """The initial gradient of the backward pass, made once, so that it exists before a graph is
+        captured."""
         key = (loss.shape, loss.dtype, loss.device)
         if key not in self._ones:
             self._ones[key] = torch.ones_like(loss)
@@ -199,7 +203,7 @@ class TrainStep:
 
 
 def _dealt(x: Tensor, parts: int, each: int, rows: range) -> Tensor:
-    """What samples see of a tensor of the batch, so many of them each part: ``[samples, B / parts, ...]``."""
+    """The part of a batch's tensor that each sample gets: ``[samples, B / parts, ...]``."""
     cut = x.reshape(parts, -1, *x.shape[1:])
     dealt = [number // each for number in rows]
     return cut if dealt == list(range(parts)) else torch.stack([cut[part] for part in dealt])
@@ -207,7 +211,7 @@ def _dealt(x: Tensor, parts: int, each: int, rows: range) -> Tensor:
 
 @final
 class _Loss(nn.Module):
-    """A loss function as a module, so that weights can be swapped underneath it, and what is done with it."""
+    """A loss function as a module, so that its model's weights can be swapped."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
         super().__init__()

@@ -207,7 +207,7 @@ def move(
         new_mean, new_state = rule.update(mean, state, stats, group)
         if group["max_step"] < math.inf:
             reach = furthest(group, step) * rule.scale(state, group)
-            new_mean = mean + (new_mean - mean).clamp(-reach, reach)
+            new_mean = mean + (settled(group, step) * (new_mean - mean)).clamp(-reach, reach)
     if marks:
         unfit = [~torch.isfinite(each) for each in new_state.values()]
         if second is not None and not group["deterministic"]:
@@ -221,9 +221,18 @@ def move(
     return new_mean, new_state
 
 
+def settled(group: Group, step: int | Tensor) -> Any:
+    """What a weight's t-th step is multiplied by: 1 / sqrt(1 + t / settle_after)."""
+    return (1 + step / group["settle_after"]) ** -0.5
+
+
 def furthest(group: Group, step: int | Tensor) -> Any:
-    """How many scales a weight may move in its t-th update: max_step / sqrt(1 + t / settle_after)."""
-    return group["max_step"] / (1 + step / group["settle_after"]) ** 0.5
+    """How many scales a weight may move in its t-th update: max_step · (1 − β1^t) / sqrt(1 + t / settle_after).
+
+    The average of the first gradients is less than those to come by 1 − β1^t, for rules that have one.
+    """
+    begun = 1 - group["betas"][0] ** step if "betas" in group else 1.0
+    return group["max_step"] * begun * settled(group, step)
 
 
 def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor | None) -> None:

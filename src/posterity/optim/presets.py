@@ -67,7 +67,7 @@ def far_below(rule: str, lr: float) -> str:
 
     Example:
         >>> far_below("IVON", 0.001)
-        'raise lr: it is 0.001, and the default is 1'
+        'raise lr: it is 0.001, and the default is 3'
         >>> far_below("IVON", 0.2)
         ''
     """

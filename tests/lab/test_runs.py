@@ -544,7 +544,11 @@ METRICS = json.dumps(
         ("metrics.jsonl", "garbage\n", r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
         ("metrics.jsonl", "{}\n", r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
         ("metrics.jsonl", METRICS.replace("0.5", "[]"), r"metrics\.jsonl is damaged in line 1: restore it"),
-        ("metrics.jsonl", METRICS.replace("0.5", '"text"'), r"metrics\.jsonl is damaged in line 1: restore it"),
+        (
+            "metrics.jsonl",
+            METRICS.replace("0.5", '"text"'),
+            r"metrics\.jsonl is damaged in line 1: restore it",
+        ),
         ("metrics.jsonl", "[" * 100_000, r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
     ],
 )

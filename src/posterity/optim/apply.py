@@ -227,7 +227,7 @@ def settled(group: Group, step: int | Tensor) -> Any:
 
 
 def furthest(group: Group, step: int | Tensor) -> Any:
-    """How many scales a weight may move in its t-th update: max_step · (1 − β1^t) / sqrt(1 + t / settle_after).
+    """How many scales a weight may move in its t-th update: max_step · (1 − β1^t) · :func:`settled`.
 
     The average of the first gradients is less than those to come by 1 − β1^t, for rules that have one.
     """

@@ -14,10 +14,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import posterity
+from posterity.compress import shrink
 from posterity_lab import bench, nets
 from posterity_lab.bench import Column, Ratio, Record, measure, parser
 from posterity_lab.cli import app
 from posterity_lab.reproduce import sparse
+from posterity_lab.reproduce.sparse_groups import architecture
 from posterity_lab.reproduce.study import Unit
 
 QUICK = ["--rounds", "2", "--round-seconds", "1e-4"]
@@ -343,6 +345,27 @@ def test_the_aim_on_disk_is_at_an_error(error: float, least: float, met: bool) -
     found = smaller.disk({"files": files, "errors": {"shrunk": 0.0, "rounded": error}}, least)
     assert (found["ratios"], found["met"]) == ({"onnx": 50.0}, met)
     assert smaller.disk({"files": files}, 1.0)["met"] is None
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("left", [[8, 13, 88, 13], [5, 10, 76, 16], [20, 50, 800, 500]])
+def test_random_nets_have_the_sizes_that_are_asked_for(left: list[int]) -> None:
+    import smaller
+
+    made = smaller.untrained("lenet5-caffe", 0.2, left, 2, "cpu")
+    small = shrink(made.model, made.posterior, made.inputs)
+    assert architecture(small.posterior) == left
+    assert small.shapes.get("0.weight", (None, (20, 1, 5, 5)))[1][0] == left[0]
+    assert small.shapes.get("2.weight", (None, (50, 20, 5, 5)))[1][:2] == (left[1], left[0])
+
+
+@pytest.mark.usefixtures("scripts")
+def test_sizes_that_a_net_does_not_have_are_refused() -> None:
+    import smaller
+
+    for left, words in (([8, 13], "2 sizes, but the net has 4 layers"), ([21, 1, 1, 1], "21 for 0.weight")):
+        with pytest.raises(ValueError, match=words):
+            smaller.untrained("lenet5-caffe", 0.2, left, 2, "cpu")
 
 
 @pytest.mark.usefixtures("scripts")

@@ -225,7 +225,13 @@ def predict(
 def compress(
     folder: _Run,
     out: Annotated[Path, typer.Option(help="A new folder for what is left.")],
-    fraction: Annotated[float, typer.Option(help="Share of the weights to prune.")] = 0.5,
+    fraction: Annotated[
+        float | None, typer.Option(help="Share of the weights to prune; 0.5 if nothing is said.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Instead: lowest signal-to-noise ratio that stays.")
+    ] = None,
+    log_alpha: Annotated[float | None, typer.Option(help="Instead: lowest log alpha that goes.")] = None,
     groups: Annotated[
         str, typer.Option(help="What goes as one: inputs (columns), outputs (rows) or weights.")
     ] = "inputs",
@@ -245,7 +251,9 @@ def compress(
     _check_samples(samples)
     kinds: dict[str, Any] = {"groups": None if groups == "weights" else groups, "format": file}
     run = runs.load_run(folder, device)
-    found = smaller(run, out, folder=folder, fraction=fraction, share=share, samples=samples, **kinds)
+    cut = {"fraction": fraction, "threshold": threshold, "log_alpha": log_alpha}
+    kinds |= cut if any(each is not None for each in cut.values()) else {"fraction": 0.5}
+    found = smaller(run, out, folder=folder, share=share, samples=samples, **kinds)
     show(found)
     typer.echo(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 

@@ -40,7 +40,9 @@ def smaller(
     out: Path,
     *,
     folder: Path | None = None,
-    fraction: float,
+    fraction: float | None = None,
+    threshold: float | None = None,
+    log_alpha: float | None = None,
     groups: Groups | None = "inputs",
     share: float = 1.0,
     format: Format = "torch.export",
@@ -59,6 +61,8 @@ def smaller(
         out: A new folder.
         folder: Of the run, where looks at test data are counted.
         fraction: Of the weights to prune.
+        threshold: Instead: of the signal-to-noise ratios of what stays.
+        log_alpha: Instead of either: of what goes, as `posterity.prune` has it.
         groups: What is pruned as one: columns, rows, or single weights.
         share: The step of rounding in stds; a net without stds is not rounded.
         format: Of the file.
@@ -84,7 +88,7 @@ def smaller(
     made = record.Provenance(config.device, seeds=[config.seed])
     posterior = point_mass(run.model) if run.posterior is None else run.posterior.frozen()
     example = test.x[: max(BATCHES)]
-    pruned = prune(posterior, fraction, groups=groups)
+    pruned = prune(posterior, fraction, threshold=threshold, log_alpha=log_alpha, groups=groups)
     small = shrink(run.model, pruned, example)
     rounded = None if run.posterior is None else quantise(small.posterior, share)
     left = small.posterior if rounded is None else rounded.posterior
@@ -103,6 +107,8 @@ def smaller(
         "config": asdict(config),
         "options": {
             "fraction": fraction,
+            "threshold": threshold,
+            "log_alpha": log_alpha,
             "groups": groups,
             "share": share,
             "format": format,

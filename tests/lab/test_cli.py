@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import posterity
 from posterity import DivergenceWarning, Prediction
 from posterity.compress import csr
 from posterity.optim.presets import TABLE
@@ -503,6 +504,24 @@ def test_compress_writes_a_smaller_net_and_what_it_costs(run, tmp_path):
     for word in ("--groups", "--format"):
         assert "must be" in refused("compress", run, "--out", tmp_path / "other", word, "strange")
     assert not (tmp_path / "other").exists()
+
+
+def test_compress_cuts_at_a_ratio_or_at_log_alpha(run, tmp_path):
+    whole = runs.load_run(run)
+    for number, (option, cut) in enumerate({"threshold": 1.0, "log_alpha": 0.0}.items()):
+        out = tmp_path / str(number)
+        words = ("--groups", "weights", f"--{option.replace('_', '-')}", cut)
+        assert call("compress", run, "--out", out, *words).exit_code == 0
+        left = posterity.prune(whole.posterior, **{option: cut}).kept()
+        found = json.loads((out / "compress.json").read_text())
+        assert found["options"][option] == cut
+        assert found["options"]["fraction"] is None
+        kept = posterity.Factorised.load(out / "posterior.safetensors").kept()
+        last = next(name for name in reversed(left) if left[name].dim() > 1)
+        assert int(kept[last].sum()) == int(left[last].sum()) > 0
+    both = ("--fraction", 0.5, "--log-alpha", 1.0)
+    assert "takes one of these" in refused("compress", run, "--out", tmp_path / "both", *both)
+    assert not (tmp_path / "both").exists()
 
 
 def test_a_net_without_posterior_is_compressed_by_magnitude(point, tmp_path):

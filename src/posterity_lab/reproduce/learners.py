@@ -168,6 +168,7 @@ def learner(
         prior=sparsity,
         num_data=num_data,
         factor=kl_factor(config["kl_factor"], *schedule),
+        max_stds=config.get("max_stds"),
         seed=seed,
         **given("lr", "std_init"),
     )

@@ -2606,8 +2606,8 @@ _RECORDS = [
     Site(
         "groups are cut whatever the net then errs",
         f"{_LAB}/reproduce/sparse_groups.py",
-        "if _error(net, way, train) <= allowed",
-        "if _error(net, way, train) <= allowed + 1.0",
+        "if _error(net, found, train) <= allowed",
+        "if _error(net, found, train) <= allowed + 1.0",
         ("lab/test_sparse_studies.py::test_groups_go_as_far_as_training_images_allow",),
     ),
     Site(

@@ -20,7 +20,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,14 @@ _PEEKS = 1 << 30
 _PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
 Prior: TypeAlias = Posterior | Density | ByName
 _A_PRIOR = instance("a prior", Posterior, Density, ByName)
+
+
+class _Draw(NamedTuple):
+    """Weights by name, those of leaves end to end, and versions of the posterior that they are of."""
+
+    weights: dict[str, Tensor]
+    joined: list[Joined]
+    versions: list[int]
 
 
 @final
@@ -144,10 +152,8 @@ class Variational(nn.Module):
         self.seed = new_seed() if seed is None else seed
         self.draws = 0
         self._seeded, self._met, self._peeks = seed is not None, False, 0
-        self._weights: dict[str, Tensor] | None = None
-        self._joined: list[Joined] = []
+        self._last: _Draw | None = None
         self._grouped: tuple[list[Any], list[EndToEnd], list[EndToEnd]] = [], [], []
-        self._versions: list[int] = []
         self._runner: tuple[Sampled] | None = None
         self.register_load_state_dict_post_hook(_share_again)  # type: ignore[no-untyped-call]
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
@@ -203,10 +209,11 @@ class Variational(nn.Module):
             undrawn = [Joined(each, each.leaf()) for each in self._groups()[0]]
             return kl(self.posterior, prior, seed=self.seed, step=self.draws, joined=undrawn)
         # Weights of what the posterior was before it changed would give no KL.
-        if self._weights is None or self._versions != self.versions():
+        last = self._last
+        if last is None or last.versions != self.versions():
             return kl(self.posterior, prior)
         at = {"seed": self.seed, "step": self.draws}
-        return kl(self.posterior, prior, weights=self._weights, **at, joined=self._joined)
+        return kl(self.posterior, prior, weights=last.weights, **at, joined=last.joined)
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
@@ -219,7 +226,7 @@ class Variational(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
-        own: dict[str, Any] = {"_weights": None, "_joined": [], "_runner": None, "_watch": None}
+        own: dict[str, Any] = {"_last": None, "_runner": None, "_watch": None}
         return {**self.__dict__, **own, "_grouped": ([], [], [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -264,8 +271,7 @@ class Variational(nn.Module):
 
     def _drawn(self, weights: dict[str, Tensor], joined: list[Joined]) -> None:
         # For kl(): weights drawn without a graph would give it no gradient.
-        self._weights, self._joined = (weights, joined) if torch.is_grad_enabled() else (None, [])
-        self._versions = self.versions()
+        self._last = _Draw(weights, joined, self.versions()) if torch.is_grad_enabled() else None
 
     def _groups(self) -> tuple[list[EndToEnd], list[EndToEnd]]:
         """Leaves of one kind end to end, and what is drawn at once for layers with estimators.

@@ -1098,15 +1098,15 @@ _ESTIMATORS = [
     Site(
         "local forgets the variance of a bias",
         "posterity/layers/estimators.py",
-        "in (std, own, scales)]",
+        "in (std, shift, scales)]",
         "in (std, None, scales)]",
         ("exact/test_estimators.py::test_local_has_the_moments_of_convolutions_at_each_position",),
     ),
     Site(
         "scales do not multiply the noise of outputs",
         "posterity/layers/estimators.py",
-        "in (std, own, scales)]",
-        "in (std, own, None)]",
+        "in (std, shift, scales)]",
+        "in (std, shift, None)]",
         ("exact/test_estimators.py::test_scales_multiply_the_noise_of_weights_but_not_of_biases",),
     ),
     Site(
@@ -2585,8 +2585,8 @@ _RECORDS = [
     Site(
         "groups are cut whatever the net then errs",
         f"{_LAB}/reproduce/sparse_groups.py",
-        "if _error(net, way, train) <= allowed",
-        "if _error(net, way, train) <= allowed + 1.0",
+        "if _error(net, found, train) <= allowed",
+        "if _error(net, found, train) <= allowed + 1.0",
         ("lab/test_sparse_studies.py::test_groups_go_as_far_as_training_images_allow",),
     ),
     Site(

@@ -133,7 +133,7 @@ def test_joined_leaves_match_single_leaves(make: Any, name: str) -> None:
                 lambda layer, _, path=path, own=own: seen.update({f"{path}.{own}": getattr(layer, own)})
             )
     loss = model(X).square().mean()
-    assert model._joined
+    assert model._last.joined
     loss = loss + 0.1 * model.kl(prior)
     loss.backward()
     single = any(p.dtype == torch.float32 for p in model.parameters())
@@ -197,7 +197,7 @@ def test_priors_that_are_replaced_or_changed_in_place_are_seen() -> None:
 
     def check() -> None:
         model(X)  # from here on all leaves are one
-        assert model._joined
+        assert model._last.joined
         found = model.kl(prior).detach()
         torch.testing.assert_close(found, kl(model.posterior, prior).detach(), rtol=1e-12, atol=1e-12)
         expected = sum(kl(one, prior.block(name)).detach() for name, one in model.posterior.blocks.items())

@@ -54,9 +54,12 @@ def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, in
     scales = None if weight is None else _scales(call, weight)
     out = _applied(func, call, call.input, *means, scales)
     for estimator, add in (("local", _with_noise), ("flipout", _with_signs)):
-        own = [each if each is not None and each.estimator == estimator else None for each in (weight, bias)]
-        if any(own):
-            out = add(func, call, out, own[0], own[1], scales)
+        own = weight if weight is not None and weight.estimator == estimator else None
+        shift = bias if bias is not None and bias.estimator == estimator else None
+        if own is not None:
+            out = add(func, call, out, own, None if shift is None else shift.spread(), scales)
+        elif shift is not None:
+            out = _with_bias(call, out, shift)
     return out
 
 
@@ -112,24 +115,26 @@ def _applied(
     return (scaled if bias is None else scaled + call.by_channel(bias)).to(made.dtype)
 
 
+def _with_bias(call: Multiplying, out: Tensor, bias: Drawn) -> Tensor:
+    """Outputs with noise or signs of the bias alone."""
+    local = bias.estimator == "local"
+    factor = bias.normal("out", out.shape) if local else _signs(bias, "out", call, out)
+    return out + (call.by_channel(bias.spread()) * factor).to(out.dtype)
+
+
 def _with_noise(
     func: Callable[..., Any],
     call: Multiplying,
     out: Tensor,
-    weight: Drawn | None,
-    bias: Drawn | None,
+    weight: Drawn,
+    shift: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
     """Outputs at the mean with noise of the outputs' own variance."""
-    own = None if bias is None else bias.spread()
-    if weight is None:
-        assert bias is not None
-        noise = bias.normal("out", out.shape) * call.by_channel(bias.spread())
-        return out + noise.to(out.dtype)
     x, std = call.input, weight.spread()
     narrow = torch.float16 in (x.dtype, autocast_dtype(x))
     # Squares of stds would be zero in half precision.
-    wide = [each.float() if narrow and each is not None else each for each in (std, own, scales)]
+    wide = [each.float() if narrow and each is not None else each for each in (std, shift, scales)]
     squares = (None if each is None else square(each) for each in wide)
     with torch.autocast(x.device.type, enabled=False) if narrow else nullcontext():
         variance = _applied(func, call, square(x.float() if narrow else x), *squares)
@@ -141,19 +146,14 @@ def _with_signs(
     func: Callable[..., Any],
     call: Multiplying,
     out: Tensor,
-    weight: Drawn | None,
-    bias: Drawn | None,
+    weight: Drawn,
+    shift: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
     """Outputs at the mean with each example's own signs of one deviation of all weights."""
-    own = None if bias is None else bias.spread()
-    if weight is None:
-        assert bias is not None
-        deviation = call.by_channel(bias.spread()).to(out.dtype)
-        return out + deviation * _signs(bias, "out", call, out)
     x = call.input * _signs(weight, "in", call, call.input)
     # A bias has its output channel's sign, and none of the inputs'.
-    deviation = _applied(func, call, x, weight.spread(), own, scales)
+    deviation = _applied(func, call, x, weight.spread(), shift, scales)
     return torch.addcmul(out, deviation, _signs(weight, "out", call, out))
 
 

@@ -34,7 +34,7 @@ from posterity.distributed import World, several
 from posterity.estimators import Sampled, by_block, parameters_of, together
 from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
-from posterity.names import NameFilter, first_match, padding_rows, select
+from posterity.names import NameFilter, first_match, padding_rows, refuse_idle, select
 from posterity.noise import Domain, new_seed
 from posterity.objective import heard_by
 from posterity.optim.presets import TABLE, settings, start_std
@@ -412,6 +412,7 @@ def variational(
                 "deterministic="
             )
     families = family if isinstance(family, Mapping) else {"*": family}
+    refuse_idle(families, dict(module.named_parameters()))
     std = start_std(found, drawn.values())
     leaves = {}
     for name, p in drawn.items():

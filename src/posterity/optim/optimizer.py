@@ -360,7 +360,7 @@ class VariationalOptimizer(Optimizer, ABC):
         slow = partial(handover.slow, proxy(self))
         self.watch = watch.LossWatch(type(self).__name__, self.narrower, noise, fresh, slow)
         self.unfrozen = watch.Unfrozen(self.module, self.parameters())
-        self.terms = counting.LossTerms(type(self).__name__)
+        self.terms = counting.LossTerms(type(self).__name__, self.batch_dim)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()
         self.entered: int | None = None  # how often a context was entered again inside itself

@@ -18,7 +18,7 @@ from posterity.inputs import moved
 from posterity.layers import Intercept
 from posterity.layers.stacks import inside, level_of
 from posterity.mc import chunks, stacked_pass
-from posterity.optim.counting import examples_of
+from posterity.optim.counting import both_axes, examples_of
 from posterity.train.learner import Learner
 
 LossFn: TypeAlias = Callable[..., Tensor]
@@ -108,8 +108,8 @@ class TrainStep:
         parts = self._dealt_to(batch) if asked else 1
         samples = parts * asked or 1
         learner.sums.parts = parts
-        size = self.examples(batch)
-        notes = learner.terms.notes(lambda: size and size // parts)
+        size, beside = both_axes(batch, learner.batch_dim)
+        notes = learner.terms.notes(lambda: (size and size // parts, beside))
         for rows in chunks(samples, self.chunk):
             drawn = learner.draw(rows, 1 / samples)
             one = len(rows) == 1

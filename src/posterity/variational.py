@@ -38,7 +38,7 @@ from posterity.names import NameFilter, first_match, padding_rows, refuse_idle, 
 from posterity.noise import Domain, new_seed
 from posterity.objective import heard_by
 from posterity.optim.presets import TABLE, settings, start_std
-from posterity.optim.watch import LossWatch, noise_of
+from posterity.optim.watch import LossWatch, Untrained, noise_of
 from posterity.posterior import (
     ByName,
     Density,
@@ -153,6 +153,7 @@ class Variational(nn.Module):
         self._versions: list[int] = []
         self._heard: list[int] = []
         self._watch: LossWatch | None = None
+        self._untrained: Untrained | None = None
         self._fresh = True
         self._runner: tuple[Sampled] | None = None
         self.register_load_state_dict_post_hook(_share_again)  # type: ignore[no-untyped-call]
@@ -223,6 +224,7 @@ class Variational(nn.Module):
             return
         if self._watch is None:
             self._watch = loss_watch(self.posterior, "the variational() model", self._fresh)
+            self._untrained = Untrained(*self._learned())
             if not self.draws and not self._reached(nll):
                 warn(
                     "elbo() has the NLL of a model whose weights were never drawn, which trains no std: call "
@@ -230,13 +232,20 @@ class Variational(nn.Module):
                 )
         self._heard = now
         self._watch.follow(nll)
+        if self._untrained is not None:
+            self._untrained.look()
 
     def _reached(self, nll: Tensor) -> bool:
         """Whether an NLL depends on what the module itself does not have, such as stds."""
-        own = {id(p) for p in self.module.parameters()}
-        others = [p for p in self.posterior.parameters() if p.requires_grad and id(p) not in own]
+        _, others = self._learned()
         grads = torch.autograd.grad(nll, others, retain_graph=True, allow_unused=True) if others else ()
         return not others or any(grad is not None for grad in grads)
+
+    def _learned(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What of the posterior wants gradients: means, which the module has too, and all else."""
+        own = {id(p) for p in self.module.parameters()}
+        learned = [p for p in self.posterior.parameters() if p.requires_grad]
+        return [p for p in learned if id(p) in own], [p for p in learned if id(p) not in own]
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
@@ -251,6 +260,7 @@ class Variational(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
         own: dict[str, Any] = {"_weights": None, "_joined": [], "_runner": None, "_watch": None}
+        own["_untrained"] = None
         groups: dict[str, Any] = {"_grouped": ([], []), "_estimated": ([], [])}
         return {**self.__dict__, **own, **groups, "_fresh": self.draws == 0}
 

@@ -30,6 +30,8 @@ _SOON, _PATIENCE, _LONG = 100, 300, 500
 _EVERY, _AT_ONCE = 5, 100
 # By this share a loss comes down in _PATIENCE steps where a learning rate is not far too small.
 _LITTLE = 0.1
+# Steps of a posterior's means after which its stds should have moved, too.
+_MOVES = 3
 # Below this loss there may be nothing to learn: a net that was trained before.
 _LOW = 0.25
 
@@ -299,6 +301,39 @@ class Unfrozen:
                 self._named = []
                 return
             self._versions[name] = p._version
+
+
+@final
+class Untrained:
+    """Warns, once, of a posterior whose means move, while nobody moves what else it learns from gradients.
+
+    Args:
+        means: Its means, which are a module's parameters.
+        others: Its stds, and what else is no parameter of that module.
+    """
+
+    def __init__(self, means: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        self._means, self._others = means, others
+        self._begin, self._last, self._moves = _versions(others), _versions(means), 0
+
+    def look(self) -> None:
+        """At a step, before its backward pass: gradients are those of the last."""
+        if not self._others or _versions(self._others) != self._begin:
+            self._others = ()
+            return
+        last, self._last = self._last, _versions(self._means)
+        self._moves += self._last != last and all(p.grad is not None for p in self._others)
+        if self._moves >= _MOVES:
+            self._others = ()
+            warn(
+                "the means of the variational() model are trained, and its stds have gradients that no "
+                "optimiser uses: build the optimiser from the parameters() of what variational() returned, "
+                "not of the module inside it"
+            )
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [each._version for each in tensors]
 
 
 @torch.no_grad()

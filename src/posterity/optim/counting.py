@@ -299,7 +299,13 @@ class LossTerms:
             values, guesses = zip(*self._guesses, strict=True)
             self.guess = float(torch.cat([each.cpu() for each in values]).mean()), sum(guesses) / len(guesses)
         scales.judge()
-        if counted:
+        if crossed := next((name for name, terms, _ in self._seen if math.isnan(terms)), None):
+            warn(
+                f"{crossed} compares every output with every target, since it repeats both to one shape: "
+                "give outputs and targets the same shape, such as [B, 1]",
+                CountWarning,
+            )
+        if counted or crossed:
             return
         said = batch_size / inputs if inputs and batch_size else 1.0  # of a user who knows better than inputs
         wrong: list[tuple[str, float, float, bool]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -216,7 +217,27 @@ class _Loss(nn.Module):
         self.title = type(model).__name__
 
     def forward(self, *batch: Any, then: Callable[[Tensor], Any] | None = None) -> Any:
-        loss = self.loss_fn(self.model, *batch)
+        try:
+            loss = self.loss_fn(self.model, *batch)
+        except TypeError as error:
+            if _takes(self.loss_fn, 1 + len(batch)):
+                raise
+            raise TypeError(
+                f"loss_fn is {described(self.loss_fn)} that does not take (model, *batch), here "
+                f"{1 + len(batch)} arguments: pass a function such as lambda model, x, y: "
+                "F.cross_entropy(model(x), y)"
+            ) from error
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return the loss as a tensor, not {type(loss).__name__}")
         return loss if then is None else then(loss)
+
+
+def _takes(call: Any, number: int) -> bool:
+    """Whether a function or module takes so many arguments, as far as its signature says."""
+    try:
+        inspect.signature(call.forward if isinstance(call, nn.Module) else call).bind(*range(number))
+    except TypeError:
+        return False
+    except ValueError:  # it has none
+        pass
+    return True

@@ -135,8 +135,9 @@ def test_a_loop_with_the_module_inside_a_variational_model_is_warned_of() -> Non
 
 def steps_of(optimizer: torch.optim.Optimizer, model: Variational, steps: int) -> None:
     for _ in range(steps):
+        loss = elbo(model(torch.ones(3, 4)).square().mean(), model.kl(), num_data=10)
         optimizer.zero_grad()
-        elbo(model(torch.ones(3, 4)).square().mean(), model.kl(), num_data=10).backward()
+        loss.backward()
         optimizer.step()
 
 

@@ -2822,6 +2822,62 @@ _RECORDS = [
         "pass\n        yield",
         ("lab/test_disk.py::test_a_second_process_is_refused_until_the_first_is_killed",),
     ),
+    Site(
+        "tiny stds are taken for usual ones",
+        f"{_OPTIM}/presets.py",
+        "if own >= 0.1 * usual:",
+        "if usual >= 0.1 * own:",
+        ("optim/test_watch.py::test_stds_far_below_the_usual_are_named_where_a_run_stands_still",),
+    ),
+    Site(
+        "time-first inputs are told of the axis that they have",
+        f"{_OPTIM}/counting.py",
+        "axis = 0 if self._axis else 1",
+        "axis = 1 if self._axis else 0",
+        ("conformance/test_counting.py::test_time_first_inputs_are_told_of_batch_dim",),
+    ),
+    Site(
+        "every output may be compared with every target",
+        "posterity/layers/losses.py",
+        "return math.nan if both not in (input.shape, target.shape) else",
+        "return",
+        ("conformance/test_loss_terms.py::test_outputs_that_are_compared_with_all_targets_are_warned_of",),
+    ),
+    Site(
+        "a pattern that matches nothing is passed over",
+        "posterity/names.py",
+        '[pattern for pattern in patterns if pattern != "*"]',
+        "()",
+        ("test_names.py::test_patterns_that_match_no_parameter_are_refused",),
+    ),
+    Site(
+        "targets [B] are spread over outputs [B, 1]",
+        "posterity/laplace/fitting.py",
+        "return y[:, None] if isinstance(y, Tensor)",
+        "return y.expand(len(y), len(y)) if isinstance(y, Tensor)",
+        ("laplace/test_fit.py::test_regression_with_one_number_for_each_input",),
+    ),
+    Site(
+        "means that are trained alone are not noticed",
+        f"{_OPTIM}/watch.py",
+        "self._moves += self._last != last and all(p.grad is not None for p in self._others)",
+        "self._moves += self._last == last",
+        ("test_objective.py::test_a_loop_that_trains_means_alone_is_warned_of_once",),
+    ),
+    Site(
+        "stds that are trained are said not to be",
+        f"{_OPTIM}/watch.py",
+        "if not self._others or _versions(self._others) != self._begin:",
+        "if not self._others:",
+        ("test_objective.py::test_loops_that_train_all_or_freeze_stds_get_no_warning",),
+    ),
+    Site(
+        "edited metrics are shown as the run's",
+        f"{_LAB}/run_files.py",
+        "known is not None and all(known != record.digest(list(history[:n]))",
+        "known is not None and all(known == record.digest(list(history[:n]))",
+        ("lab/test_runs.py::test_resume_refuses_metrics_that_were_edited",),
+    ),
 ]
 
 SITES = [

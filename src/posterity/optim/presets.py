@@ -82,6 +82,7 @@ def too_narrow(rule: str, group: Group, params: Collection[Tensor]) -> str:
     """What to do about stds that begin far below those of all presets: steps are bounded by stds.
 
     Example:
+        >>> import torch
         >>> weight = torch.zeros(3, 100)
         >>> too_narrow("IVON", {"std_scale": 0.001, "std_init": None}, [weight])
         'raise std_scale: stds begin at 0.0001, and by default at 0.005'

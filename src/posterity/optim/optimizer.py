@@ -425,6 +425,8 @@ class VariationalOptimizer(Optimizer, ABC):
     def refuse_foreign(self) -> None:
         """Raise, before the first sample of a step, for gradients that it would lose."""
         self.refuse_inside("a training step")
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("torch.inference_mode() keeps no gradients: take training steps outside of it")
         if not self.met and several():
             meet(self)
         self.ledger.refuse_foreign(self.named())

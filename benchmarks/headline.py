@@ -18,17 +18,13 @@ import by_gradient
 import reproduced
 from first_try import first_try
 from reproduced import (
-    CHOICES,
-    CRITERIA,
     EARLIER,
     LATER,
     NAMES,
     RECORDS,
     RULES,
-    SECOND,
     WIDTHS,
     Record,
-    Runs,
     accuracy,
     beside,
     by_method,
@@ -151,14 +147,7 @@ def missed(folder: Path = RESULTS) -> str:
 
 def continual_row(folder: Path) -> list[str]:
     """The narrowest and the widest net of figure 1: BGD is ahead on one, and behind on the other."""
-    settings = ("200", "2000")
-    by_choice = {choice: load(folder, f"{place}bgd-permuted") for place, choice in CHOICES.items()}
-    found: dict[tuple[str, str], list[Record]] = {}
-    told = []
-    for choice, runs in by_choice.items():
-        mine = {key: own for key, own in runs.items() if key[0] in settings and key not in found}
-        found |= mine
-        told += [f"settings by {choice}: {whose(mine)}"] if mine else []
+    settings, found = ("200", "2000"), load(folder, "bgd-permuted")
     cells = by_setting(found, settings, accuracy)
     return [
         "Ten permuted MNIST tasks, 2×200 / 2×2000 units: average accuracy after the last, % "
@@ -166,14 +155,8 @@ def continual_row(folder: Path) -> list[str]:
         f"BGD (not told of switches) {cells['bgd']}",
         beside(cells, "bgd"),
         "only a plot",
-        "; ".join([together(by_method(found, settings)), *told]),
+        together(by_method(found, settings)),
     ]
-
-
-def whose(runs: Runs) -> str:
-    """Whose runs these are: "2×200 SGD, Adam; 2×2000 BGD"."""
-    nets = {setting: [NAMES[method] for own, method in runs if own == setting] for setting, _ in sorted(runs)}
-    return "; ".join(f"2×{setting} {', '.join(names)}" for setting, names in nets.items())
 
 
 def error_row(folder: Path) -> list[str]:
@@ -212,30 +195,22 @@ def averaged_row(folder: Path) -> list[str]:
 
 
 def pruning_row(folder: Path) -> list[str]:
-    """Table 2, by both criteria."""
-    net = "1200 to prune"
-    found = {**load(folder, LATER), **load(folder, SECOND)}
+    """Table 2, by the criterion that was fixed beforehand."""
+    settings = ("1200 to prune",)
+    found = load(folder, LATER)
 
     def cell(records: list[Record]) -> str:
         before, after, ratio = pruned(records, 0.95)
         return f"{ratio} ({before} → {after} %)"
 
-    by_study = {criterion: load(folder, study) for study, criterion in CRITERIA.items()}
-    named = {criterion: runs[net, "bgd"] for criterion, runs in by_study.items() if (net, "bgd") in runs}
-    others = {
-        method: records
-        for (setting, method), records in found.items()
-        if setting.startswith("1200") and method != "bgd"
-    }
+    cells = by_setting(found, settings, cell)
     return [
         "MNIST, 2×1200 units: error of single networks after removing 95 % of the weights, over the error "
         "before (`posterity reproduce bgd-table2`)",
-        "BGD, " + "; ".join(f"{criterion} {cell(records)}" for criterion, records in named.items()),
-        beside({method: cell(records) for method, records in others.items()}, "bgd"),
-        EXPERIMENTS["bgd-table2"].paper[net, "bgd"],
-        together(
-            {"BGD": named[CRITERIA[SECOND]], **{NAMES[name]: records for name, records in others.items()}}
-        ),
+        f"BGD {cells['bgd']}",
+        beside(cells, "bgd"),
+        EXPERIMENTS["bgd-table2"].paper[settings[0], "bgd"],
+        together(by_method(found, settings)),
     ]
 
 

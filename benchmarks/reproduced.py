@@ -97,7 +97,9 @@ def error(mode: str) -> Cell:
 
 def accuracy(records: list[Record]) -> str:
     """Accuracy in per cent; of a stream, the average over all tasks after the last."""
-    return spread((record["metrics"]["accuracy"] for record in records), 1, 100)
+    ended = [record["metrics"]["accuracy"] for record in records if not record["diverged"]]
+    lost = f" ({len(records) - len(ended)} of {len(records)} diverged)" if len(ended) < len(records) else ""
+    return (spread(ended, 1, 100) if ended else "–") + lost
 
 
 def calibration(records: list[Record]) -> str:
@@ -200,14 +202,23 @@ def pruning(folder: Path = RECORDS) -> str:
 
 
 def permuted(folder: Path = RECORDS) -> str:
-    """Ten permuted tasks in a row: average accuracy after the last, by net, rule of choice and method."""
-    rows = []
-    for place, choice in CHOICES.items():
-        for study in ("bgd-permuted", "vogn-permuted"):
-            found = load(folder, f"{place}{study}")
-            for setting, method in sorted(found, key=lambda key: (int(key[0].split()[0]), key[0])):
-                records = found[setting, method]
-                rows.append([f"2×{setting}", NAMES[method], accuracy(records), lengths(records), choice])
+    """Ten permuted tasks in a row: average accuracy after the last, by net and method.
+
+    Runs whose settings an earlier rule chose are here only where there are none by the fixed rule.
+    """
+    found = {
+        (study, *key): (records, choice)
+        for place, choice in reversed(CHOICES.items())
+        for study in ("bgd-permuted", "vogn-permuted")
+        for key, records in load(folder, f"{place}{study}").items()
+    }
+    order = list(NAMES)
+    rows = [
+        [f"2×{setting}", NAMES[method], accuracy(records), lengths(records), choice]
+        for (_, setting, method), (records, choice) in sorted(
+            found.items(), key=lambda item: (int(item[0][1].split()[0]), item[0][1], order.index(item[0][2]))
+        )
+    ]
     head = ["net", "method", "average accuracy, %", "runs (epochs a task)", "settings by"]
     return table(head, rows)
 

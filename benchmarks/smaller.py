@@ -3,12 +3,14 @@
     posterity bench smaller --units results/cache/sparse-groups/lenet5-*
     posterity bench smaller --units results/cache/sparse-vgg/k-1-* --device cuda --batches 1 128 1024
     posterity bench smaller --nets lenet5-caffe --kept 0.2     # no training: random weights
+    posterity bench smaller --nets lenet5-caffe --left 8 13 88 13     # of the sizes that a paper reports
 
 A unit is the cache folder of one of ``posterity reproduce sparse-lenet``, ``sparse-groups``, ``sparse-vgg``.
 The whole net and the smaller one run the same images, in turn, in fp32 and in the same layout: test images,
 since a CPU foresees the branches of few or repeated ones. Files are those of ``posterity.compress.export``,
 with weights as floats, and as whole numbers where the posterior says how far to round. Where onnxruntime is
-installed, it runs both ONNX files on a CPU, with as many threads as torch: a call of a small net costs less.
+installed, it runs both ONNX files on a CPU, with as many threads as torch, and inputs bound once: a call of a
+small net costs less.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -72,11 +74,16 @@ class Pruned(NamedTuple):
     inputs: Tensor
 
 
-def untrained(name: str, kept: float, size: int, device: str) -> Pruned:
-    """A net of random weights with a share of every hidden layer's outputs kept."""
+def untrained(name: str, kept: float, left: Sequence[int] | None, size: int, device: str) -> Pruned:
+    """A net of random weights with a share of every hidden layer's outputs kept, or with these sizes."""
     shape = [3, 32, 32] if name.startswith(("vgg", "resnet")) else [1, 28, 28]
     model = initialise(build(name, shape, 10), seed=0).to(device)
     q = point_mass(model)
+    if left is not None:
+        inputs, _ = batch([size, *shape], device)
+        return Pruned(
+            f"{name}, {'-'.join(map(str, left))} left", name, model, of_sizes(q, left), None, inputs
+        )
     last = [each for each, mean in q.mean().items() if mean.dim() > 1][-1]
     pruned = prune(q, 1 - kept, groups="outputs", scope="layer", spare=[last, "*bias"])
     masks = pruned.kept()
@@ -88,6 +95,32 @@ def untrained(name: str, kept: float, size: int, device: str) -> Pruned:
                 pruned = _without(pruned, each, alive)
     inputs, _ = batch([size, *shape], device)
     return Pruned(f"{name}, {kept:g} kept", name, model, pruned, None, inputs)
+
+
+def of_sizes(posterior: Factorised, left: Sequence[int]) -> Factorised:
+    """With so many output maps of every convolution and inputs of every matrix, as papers count them."""
+    weights = {name: mean for name, mean in posterior.mean().items() if mean.dim() > 1}
+    if len(left) != len(weights):
+        raise ValueError(f"--left has {len(left)} sizes, but the net has {len(weights)} layers: one for each")
+    units, stay = 0, 0  # of the layer before: all, and those that stay
+    for (name, mean), count in zip(weights.items(), left, strict=True):
+        axis = 1 if mean.dim() == 2 else 0
+        if not 0 < count <= mean.shape[axis]:
+            raise ValueError(f"--left has {count} for {name}, which has {mean.shape[axis]}")
+        keep = torch.zeros(mean.shape[axis], dtype=torch.bool, device=mean.device)
+        if axis == 0:
+            keep[:count] = True
+            posterior = _without(posterior, name.replace("weight", "bias"), keep)
+            units, stay = len(mean), count
+        else:  # of every unit before that stays, one position after another
+            each = mean.shape[1] // (units or mean.shape[1])
+            places = torch.arange(stay * each or count).view(-1, each).t().flatten()[:count]
+            keep[places] = True
+            units, stay = 0, 0
+        posterior = _without(
+            posterior, name, keep.view(-1, *[1] * (mean.dim() - 1 - axis)).expand(mean.shape)
+        )
+    return posterior
 
 
 def _without(posterior: Factorised, name: str, keep: Tensor) -> Factorised:
@@ -107,7 +140,7 @@ def nets(given: argparse.Namespace) -> Iterator[Pruned]:
     for folder in given.units:
         yield trained(Path(folder), size, given.device)
     for name in given.nets:
-        yield untrained(name, given.kept, size, given.device)
+        yield untrained(name, given.kept, given.left, size, given.device)
 
 
 def files(model: nn.Module, posterior: Factorised | Quantised, x: Tensor) -> dict[str, int]:
@@ -133,8 +166,16 @@ def onnx(model: nn.Module, posterior: Factorised, x: Tensor) -> Callable[[], obj
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    inputs = {session.get_inputs()[0].name: x.contiguous().numpy()}
-    return partial(session.run, None, inputs)
+    images = x.contiguous().numpy()
+    bound = session.io_binding()  # else a call of a small net has a third of its time between Python and it
+    bound.bind_cpu_input(session.get_inputs()[0].name, images)
+    bound.bind_output(session.get_outputs()[0].name)
+    return partial(_run, session, bound, images)
+
+
+def _run(session: Any, bound: Any, images: object) -> None:
+    """One call; the images are here so that they last as long as what is bound to their memory."""
+    session.run_with_iobinding(bound)
 
 
 def described(pruned: Pruned, small: Shrunk) -> dict[str, Any]:
@@ -215,6 +256,9 @@ def main() -> None:
     options.add_argument("--units", nargs="+", default=[], help="cache folders of pruned nets")
     options.add_argument("--nets", nargs="+", type=net, default=[], help="nets of random weights")
     options.add_argument("--kept", type=float, default=0.2, help="of the outputs of each layer of such nets")
+    options.add_argument(
+        "--left", nargs="+", type=positive, help="output maps of convolutions, inputs of matrices"
+    )
     options.add_argument("--batches", nargs="+", type=positive, default=[1, 128])
     options.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="not of MLPs")
     given = options.parse_args()

@@ -14,10 +14,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import posterity
+from posterity.compress import shrink
 from posterity_lab import bench, nets
 from posterity_lab.bench import Column, Ratio, Record, measure, parser
 from posterity_lab.cli import app
 from posterity_lab.reproduce import sparse
+from posterity_lab.reproduce.sparse_groups import architecture
 from posterity_lab.reproduce.study import Unit
 
 QUICK = ["--rounds", "2", "--round-seconds", "1e-4"]
@@ -151,7 +153,7 @@ def test_a_round_of_kfac_has_whole_cycles(made: Callable[[str, str], Path]) -> N
         assert {row["columns"][name]["steps"] for name in ("eager step", "compile_step")} == {2}
 
 
-def test_steps_between_estimates_of_the_hessian_send_the_gradient_alone(
+def test_steps_without_a_hessian_estimate_send_only_the_gradient(
     made: Callable[[str, str], Path],
 ) -> None:
     (row,) = json.loads(made("scale", "cpu").read_text())["rows"]
@@ -346,6 +348,27 @@ def test_the_aim_on_disk_is_at_an_error(error: float, least: float, met: bool) -
 
 
 @pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("left", [[8, 13, 88, 13], [5, 10, 76, 16], [20, 50, 800, 500]])
+def test_random_nets_have_the_sizes_that_are_asked_for(left: list[int]) -> None:
+    import smaller
+
+    made = smaller.untrained("lenet5-caffe", 0.2, left, 2, "cpu")
+    small = shrink(made.model, made.posterior, made.inputs)
+    assert architecture(small.posterior) == left
+    assert small.shapes.get("0.weight", (None, (20, 1, 5, 5)))[1][0] == left[0]
+    assert small.shapes.get("2.weight", (None, (50, 20, 5, 5)))[1][:2] == (left[1], left[0])
+
+
+@pytest.mark.usefixtures("scripts")
+def test_sizes_that_a_net_does_not_have_are_refused() -> None:
+    import smaller
+
+    for left, words in (([8, 13], "2 sizes, but the net has 4 layers"), ([21, 1, 1, 1], "21 for 0.weight")):
+        with pytest.raises(ValueError, match=words):
+            smaller.untrained("lenet5-caffe", 0.2, left, 2, "cpu")
+
+
+@pytest.mark.usefixtures("scripts")
 def test_aims_are_of_nets_devices_and_batches() -> None:
     import smaller
 
@@ -432,7 +455,7 @@ def test_the_record_is_there_after_every_row(tmp_path: Path, capsys: pytest.Capt
     assert [part.strip() for part in target.split("│")[3:6]] == ["peer / ours", "2.00", "(≥ 2.5: missed)"]
 
 
-def test_a_record_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_unwritable_record_is_refused_before_anything_runs(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "train_step", "--out", str(tmp_path / "no" / "r.json")])
     assert result.exit_code == 2
     assert "r.json: choose a file in a folder that exists" in result.stderr.replace("\n", "")
@@ -677,6 +700,7 @@ def test_speed_table_shows_the_fastest_setting_of_complete_records(tmp_path: Pat
 @pytest.mark.usefixtures("scripts")
 def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
     import headline
+    import reproduced
 
     def keep(
         study: str, setting: str, method: str, seed: int, metrics: dict[str, Any], trial: Any = None
@@ -688,6 +712,7 @@ def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
             "method": method,
             "seed": seed,
             "trial": trial,
+            "diverged": None if metrics else "the loss is nan",
             "config": {"epochs": 7},
             "metrics": metrics,
         }
@@ -731,19 +756,25 @@ def test_headline_rows_name_every_method_that_was_run(tmp_path: Path) -> None:
         }
 
     keep("earlier/bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.02, 0.024))
-    keep("earlier/second-rule/bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.025, 0.025))
-    keep("bgd-mnist", "1200", "sgd", 0, {"errors": {"single": 0.015}, **pruned(0.015, 0.15)})
+    keep("bgd-mnist", "1200 to prune", "bgd", 0, pruned(0.025, 0.025))
+    keep("bgd-mnist", "1200 to prune", "sgd", 0, pruned(0.015, 0.15))
     _, ours, others, _, _ = headline.pruning_row(tmp_path)
-    assert ours == "BGD, first criterion 1.20 (2.00 → 2.40 %); second criterion 1.00 (2.50 → 2.50 %)"
-    assert others == "SGD 10.00 (1.50 → 15.00 %)"
+    assert (ours, others) == ("BGD 1.00 (2.50 → 2.50 %)", "SGD 10.00 (1.50 → 15.00 %)")
 
     earlier = "earlier/second-rule/bgd-permuted"
-    for study, method, kept in (("bgd-permuted", "si", 0.93), (earlier, "si", 0.9), (earlier, "bgd", 0.95)):
+    for study, method, kept in (("bgd-permuted", "si", 0.93), (earlier, "si", 0.9), (earlier, "ewc", 0.95)):
         keep(study, "200", method, 0, {"accuracy": kept})
+    keep("bgd-permuted", "200", "bgd", 0, {"accuracy": 0.94})
+    keep("bgd-permuted", "200", "bgd", 1, {})
     _, ours, others, _, runs = headline.continual_row(tmp_path)
-    assert (ours, others) == ("BGD (not told of switches) 95.0 / –", "SI (told) 93.0 / –")
-    by_rule = "settings by a rule fixed beforehand: 2×200 SI (told); settings by an earlier rule: 2×200 BGD"
-    assert runs == f"7 epochs, 1 seed; {by_rule}"
+    diverged = "94.0 (1 of 2 diverged)"
+    assert (ours, others) == (f"BGD (not told of switches) {diverged} / –", "SI (told) 93.0 / –")
+    assert runs == "BGD: 7 epochs, 2 seeds; SI (told): 7 epochs, 1 seed"
+    assert reproduced.permuted(tmp_path).splitlines()[2:] == [
+        f"| 2×200 | BGD | {diverged} | 7 epochs, 2 seeds | a rule fixed beforehand |",
+        "| 2×200 | SI (told) | 93.0 | 7 epochs, 1 seed | a rule fixed beforehand |",
+        "| 2×200 | EWC (told) | 95.0 | 7 epochs, 1 seed | an earlier rule |",
+    ]
 
 
 @pytest.mark.usefixtures("scripts")

@@ -171,7 +171,7 @@ def test_a_script_has_buffers_too() -> None:
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
-def test_every_sample_of_a_step_begins_with_the_buffers_before_it_and_the_first_ones_are_kept() -> None:
+def test_samples_of_a_step_share_initial_buffers_and_the_first_result_is_kept() -> None:
     model = nn.BatchNorm1d(1)
     steps = StepBuffers(model)
     for step in range(2):

@@ -239,7 +239,7 @@ def test_what_dropout_scales_is_never_guessed() -> None:
             dropout_kl(net)
     with pytest.raises(ValueError, match="no layer follows the last dropout layer"):
         dropout_kl(nn.Sequential(linear, nn.Dropout(0.5)))
-    with pytest.raises(ValueError, match="no layer is behind a dropout layer"):
+    with pytest.raises(ValueError, match="no layer follows a dropout layer"):
         dropout_kl(nn.Sequential(linear))
     with pytest.raises(TypeError, match="a Dropout has no weight: pass the layer that follows"):
         dropout_kl({nn.Dropout(0.5): 0.5})
@@ -252,8 +252,11 @@ def test_what_dropout_scales_is_never_guessed() -> None:
 
 def test_a_module_that_is_no_sequential_is_refused_by_its_name() -> None:
     with pytest.raises(
-        TypeError, match=r"a Unused does not say which weights dropout scales, .*: pass \{layer: drop rate\}"
+        TypeError,
+        match=r"cannot tell which weights dropout scales in a Unused, .*: pass \{layer: drop rate\}",
     ):
         dropout_kl(Unused())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a Residual does not say which weights dropout scales, as a plain "):
+    with pytest.raises(
+        TypeError, match="cannot tell which weights dropout scales in a Residual, which is not a plain "
+    ):
         dropout_kl(Residual(nn.Dropout(0.5), nn.Linear(2, 2)))

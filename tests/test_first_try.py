@@ -110,7 +110,7 @@ def test_a_run_that_raises_or_warns_is_recorded(monkeypatch: pytest.MonkeyPatch)
     assert (row["metrics"], row["columns"], row["cost"]) == (None, {}, {})
 
 
-def test_steps_that_raise_while_timed_are_no_failure_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_timed_steps_is_not_a_training_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Setup] = []
 
     def second_raises(setup: Setup) -> Learner:

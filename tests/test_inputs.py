@@ -246,7 +246,9 @@ def test_outputs_that_lose_the_batch_are_refused() -> None:
     net, pooled = Net(), Net(lambda out: out.mean(0))
     q = BGD(net).posterior()
     for call in (predict, linearised):
-        with pytest.raises(ValueError, match=r"outputs \[3\] for a batch of 4 inputs: .* given as x\[None\]"):
+        with pytest.raises(
+            ValueError, match=r"outputs \[3\] for a batch of 4 inputs: .* pass a single input x as x\[None\]"
+        ):
             call(net, q, X[0])
         with pytest.raises(ValueError, match=r"outputs \[3\] for a batch of 10 inputs"):
             call(pooled, q, X)
@@ -285,7 +287,7 @@ def test_a_fallback_needs_one_tensor() -> None:
         def forward(self, first: Tensor, second: Tensor | None = None, *, scale: Tensor | None = None) -> Any:
             return (first + second) @ self.layer.weight.t()
 
-    with pytest.raises(TypeError, match="fallback='vmap' takes inputs of one tensor"):
+    with pytest.raises(TypeError, match="fallback='vmap' supports a single input tensor"):
         laplace.fit(Unreported(), ((X, X), Y), fallback="vmap")
 
 

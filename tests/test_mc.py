@@ -136,7 +136,7 @@ def test_a_training_step_falls_back_too() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_the_models_own_error_comes_through_and_nothing_is_remembered() -> None:
+def test_model_error_is_raised_without_side_effects() -> None:
     model = nn.Linear(3, 2)
     weights = {"weight": torch.randn(5, 2, 3)}
     with pytest.raises(RuntimeError, match="shapes"):
@@ -184,11 +184,11 @@ def test_an_optimiser_over_a_part_of_the_model_trains_that_part() -> None:
         posterity.compile_step(model, Scaled(), opt)(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
     assert torch.equal(before[0], model[0].weight)
     assert not torch.equal(before[2], model[1].weight)
-    with pytest.raises(ValueError, match="holds 'weight', which is no parameter of this model"):
+    with pytest.raises(ValueError, match="has 'weight', which is not a parameter of this model"):
         posterity.compile_step(model, Scaled(), posterity.BGD(nn.Linear(3, 2)))
 
 
-def test_examples_are_counted_whatever_batch_size_the_optimiser_has() -> None:
+def test_counted_examples_override_the_optimisers_batch_size() -> None:
     moved = []
     for size in (None, 40):
         torch.manual_seed(0)
@@ -240,17 +240,19 @@ def test_a_batch_without_a_tensor_needs_a_batch_size_of_bgd_alone() -> None:
 def test_parts_are_cut_of_tensors_alone() -> None:
     model = nn.Linear(3, 2)
     step = posterity.compile_step(model, nested_loss, posterity.BGD(model), parts=2)
-    with pytest.raises(TypeError, match=r"parts=2 cuts tensors: pass each by itself, as train_step\(x, y\)"):
+    with pytest.raises(
+        TypeError, match=r"parts=2 splits tensors: pass each by itself, as train_step\(x, y\)"
+    ):
         step({"x": [torch.ones(4, 3)], "y": torch.zeros(4, dtype=torch.long)})
 
 
 def test_what_compile_step_cannot_use_is_said() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(
-        TypeError, match=r"Adam learns no posterior of a plain \w+: pass variational\(model\)"
+        TypeError, match=r"Adam does not learn a posterior of a plain \w+: pass variational\(model\)"
     ):
         posterity.compile_step(model, mean_loss, torch.optim.Adam(model.parameters()))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^3 learns no posterior of a plain Linear: pass variational"):
+    with pytest.raises(TypeError, match=r"^3 does not learn a posterior of a plain Linear: pass variational"):
         posterity.compile_step(model, mean_loss, 3)  # type: ignore[arg-type]
     x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
     for samples in (1, 3):
@@ -293,7 +295,7 @@ def test_an_empty_batch_is_refused_by_name() -> None:
         posterity.compile_step(two, mean_loss, posterity.IVON(two, num_data=10)),
         posterity.compile_step(bayesian, mean_loss, adam, num_data=10),
     ):
-        with pytest.raises(ValueError, match="the batch has 0 examples on axis 0: leave empty batches out"):
+        with pytest.raises(ValueError, match="the batch has 0 examples on axis 0: skip empty batches"):
             step(*empty)
         assert torch.isfinite(step(*full))
 
@@ -495,7 +497,9 @@ def test_parts_need_tensors_of_one_length() -> None:
         posterity.compile_step(model, mean_loss, opt, parts=0)
     step = posterity.compile_step(model, lambda model, x, y, scale: mean_loss(model, x, y), opt, parts=2)
     for scale in (torch.ones(1), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match="parts=2 cuts all tensors of a batch: give them one length"):
+        with pytest.raises(
+            ValueError, match="parts=2 splits all tensors of a batch: give them the same length"
+        ):
             step(torch.randn(8, 4), torch.zeros(8, dtype=torch.long), scale)
 
 

@@ -47,7 +47,7 @@ def test_against_the_definitions() -> None:
     assert metrics.ece(p, TARGET, bins=10) == pytest.approx(naive_ece(p, TARGET, 10), abs=1e-5)
 
 
-def test_calibration_gaps_of_bins_do_not_cancel_and_count_by_their_predictions() -> None:
+def test_calibration_gaps_are_absolute_and_weighted_by_bin_count() -> None:
     confidence = torch.tensor([0.6] * 4 + [0.9] * 2)
     probs, right = torch.stack([confidence, 1 - confidence], 1), torch.tensor([1, 1, 1, 1, 1, 0])
     # Too modest by 0.4 in four of six, too sure by 0.4 in two.
@@ -101,7 +101,7 @@ def test_what_is_not_probabilities_is_refused() -> None:
         metrics.accuracy(torch.tensor([[-1.0, 2.0], [0.0, 1.0]]), y)
     with pytest.raises(ValueError, match="pass probabilities, not logits"):
         metrics.nll(torch.tensor([[3.0, 2.0], [0.0, 1.0]]), y)
-    with pytest.raises(ValueError, match="one of the two sets is empty"):
+    with pytest.raises(ValueError, match="one of the two sets are empty"):
         metrics.auroc(torch.zeros(0), torch.ones(1))
     with pytest.raises(ValueError, match="must be finite"):
         metrics.nll(torch.tensor([[torch.nan, 2.0], [0.0, 1.0]]), y)

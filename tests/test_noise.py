@@ -352,7 +352,7 @@ def test_new_seeds_follow_manual_seed() -> None:
         assert [new_seed() for _ in range(3)] == first
 
 
-def test_a_graph_holds_the_tables_of_addresses_that_its_replays_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_keeps_address_tables_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pinned:
         def to(self, device: torch.device, non_blocking: bool) -> object:
             return object()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from posterity import DiagonalGaussian, Variational, blundell, cfg, elbo, mnf, variational, warmup
-from posterity.objective import heard_by
+from posterity.objective import watched_by
 
 NLL, KL = torch.tensor(0.3), torch.tensor(50.0)
 
@@ -57,7 +57,9 @@ def test_a_function_of_the_step_is_told_which() -> None:
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="num_data must be at least 1, not 0"):
         elbo(NLL, KL, num_data=0)
-    with pytest.raises(ValueError, match=r"nll is one number, the batch's mean, not \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"nll must be one number, the mean of the batch, not of shape \[3\]"
+    ):
         elbo(NLL.expand(3), KL, num_data=1)
     for stacked in (elbo(NLL.expand(3), KL.expand(3), num_data=100), elbo(NLL.reshape(1), KL, num_data=100)):
         assert stacked.tolist() == pytest.approx([0.8] * len(stacked))
@@ -76,18 +78,18 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[torch.Tensor] = []
 
-    def hear(self, nll: torch.Tensor) -> None:
+    def follow(self, nll: torch.Tensor) -> None:
         self.heard.append(nll)
 
 
 def test_a_kl_tells_of_losses_that_are_learned_from() -> None:
     listener, nll = Listener(), NLL.clone().requires_grad_()
-    divergence = heard_by(2.0 * KL.clone().requires_grad_(), listener.hear)
+    divergence = watched_by(2.0 * KL.clone().requires_grad_(), listener)
     elbo(nll, divergence, num_data=10)
     assert listener.heard == [nll]
     elbo(NLL, divergence, num_data=10)
-    elbo(nll.expand(3), heard_by(divergence.expand(3), listener.hear), num_data=10)
-    elbo(nll, heard_by(KL, listener.hear), num_data=10)  # of a frozen posterior
+    elbo(nll.expand(3), watched_by(divergence.expand(3), listener), num_data=10)
+    elbo(nll, watched_by(KL, listener), num_data=10)  # of a frozen posterior
     assert len(listener.heard) == 1
 
 
@@ -123,7 +125,7 @@ def test_a_compiled_loss_takes_a_kl() -> None:
     assert torch.equal(loss(nll, value, num_data=10), elbo(nll, value, num_data=10))
 
 
-def test_a_loop_with_the_module_inside_a_variational_model_is_warned_of() -> None:
+def test_elbo_warns_about_the_inner_module_of_a_variational_model() -> None:
     net, x = nn.Linear(4, 2), torch.ones(3, 4)
     model = variational(net)
     with pytest.warns(UserWarning, match="never drawn, .*: call what variational.. returned, not the module"):

@@ -62,7 +62,7 @@ def test_regression_has_mean_and_epistemic_variance() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_what_follows_from_outputs_is_in_single_precision_at_least(dtype: torch.dtype) -> None:
+def test_statistics_of_outputs_are_at_least_single_precision(dtype: torch.dtype) -> None:
     samples = torch.randn(7, 50, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = Prediction(samples.double())
     p = Prediction(samples)
@@ -84,7 +84,7 @@ def test_uncertainties_under_autocast_are_full_precision() -> None:
     torch.testing.assert_close(inside.double(), exact, rtol=1e-4, atol=1e-6)
 
 
-def test_batches_and_chunks_change_nothing_and_the_model_is_left_as_it_was() -> None:
+def test_batch_and_chunk_size_do_not_matter_and_the_model_is_unchanged() -> None:
     model, q, x = make()
     model.train()
     model[2].eval()
@@ -144,9 +144,9 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict(model, q, x[:0])
     with pytest.raises(TypeError, match=r"there are no inputs: call .* predict\(models, x=x\)"):
         posterity.predict([model, model], x)
-    with pytest.raises(TypeError, match="a Tensor gives no networks: pass a posterior or MCDropout"):
+    with pytest.raises(TypeError, match="a Tensor cannot give networks: pass a posterior or MCDropout"):
         posterity.predict(model, x, x)
-    with pytest.raises(TypeError, match="a type gives no networks: pass a posterior or MCDropout"):
+    with pytest.raises(TypeError, match="a type cannot give networks: pass a posterior or MCDropout"):
         posterity.predict(model, posterity.MCDropout, x)
     with pytest.raises(
         TypeError, match="linearise=True needs a posterior over weights, which a MCDropout is"
@@ -162,7 +162,7 @@ def test_bad_calls_are_refused() -> None:
         posterity.predict(nn.Sequential(nn.Linear(5, 6)), q, x)
 
 
-def test_an_error_of_the_model_has_the_shape_of_its_inputs_beside_it() -> None:
+def test_model_error_shows_the_shape_of_its_inputs() -> None:
     model, q, x = make()
     for given in ({"posterior": q}, {}):
         with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
@@ -256,7 +256,7 @@ def test_classes_may_lie_on_another_axis() -> None:
             assert getattr(p, name).shape == (4, 5, 6)
             torch.testing.assert_close(getattr(p, name).flatten(), getattr(flat, name))
     for wrong in (0, 4, -4):
-        with pytest.raises(ValueError, match=f"class_dim={wrong} is no axis of classes"):
+        with pytest.raises(ValueError, match=f"class_dim={wrong} is not an axis of classes"):
             _ = Prediction(plain.samples, class_dim=wrong).probs
     last = Prediction(plain.samples, class_dim=-1)  # said, so meant
     torch.testing.assert_close(last.probs, plain.samples.softmax(-1).mean(0))

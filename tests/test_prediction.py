@@ -96,7 +96,7 @@ def test_streaming_a_thousand_networks_rounds_once(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), getattr(exact, name).double(), rtol=1e-6, atol=2e-7)
 
 
-def test_logarithms_do_not_saturate_and_numbers_that_are_none_stay_so() -> None:
+def test_log_probs_do_not_saturate_and_nan_stays_nan() -> None:
     samples = torch.tensor([[[0.0, 2000.0]], [[0.0, 3000.0]]], dtype=torch.float64)
     p = streamed(samples, [1, 1], 1)
     assert p.log_probs[0, 0].item() == pytest.approx(-2000.0 - math.log(2), abs=1e-9)
@@ -139,7 +139,7 @@ def test_predict_streams_what_it_does_not_keep(
     with pytest.raises(ValueError, match="were not kept"):
         _ = replace(switched, mode="single").probs
     assert torch.equal(replace(switched, mode="vote").probs, switched.vote)
-    with pytest.raises(ValueError, match=r"give class_dim= and binary= there, or keep_samples=True"):
+    with pytest.raises(ValueError, match=r"give class_dim= and binary= to predict\(\), or keep_samples=True"):
         _ = replace(switched, class_dim=1).probs
 
 
@@ -152,7 +152,7 @@ def test_outputs_are_kept_where_they_are_few_or_wanted(monkeypatch: pytest.Monke
         kept = posterity.predict(model, source, x, keep_samples=True, chunk=4, batch_size=3)
         whole = posterity.predict(model, source, x, keep_samples=True)
         torch.testing.assert_close(kept.samples, whole.samples, **EXACT)
-    with pytest.raises(ValueError, match="mode='single' is about the outputs of every network"):
+    with pytest.raises(ValueError, match="mode='single' needs the outputs of every network"):
         posterity.predict(model, q, x, mode="single", keep_samples=False)
 
 

@@ -174,7 +174,7 @@ def test_hooks_of_the_user_run_and_keep_what_they_collect() -> None:
     assert len(model.fc._forward_hooks) == 2
 
 
-def test_hooks_and_parametrisations_that_make_weights_make_them_in_the_replica() -> None:
+def test_weight_hooks_and_parametrisations_run_in_the_replica() -> None:
     torch.manual_seed(0)
     normed, pruned = Plain(), Plain()
     nn.utils.parametrizations.weight_norm(normed.fc)
@@ -218,7 +218,7 @@ def test_what_forward_sets_or_changes_stays_in_the_replica() -> None:
     assert model.calls == 0
 
 
-def test_a_train_method_of_its_own_is_called_with_weights_that_it_may_change() -> None:
+def test_custom_train_method_may_change_weights() -> None:
     class Merging(nn.Module):
         """Merges an adapter into its weight for evaluation."""
 

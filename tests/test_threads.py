@@ -79,7 +79,7 @@ def wrong_answers(ways: dict[str, Callable[[], Tensor]], right: dict[str, Tensor
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_every_way_to_predict_is_right_in_threads_beside_plain_calls(training: bool) -> None:
+def test_every_way_to_predict_is_thread_safe_beside_plain_calls(training: bool) -> None:
     model, twin, stop = net().train(training), net().eval(), threading.Event()
     other = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).train(training)
     q = posterity.BGD(model, std_init=0.3, seed=0).posterior()

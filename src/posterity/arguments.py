@@ -1,6 +1,6 @@
-"""What public functions take, checked as they are called: one sentence for the wrong kind of argument.
+"""Type checks of public functions' arguments, with a clear message for a wrong type.
 
-Whether a value of the right kind is in range, functions say themselves.
+Functions check the range of a value themselves.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """A kind of argument.
+    """A type of argument.
 
     Attributes:
-        words: What it is called.
-        fits: Whether a value is of it.
+        words: Its name in messages.
+        fits: Whether a value has this type.
     """
 
     words: str
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 
 
 def instance(words: str, *types: type[Any]) -> Kind:
-    """What is an instance of some types.
+    """An instance of one of some types.
 
     Example:
         >>> instance("a text", str).fits("x")
@@ -43,7 +43,7 @@ def instance(words: str, *types: type[Any]) -> Kind:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number, NaN and infinity among them, that a float can be.
+    """Whether it is a real number (or NaN or infinity) that a float can hold.
 
     Example:
         >>> is_number(1.5), is_number(10**400), is_number("1.5")
@@ -65,7 +65,7 @@ def is_whole(value: object) -> bool:
 
 
 def is_dense(value: object) -> bool:
-    """Whether it is a tensor of real numbers, one after another in memory that there is.
+    """Whether it is a dense tensor of real numbers on a device with memory.
 
     Example:
         >>> is_dense(torch.ones(2)), is_dense(torch.ones(2).to_sparse())
@@ -79,7 +79,7 @@ def is_dense(value: object) -> bool:
 
 
 def described(value: object) -> str:
-    """A value as users write it, in one short line; of an object, its kind.
+    """A value as users write it, in one short line; for an object, its type.
 
     Example:
         >>> described(3), described(nn.ReLU()), described(torch.ones(2, device="meta"))
@@ -126,7 +126,7 @@ _NONE = object()
 
 
 def takes(**kinds: Kind) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function refuse arguments that are not of their kinds; None will do where it is the default.
+    """Let a function refuse arguments of wrong types; None is allowed if it is the default.
 
     Example:
         >>> @takes(steps=WHOLE)

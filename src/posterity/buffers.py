@@ -1,4 +1,4 @@
-"""A module's buffers, kept and put back: BatchNorm's statistics and their like."""
+"""Saving and restoring a module's buffers, such as BatchNorm's statistics."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def is_writable(buffer: Tensor) -> bool:
 
 
 def versions(values: Mapping[str, Tensor]) -> list[int]:
-    """Numbers that change whenever one of the tensors does; those made in inference mode count as changed."""
+    """Numbers that change whenever a tensor does; tensors made in inference mode count as changed."""
     return [next(_changes) if each.is_inference() else each._version for each in values.values()]
 
 
 @final
 class Keeper:
-    """Keeps a module's buffers, time and again, in the same memory.
+    """Saves a module's buffers repeatedly, in the same memory.
 
-    Looking for buffers costs more than copying them, so it is done anew only where they are others.
+    Finding the buffers costs more than copying them, so it is repeated only if they have changed.
 
     Args:
-        module: Whose buffers.
+        module: The module with the buffers.
 
     Attributes:
-        copies: What was kept, by name.
+        copies: The saved values, by name.
 
     Example:
         >>> norm = nn.BatchNorm1d(3)
@@ -74,7 +74,7 @@ class Keeper:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the buffers as they are."""
+        """Save the current values."""
         if not self._same():
             own = writable(self._module)
             with torch.inference_mode(False):
@@ -89,12 +89,12 @@ class Keeper:
             each.keep()
 
     def restore(self) -> None:
-        """Give the buffers, or those that have taken their names, the values that were kept."""
+        """Restore the saved values, also into buffers that have replaced the originals."""
         self.restore_unless(None)
 
     @torch.no_grad()
     def restore_unless(self, ok: Tensor | None) -> None:
-        """The same, if a flag on the device is not set, or there is none."""
+        """Restore, if a flag on the device is not set or there is no flag."""
         if self._same():
             for each in self._kept:
                 each.restore(ok)
@@ -105,7 +105,7 @@ class Keeper:
                 buffer.copy_(then if ok is None else torch.where(ok.to(buffer.device), buffer, then))
 
     def _same(self) -> bool:
-        """Whether modules and buffers are those that were found last, where they were."""
+        """Whether modules and buffers are the same as when last found."""
         now = _values(self._parts)
         return (
             bool(self._parts or self._empty)
@@ -118,12 +118,13 @@ class Keeper:
 
 @final
 class StepBuffers:
-    """A module's buffers over the samples of a training step: each starts from those before the step.
+    """A module's buffers over the samples of a training step: each sample starts from the values before the
+    step.
 
-    Those that the first sample leaves are kept.
+    The values after the first sample are kept.
 
     Args:
-        module: The model, if its buffers are to be looked after.
+        module: The model, if its buffers are to be managed.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -132,7 +133,7 @@ class StepBuffers:
         self._under_way = False
 
     def enter(self, number: int) -> None:
-        """Before a sample."""
+        """Prepare for a sample."""
         if number == 0:
             self._first.keep()
             self._under_way = True
@@ -141,14 +142,14 @@ class StepBuffers:
             self.undo()
 
     def leave(self, number: int, used: bool) -> None:
-        """After a sample, and whether it was used."""
+        """Finish a sample."""
         if number:
             self._later.restore()
         elif not used:
             self._first.restore()
 
     def undo(self) -> None:
-        """Give the model the buffers that it had before the step, if one is under way."""
+        """Restore the buffers from before the step, if one has begun."""
         if self._under_way:
             self._first.restore()
 
@@ -158,12 +159,12 @@ class StepBuffers:
             self._first.restore_unless(ok)
 
     def finish(self) -> None:
-        """Let the next sample be the first of another step."""
+        """End the step: the next sample is the first of another."""
         self._under_way = False
 
 
 class _Words:
-    """Buffers on one GPU as words of four bytes: one kernel copies all of them, whatever their types."""
+    """Buffers on one GPU, as words of four bytes: one kernel copies all of them, whatever their dtypes."""
 
     def __init__(self, own: Mapping[str, Tensor], device: torch.device) -> None:
         self._own = list(own.values())
@@ -177,7 +178,7 @@ class _Words:
 
     @staticmethod
     def fit(own: Mapping[str, Tensor]) -> bool:
-        """Whether it can have these."""
+        """Whether these buffers can be copied this way."""
         return (
             kernels is not None
             and len({b.device for b in own.values()}) == 1
@@ -196,7 +197,7 @@ class _Words:
 
 
 class _Alike:
-    """Buffers of one type on one device, and memory for their values of then and of now."""
+    """Buffers of one dtype on one device, with memory for their old and new values."""
 
     def __init__(self, own: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._own, self._device = list(own.values()), device
@@ -222,7 +223,7 @@ class _Alike:
 
 
 def _memory(own: Mapping[str, Tensor]) -> Iterator[_Words | _Alike]:
-    """Memory to keep the buffers in."""
+    """Memory for the saved values."""
     if _Words.fit(own):
         yield _Words(own, next(iter(own.values())).device)
         return
@@ -255,7 +256,7 @@ def copied(values: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
 
 @torch.no_grad()
 def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give the buffers the given values, in place."""
+    """Set the buffers to the given values, in place."""
     _copy(writable(module), values)
 
 

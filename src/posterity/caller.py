@@ -1,4 +1,4 @@
-"""Warnings of the library name the user's own line, however deep inside the library they arise."""
+"""Warnings point to the user's own line, however deep inside the library they arise."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import FrameType
 
 import torch
 
-# Python 3.12 has skip_file_prefixes= for this; the oldest that we support has not. contextlib is there for
-# context managers, whose last lines it calls.
+# Python 3.12 has skip_file_prefixes= for this; the oldest version that we support has not. contextlib is
+# there for context managers, whose last lines it calls.
 _PASSED = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the innermost line that is neither the library's nor torch's.
+    """Warn at the innermost line that is neither the library's nor torch's.
 
     Example:
         >>> with warnings.catch_warnings(record=True, action="always") as caught:

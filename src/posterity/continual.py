@@ -1,10 +1,10 @@
-"""Continual learning: what to read off an accuracy matrix.
+"""Continual learning: metrics of an accuracy matrix.
 
 ``accuracy[i, j]`` is the accuracy on task j after task i has been learned, ``[tasks, tasks]``.
 
-A posterior is handed on without help from here: BGD takes each batch's posterior as the next one's prior by
-itself, VOGN when it is told (``hand_over()``), ``optimizer.load_posterior(q)`` goes on from a saved one, and
-by gradient ``kl(q, last)`` with ``last = q.frozen()`` is the prior's term.
+Nothing here passes a posterior on: BGD always takes each batch's posterior as the next one's prior, VOGN does
+at ``hand_over()``, ``optimizer.load_posterior(q)`` continues from a saved one, and for gradient methods
+``kl(q, last)`` with ``last = q.frozen()`` is the prior's term.
 
 References: Lopez-Paz and Ranzato 2017 (backward and forward transfer), Chaudhry et al. 2018 (forgetting).
 """

@@ -1,6 +1,6 @@
-"""Looking at a posterior while it learns: does it move, is its noise of any use, how fast can each weight go?
+"""Checks of a posterior during training: does it move, is its noise useful, how fast can each weight move?
 
-All of it is a handful of reductions per tensor, cheap enough for every epoch.
+Each takes a few reductions per tensor, cheap enough for every epoch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _POSTERIOR = instance("a Factorised posterior", Factorised)
 
 @dataclass(frozen=True)
 class Health:
-    """What became of one tensor's posterior since the start; of the weights that are not pruned.
+    """How one tensor's posterior has changed since the start; pruned weights are ignored.
 
     Attributes:
         finite: Whether all means and stds are.
         mean_moved: Whether any mean differs from where it started.
         std_moved: The same of the stds.
-        noise: ‖std‖ / ‖mean‖, by how much sampling changes the tensor; infinite where all means are zero.
-        growth: ‖std‖ over that of the start.
+        noise: ‖std‖ / ‖mean‖, the relative change by sampling; infinite if all means are zero.
+        growth: ‖std‖ over its value at the start.
         scale: The size of a sampled tensor, √(‖mean‖² + ‖std‖²), over that of the start.
     """
 
@@ -51,7 +51,7 @@ class Health:
 
     @property
     def complaint(self) -> str | None:
-        """What is wrong and what to do, to be said of a tensor; None where nothing is."""
+        """What is wrong with the tensor and what to do about it; None if nothing is."""
         if not self.finite:
             return "is not finite: lower lr or the initial std"
         if not self.mean_moved and not self.std_moved:
@@ -83,16 +83,17 @@ class Histogram:
 def check(
     posterior: Factorised, start: Factorised, optimizer: VariationalOptimizer | None = None
 ) -> dict[str, Health]:
-    """How each tensor's posterior fares; a :class:`PosteriorWarning` says, once a call, what is wrong.
+    """The health of each tensor's posterior; one :class:`PosteriorWarning` per call names all problems.
 
     Args:
-        posterior: As it is, after some steps of learning.
-        start: As it was before the first.
-        optimizer: Whose it is: then stds that outweigh the weights are warned of, too, if its losses at
-            sampled weights do not show that this does no harm, by the name of the setting to change.
+        posterior: After some steps of training.
+        start: Before the first step.
+        optimizer: The optimiser that trains it. If given, there is also a warning about stds that outweigh
+            the weights, unless its losses at sampled weights show that this does no harm; it names the
+            setting to change.
 
     Returns:
-        By the tensor's name; tensors with no weight left are left out.
+        Health by tensor name, without tensors that are pruned completely.
 
     Example:
         >>> from posterity import BGD
@@ -133,15 +134,16 @@ def check(
 
 
 def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> dict[str, Tensor]:
-    """The effective learning rate of every weight: what its gradient of the mean loss is multiplied by.
+    """The effective learning rate of every weight: the factor on its gradient of the mean loss.
 
     For BGD lr · std² · batch_size, for IVON lr · (hess_init + δ) / (hess + δ). Pruned weights and padding
-    rows have 0. Those of a block that moves as a matrix (K-FAC) have no rate of their own, and are left out.
+    rows have 0. Weights in a block that is updated as a matrix (K-FAC) have no individual rate, and are left
+    out.
 
     Args:
         optimizer: One whose rule has a rate per weight.
-        batch_size: Examples behind each step, where the rule sums their gradients. 1 gives BGD's rate as the
-            paper has it, for the gradient of the sum.
+        batch_size: Examples in each step, for rules that sum their gradients. 1 gives BGD's rate as in the
+            paper, for the gradient of the sum.
 
     Example:
         >>> from posterity import BGD
@@ -164,10 +166,11 @@ def learning_rates(optimizer: VariationalOptimizer, *, batch_size: int = 1) -> d
 
 
 def histogram(values: Mapping[str, Tensor], bins: int = 60) -> Histogram:
-    """How the values of each tensor spread: ``posterior.std()``, ``snr(posterior)``, ``learning_rates(opt)``.
+    """A histogram of each tensor's values, such as ``posterior.std()``, ``snr(posterior)``,
+    ``learning_rates(opt)``.
 
-    The bins are the same for all, on a logarithmic scale from the smallest to the largest, a factor of ten at
-    least. What is zero (pruned), infinite or not a number is not counted.
+    All tensors have the same bins, on a logarithmic scale from the smallest value to the largest, at least a
+    factor of ten. Values that are zero (pruned), infinite or NaN are not counted.
 
     Example:
         >>> histogram({"fc.weight": torch.tensor([0.01, 0.1, 0.1, 0.0])}, bins=2).counts
@@ -181,7 +184,9 @@ def histogram(values: Mapping[str, Tensor], bins: int = 60) -> Histogram:
         logs[name] = flat[(flat > 0) & (flat < torch.inf)].log10()
     ends = [end for each in logs.values() if len(each) for end in (float(each.min()), float(each.max()))]
     if not ends:
-        raise ValueError("a histogram needs at least one value above 0: are all weights pruned, or certain?")
+        raise ValueError(
+            "a histogram needs at least one value above 0, and there is none: are all weights pruned or held?"
+        )
     middle, width = (min(ends) + max(ends)) / 2, max(max(ends) - min(ends), 1.0)
     borders = middle + width * torch.linspace(-0.5, 0.5, bins + 1, dtype=torch.float64)
     counts = {
@@ -199,7 +204,8 @@ def _measure(
     old_means: Mapping[str, Tensor],
     old_stds: Mapping[str, Tensor],
 ) -> Tensor:
-    """Whether weights are left, what Health asks of them, and the norms of mean and std, now and then."""
+    """Whether weights are left, the values for Health, and the norms of mean and std, now and at the
+    start."""
     if name not in old_means:
         raise ValueError(f"the posterior at the start has no {name!r}: take it from the same optimiser")
     mean, std = means[name], stds[name]

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and tensors written one by one, which takes no memory beside them."""
+"""Atomic writing of files, and tensors written one by one without extra memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# The names that safetensors has for types.
+# safetensors' names of dtypes.
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,7 +30,7 @@ _TYPES = {
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path of its own to write a file to, which gets its name when the block ends.
+    """A temporary path for writing a file, which is renamed when the block ends.
 
     The path is unique: two processes never write to one file, and a reader sees the file before or after,
     whenever a process or the machine stops.
@@ -57,7 +57,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, of which at most one tensor is copied at a time.
+    """Write a safetensors file, copying at most one tensor at a time.
 
     Example:
         >>> import tempfile

@@ -3,13 +3,13 @@
 Each sees its share of a batch. There are three ways:
 
 - **A wrapper averages gradients** (``DistributedDataParallel``): all processes draw the same weights. What
-  the wrapper gives is E[g] already, from which E[g·eps] follows without any more traffic; curvature, which
-  layers report, is added up here.
-- **A mesh** (``mesh=`` of an optimiser, and no wrapper): every process draws weights of its own for its
-  share, as in Osawa et al. 2019, and the sums of a step are added up here, once. A dimension named ``"mc"``
-  splits the weight samples of one share.
+  the wrapper gives is E[g] already, from which E[g·eps] follows without more communication; curvature is
+  added up here.
+- **A mesh** (``mesh=`` of an optimiser, and no wrapper): every process draws its own weights for its share,
+  as in Osawa et al. 2019, and the sums of a step are added up here, once. A dimension named ``"mc"`` splits
+  the weight samples of one share.
 - **A sharded model** (``fully_shard``, ``parallelize_module``): its own passes gather weights and average
-  gradients, and every process moves its shards; see :mod:`posterity.sharding`.
+  gradients, and every process updates its shards; see :mod:`posterity.sharding`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class World:
     """The processes that learn together.
 
     Args:
-        mesh: Of these processes, with at most one dimension ``"mc"``; None for all there are.
-        shares: That a batch is in, without a mesh; as many as there are processes, if not given.
+        mesh: The processes, with at most one dimension ``"mc"``; None for all.
+        shares: The number of shares of a batch, without a mesh; by default the number of processes.
 
     Attributes:
-        size: How many; 1 if there are no others.
-        rank: The number of this one.
-        parts: Shares that a batch is in.
-        split: Processes that have the same share; with a mesh, they split its weight samples.
+        size: The number of processes; 1 if there are no others.
+        rank: The rank of this process.
+        parts: The number of shares of a batch.
+        split: The number of processes with the same share; with a mesh, they split its weight samples.
 
     Example:
         >>> World(None).size
@@ -81,7 +81,7 @@ class World:
         self.parts = self.size // self.split
 
     def share(self, samples: int) -> int:
-        """How many of the weight samples of a share of the batch are this process's."""
+        """This process's number of weight samples, of those of its share of the batch."""
         if self.mesh is None:
             return samples
         if samples % self.split:
@@ -92,9 +92,10 @@ class World:
         return samples // self.split
 
     def numbered(self, samples: range, own: int) -> range:
-        """The numbers of some of this process's samples among those of all, which draw up to ``own`` each.
+        """The global numbers of some of this process's samples; every process draws up to ``own``.
 
-        All give the same ``own``, also one that draws fewer: else two would draw the same noise.
+        All processes pass the same ``own``, even one that draws fewer; otherwise two would draw the same
+        noise.
         """
         if self.mesh is None:
             return samples
@@ -109,13 +110,13 @@ class World:
                 distributed.all_reduce(tensor, group=group)
 
     def begin(self, tensor: Tensor) -> Any:
-        """Begin to replace a tensor by its sum; what :meth:`end` takes beside it."""
+        """Start replacing a tensor by its sum; returns the handle for :meth:`end`."""
         if self._groups:
             return distributed.all_reduce(tensor, group=self._groups[0], async_op=True)
         return None
 
     def end(self, works: Sequence[tuple[Tensor, Any]]) -> None:
-        """Wait for what was begun, in its order, until all tensors are their sums."""
+        """Wait for the started operations, in order, until all tensors are sums."""
         for tensor, work in works:
             if work is not None:
                 work.wait()
@@ -123,19 +124,19 @@ class World:
                 distributed.all_reduce(tensor, group=group)
 
     def worst(self, numbers: Tensor) -> None:
-        """Replace sizes by the largest of all processes; one that is not a number counts as infinite."""
+        """Replace sizes by the largest over all processes; NaN counts as infinite."""
         numbers.nan_to_num_(nan=math.inf, posinf=math.inf)  # of a NaN, backends take what they like
         for group in self._groups:
             distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group)
 
     def complaint(self, mine: str | None, device: torch.device) -> str | None:
-        """What the first process that has a complaint says, in all of them."""
+        """The complaint of the first process that has one, in all of them."""
         flag = torch.tensor(float(mine is not None), device=device)
         self.worst(flag)
         return next(each for each in self.gathered(mine) if each is not None) if flag else None
 
     def gathered(self, mine: T) -> list[T]:
-        """What every process has, in their order."""
+        """The value of every process, in the order of ranks."""
         found = [mine]
         for group in self._groups:
             several: list[Any] = [None] * distributed.get_world_size(group)
@@ -146,11 +147,11 @@ class World:
     def refuse_others(
         self, mine: Mapping[str, Any], what: str, advice: str = "start all of them alike"
     ) -> None:
-        """Raise, in every process, if something is not the same in all of them.
+        """Raise in every process if values differ between them.
 
         Args:
-            mine: What this one has, by name.
-            what: What this is, for the message.
+            mine: This process's values, by name.
+            what: What they are, for the message.
             advice: What to do.
         """
         found = self.gathered(mine)
@@ -167,14 +168,14 @@ class World:
 @final
 @dataclass(eq=False)
 class Fingerprint:
-    """What stands for a tensor; equal for tensors that are the same to rounding.
+    """A fingerprint of a tensor; equal for tensors that are the same to rounding.
 
-    A process that replays a graph of a step rounds otherwise than one that takes the step without.
+    A process that replays a graph of a step rounds differently from one that runs the step eagerly.
 
     Attributes:
         shape: Its shape.
         digest: Equal for equal bits.
-        sums: Of each sixteenth of its numbers, and their norm; nothing of whole numbers.
+        sums: The sum of each sixteenth of its numbers, and the norm; empty for integers.
     """
 
     shape: list[int]
@@ -194,7 +195,7 @@ class Fingerprint:
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """What is compared of a tensor, in a few bytes.
+    """The fingerprint of a tensor, a few bytes.
 
     Example:
         >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2)) != fingerprint(torch.zeros(3))

@@ -1,13 +1,13 @@
-"""Dropout as inference: masks in prediction, and the prior's term in training.
+"""Dropout as inference: masks in prediction, and the prior's KL term in training.
 
 Gal and Ghahramani: "Dropout as a Bayesian Approximation", ICML 2016. A layer that follows a dropout layer of
-drop rate p sees inputs x · m / (1 − p), m ~ Bernoulli(1 − p), as torch scales them. That is the layer itself
-with random weights: of weight w, with the mask m of its input,
+drop rate p sees inputs x · m / (1 − p), m ~ Bernoulli(1 − p), as torch scales them. This is the same layer
+with random weights: for a weight w and the mask m of its input,
 
     q(w̃):  w̃ = w · m / (1 − p),  so  p δ(0) + (1 − p) δ(w / (1 − p)),  of mean w
 
-Masks differ from example to example, so this family has no weight samples ``[S, *shape]``; it joins the
-others at the predictive samples ``[S, B, ...]``.
+Masks differ from example to example, so this family has no weight samples ``[S, *shape]``, only predictive
+samples ``[S, B, ...]``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @final
 class MCDropout:
-    """Takes a posterior's place in :func:`~posterity.predict`: S passes with other dropout masks each.
+    """Replaces a posterior in :func:`~posterity.predict`: S passes, each with its own dropout masks.
 
     Only the dropout *modules* drop (``nn.Dropout``, ``Dropout1d`` to ``3d``, ``AlphaDropout``,
-    ``FeatureAlphaDropout``); all else, BatchNorm too, is in evaluation mode. ``F.dropout(x, p,
-    self.training)`` in a module's own ``forward`` is off there, as is the ``dropout=`` of ``nn.LSTM`` and of
-    attention weights: write it as a module, or it plays no part.
+    ``FeatureAlphaDropout``); everything else, including BatchNorm, is in evaluation mode.
+    ``F.dropout(x, p, self.training)`` in a module's own ``forward`` is off there, as is the ``dropout=`` of
+    ``nn.LSTM`` and of attention weights: use modules instead.
 
     Example:
         >>> from posterity import predict
@@ -60,9 +60,9 @@ class MCDropout:
     def networks(self, model: nn.Module, samples: range | None, seed: int) -> Networks:
         """A model in evaluation mode under masks of the given numbers; without numbers, nothing dropped.
 
-        Masks are a pure function of (seed, batch, sample) and the batch's shape, on one device. They come
-        from generators of their own: torch's are the process's, where other threads draw. Layers drop while
-        they run here, so the model must be nobody else's, as the replica is that ``predict`` passes.
+        Masks are a pure function of (seed, batch, sample) and the batch's shape, on one device. They have
+        their own generators, since torch's are shared with other threads. Dropout layers are in training mode
+        while the model runs, so nothing else may use it, as with the replica that ``predict`` passes.
         """
 
         if samples is None:
@@ -87,20 +87,20 @@ class MCDropout:
 
 @takes(prior_precision=NUMBER)
 def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_precision: float = 1.0) -> Tensor:
-    """KL(q ‖ N(0, 1/prior_precision)) of weights under dropout, but for a constant: an L2 term.
+    """KL(q ‖ N(0, 1/prior_precision)) of weights under dropout, up to a constant: an L2 term.
 
-    Of one weight w behind a drop rate p, with λ the prior's precision,
+    For one weight w behind a drop rate p, with λ the prior's precision,
 
         E[−log prior] = ½ λ E[w̃²] + const = ½ λ (1 − p) (w / (1 − p))² + const = λ w² / (2 (1 − p)) + const
 
     and the entropy of the mask, the rest of the KL, does not depend on w. Weights that no dropout layer
-    scales (biases, which are added later, and layers behind none) are point estimates: they are not counted,
-    unless given a rate of 0. Before a convolution elementwise masks make other weights at each position; the
-    term is the same for each.
+    scales (biases, which are added later, and layers without dropout before them) are point estimates: they
+    are not counted, unless given a rate of 0. Before a convolution, elementwise masks give different weights
+    at each position; the term is the same for each.
 
     Args:
         layers: Drop rate p by the module whose ``weight`` it scales, the one *after* the dropout layer. In an
-            ``nn.Sequential``, nested or not, they are found, and whatever is not plain is refused.
+            ``nn.Sequential``, nested or not, they are found automatically; ambiguous cases are refused.
         prior_precision: Precision of the prior of every weight.
 
     Example:
@@ -114,12 +114,12 @@ def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_preci
         raise ValueError(f"prior_precision must be finite and greater than 0, not {prior_precision}")
     if not (isinstance(layers, Mapping) or _in_order(layers)):
         raise TypeError(
-            f"a {type(layers).__name__} does not say which weights dropout scales, as a plain nn.Sequential "
-            "does: pass {layer: drop rate}"
+            f"cannot tell which weights dropout scales in a {type(layers).__name__}, which is not a plain "
+            "nn.Sequential: pass {layer: drop rate}"
         )
     rates = dict(layers) if isinstance(layers, Mapping) else _found(layers)
     if not rates:
-        raise ValueError("no layer is behind a dropout layer: pass {layer: drop rate}")
+        raise ValueError("no layer follows a dropout layer: pass {layer: drop rate}")
     terms = []
     for layer, p in rates.items():
         weight = getattr(layer, "weight", None)
@@ -134,7 +134,7 @@ def dropout_kl(layers: nn.Sequential | Mapping[nn.Module, float], *, prior_preci
 
 
 def _found(model: nn.Sequential) -> dict[nn.Module, float]:
-    """Drop rate by the layer that follows it; what is not plain is refused."""
+    """Drop rate by the layer that follows it; ambiguous cases are refused."""
     rates: dict[nn.Module, float] = {}
     waiting: float | None = None
     for name, module in _flat(model):
@@ -162,7 +162,7 @@ def _flat(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def _in_order(module: nn.Module | None) -> TypeGuard[nn.Sequential]:
-    """Whether it does nothing but run its modules one after another."""
+    """Whether the module only runs its submodules one after another."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
@@ -172,7 +172,7 @@ def _dropping(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _dropping_layers(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Dropout layers in training mode; gives the set to which each is added when it runs."""
+    """Put dropout layers in training mode; yields the set to which each layer is added when it runs."""
     layers = _dropping(model)
     before = [layer.training for layer in layers]
     ran: set[nn.Module] = set()
@@ -189,9 +189,10 @@ def _dropping_layers(model: nn.Module) -> Iterator[set[nn.Module]]:
 
 @final
 class _Seeded(TorchFunctionMode):
-    """Inside, masks of dropout and other random numbers of this thread come from one seed.
+    """A context in which dropout masks and other random numbers of this thread come from one seed.
 
-    A mode also keeps ``nn.TransformerEncoderLayer`` off its fused path, which would skip dropout.
+    As a torch function mode it also disables the fused path of ``nn.TransformerEncoderLayer``, which would
+    skip dropout.
     """
 
     def __init__(self, seed: int) -> None:
@@ -231,7 +232,7 @@ class _Seeded(TorchFunctionMode):
         training: bool | None = None,
         inplace: bool = False,
     ) -> Tensor:
-        """What torch's function gives, which takes no generator."""
+        """The result of torch's dropout function, which has no generator argument."""
         feature_dims, alpha, default = _MASKED[func]
         func(input, p, False, inplace)  # its own checks
         if p == 0.0 or not (default if training is None else training):
@@ -252,7 +253,7 @@ class _Seeded(TorchFunctionMode):
 
 
 # By function of torch: dimensions of a feature that drops as a whole, whether mean and variance are kept, as
-# self-normalising nets need, and whether it drops if not told.
+# self-normalising nets need, and whether it drops by default.
 _MASKED: dict[Any, tuple[int | None, bool, bool]] = {
     F.dropout: (None, False, True),
     F.dropout1d: (1, False, True),

@@ -1,4 +1,4 @@
-"""Where named blocks lie in one flat buffer, so that one operation serves all of them."""
+"""The layout of named blocks in one flat buffer, so that one operation handles all of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from torch import Tensor
 
 # Blocks start at multiples of this, so that wide loads are aligned.
 ALIGN = 64
-# Numbers that a CPU draws from one seed: in fewer the seeding shows, more leave threads too little to share.
+# Numbers that a CPU draws from one seed: with fewer, seeding takes time; with more, threads have too little
+# to share.
 CHUNK = 1 << 17
-# Numbers that a program of a kernel has: four of each Philox counter, one in every quarter of the tile.
+# Numbers per program of a kernel: four from each Philox counter, one in every quarter of the tile.
 TILE = 512
 
 
 class Piece(NamedTuple):
-    """What a CPU draws from one seed for a block, which may be a slice of a larger one.
+    """The numbers that a CPU draws from one seed for a block, which may be a slice of a larger one.
 
     Attributes:
         chunk: Number of the chunk, in the whole block.
         length: Numbers in the chunk; the last one of a block is shorter.
-        parts: Begin and end of each run of them in the block, and where the run begins in the chunk.
+        parts: Begin and end of each run of the numbers in the block, and the run's begin in the chunk.
     """
 
     chunk: int
@@ -37,15 +38,15 @@ class Piece(NamedTuple):
 
 @final
 class Layout:
-    """Blocks end to end, with some padding.
+    """Blocks one after another, with some padding.
 
     A block may be a slice of a larger one, as a shard is; its noise is then that slice of the whole block's.
 
     Args:
-        names: Of the blocks.
-        shapes: Of the blocks.
-        wholes: Shapes of what the blocks are slices of; by default they are whole.
-        offsets: Where in their wholes the blocks begin, along every axis.
+        names: The blocks' names.
+        shapes: The blocks' shapes.
+        wholes: Shapes of the blocks' whole tensors, if they are slices.
+        offsets: Offsets of the blocks in their whole tensors, along every axis.
         align: Blocks start at multiples of this; with 1 there is no padding.
 
     Example:
@@ -75,14 +76,14 @@ class Layout:
         firsts = offsets or [(0,) * len(shape) for shape in self.shapes]
         self._runs = list(map(_runs, self.shapes, self._wholes, firsts))
         self._tables: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-        # Launches of kernels over the blocks; whoever makes them knows the keys.
+        # Cached kernel launches over the blocks, by keys of their users.
         self.launches: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self.names)
 
     def span(self, index: int) -> slice:
-        """Where a block lies."""
+        """A block's span in the buffer."""
         return slice(self.starts[index], self.starts[index] + self.sizes[index])
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -94,7 +95,7 @@ class Layout:
         ]
 
     def stacked(self, flat: Tensor, samples: int) -> list[Tensor]:
-        """The blocks, ``[samples, *shape]``, of a buffer of so many times the size."""
+        """The blocks, ``[samples, *shape]``, of a buffer that is ``samples`` times as large."""
         places = zip(self.shapes, self._strides, self.sizes, self.starts, strict=True)
         return [
             flat.as_strided((samples, *shape), (size, *strides), flat.storage_offset() + samples * start)
@@ -103,7 +104,8 @@ class Layout:
 
     @cached_property
     def pieces(self) -> list[tuple[int, Piece]]:
-        """What a CPU draws, by the block's number, the longest first: the chunks that a block touches."""
+        """The pieces that a CPU draws, by block number, the longest first: the chunks that a block
+        touches."""
         found = []
         for block, whole in enumerate(self._wholes):
             for at, parts in groupby(self._windows(block, CHUNK), key=itemgetter(0)):
@@ -137,7 +139,7 @@ class Layout:
 
 
 def concatenate(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors end to end, in one node of autograd's graph.
+    """Concatenate tensors, in one node of autograd's graph.
 
     Args:
         layout: Of them, without padding.
@@ -244,7 +246,7 @@ def single(name: str, shape: tuple[int, ...], whole: tuple[int, ...], offset: tu
 
 
 def _runs(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int]) -> tuple[list[int], int]:
-    """Where in its whole block each run of neighbours in a slice begins, and how many numbers a run has."""
+    """The begin of each contiguous run of a slice in its whole block, and the length of a run."""
     axes = list(zip(shape, whole, offset, strict=False))
     inside = all(0 <= first <= full - size for size, full, first in axes)
     if not (inside and len(axes) == len(shape) == len(whole) == len(offset)):

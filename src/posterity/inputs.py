@@ -1,9 +1,9 @@
-"""What goes into a model and what comes out: inputs of any form in batches, and the tensor among its outputs.
+"""A model's inputs and outputs: inputs of any form in batches, and the tensor among the outputs.
 
 Inputs are a tensor, a NumPy array, or a tuple, list or mapping of them, nested at will, with examples along
 the first axis of each. A model is called as ``model(x)``; with a tuple or list as ``model(*x)``, with a
-mapping as ``model(**x)``. Anything else that can be iterated, such as a DataLoader, gives batches of inputs.
-If such a batch has targets, too, they are
+mapping as ``model(**x)``. Any other iterable, such as a DataLoader, yields batches of inputs. If such a batch
+also has targets, they are
 
 - the last element of a tuple or list of two or more: ``(x, y)``, ``(ids, mask, labels)``;
 - the entry ``"labels"`` of a mapping.
@@ -32,7 +32,7 @@ Pick: TypeAlias = str | int | Callable[[Any], Any]
 
 
 def is_loader(x: Inputs) -> bool:
-    """Whether it gives batches one by one, and is not itself made of tensors.
+    """Whether it is an iterable of batches rather than of tensors.
 
     Example:
         >>> is_loader(iter([torch.ones(3)])), is_loader([torch.ones(3)])
@@ -44,7 +44,8 @@ def is_loader(x: Inputs) -> bool:
 
 
 def batches(x: Inputs, batch_size: int, pick: Pick | None = None) -> Iterator[Inputs]:
-    """Inputs in batches; of a loader's batches what ``pick`` picks, or else all but the targets."""
+    """Inputs in batches; from a loader's batches the part that ``pick`` picks, by default all but the
+    targets."""
     if is_loader(x):
         if isinstance(getattr(x, "sampler", None), RandomSampler):
             warn(
@@ -83,7 +84,7 @@ def pairs(data: Any, batch_size: int) -> Iterator[tuple[Inputs, Any]]:
 
 
 def shown(parts: Iterable[T], doing: str) -> Iterable[T]:
-    """The same parts, such as batches, with a progress bar that says what is being done to them.
+    """The same items, such as batches, with a labelled progress bar.
 
     Example:
         >>> list(shown([1, 2], "counting"))
@@ -115,7 +116,7 @@ def separated(batch: Any) -> tuple[Inputs, Any]:
 
 
 def length(x: Inputs) -> int:
-    """The number of examples; refused unless all tensors have the same, and at least one.
+    """The number of examples; raises unless all tensors have the same number, at least one.
 
     Example:
         >>> length({"ids": torch.ones(4, 7), "more": (torch.ones(4),)})
@@ -174,12 +175,13 @@ def mapped(x: Inputs, function: Callable[[Any], Any]) -> Inputs:
 
 
 def rows_of(outputs: Tensor, x: Inputs) -> Tensor:
-    """Networks' outputs ``[S, B, ...]``, if each input has its rows: one, or several such as its tokens."""
+    """Networks' outputs ``[S, B, ...]``, after checking that each input has its rows: one, or several such as
+    tokens."""
     rows = outputs.shape[1] if outputs.dim() > 1 else 0
     if rows == 0 or rows % length(x):
         raise ValueError(
-            f"the model gave outputs {list(outputs.shape[1:])} for a batch of {length(x)} inputs: it must "
-            "keep them on axis 0, and a single input x is given as x[None]"
+            f"the model gave outputs {list(outputs.shape[1:])} for a batch of {length(x)} inputs: "
+            "keep the batch on axis 0, and pass a single input x as x[None]"
         )
     return outputs
 
@@ -198,7 +200,7 @@ def called(model: nn.Module, x: Inputs, output: Pick | None = None) -> Tensor:
 
 
 def tensor_of(result: Any, output: Pick | None = None) -> Tensor:
-    """What a model returned if that is a tensor, else its ``logits``; or what ``output`` picks.
+    """The model's output if it is a tensor, else its ``logits``; or the one that ``output`` picks.
 
     Example:
         >>> tensor_of({"logits": torch.ones(2), "loss": torch.zeros(())})
@@ -235,10 +237,10 @@ def picked(whole: Any, pick: Pick) -> Any:
 
 @contextmanager
 def random_numbers_kept(*models: nn.Module) -> Iterator[None]:
-    """Inside, a loader or a model may draw from torch's generators; afterwards these are as they were.
+    """A context in which a loader or a model may draw from torch's generators, which are restored afterwards.
 
-    Loaders draw a seed whenever they start, shuffled or not. Generators are the process's: what is put back
-    from another thread than the main one would repeat numbers that were drawn there meanwhile.
+    Loaders draw a seed whenever they start, shuffled or not. Generators are global to the process: restoring
+    them from a thread other than the main one would repeat numbers drawn there in the meantime.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,7 @@
 """Running a model under K sets of weights: one after another (loop) or in one vectorised pass (stack).
 
-Both give the same numbers for the same weights. In both, a model's buffers (BatchNorm's running statistics)
-are moved by the first sample alone. Models that cannot be vectorised fall back to the loop with one warning.
+Both give the same numbers for the same weights. In both, only the first sample updates a model's buffers
+(BatchNorm's running statistics). Models that cannot be vectorised fall back to the loop with one warning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ How: TypeAlias = Literal["stack", "loop"]
 
 # Modules that failed to vectorise once are not tried, or warned of, again.
 _unstackable: WeakSet[nn.Module] = WeakSet()
-# torch counts the levels of forward derivatives for the process, not for a thread: threads take turns.
+# torch counts levels of forward derivatives per process, not per thread, so threads take turns.
 _forward_derivatives = threading.RLock()
 
 
@@ -45,8 +45,9 @@ def run(
 ) -> Tensor:
     """Outputs ``[K, B, ...]`` of a model under K sets of weights.
 
-    The model runs as a replica: its own weights stay as they are, and so does what its ``forward`` sets. Only
-    buffers that the first sample moves are moved in it, too: BatchNorm's statistics in training mode.
+    The model runs as a replica: its own weights and the attributes that its ``forward`` sets do not change.
+    Only buffers that the first sample updates are updated in the model itself: BatchNorm's statistics in
+    training mode.
 
     Args:
         model: Any module.
@@ -57,8 +58,8 @@ def run(
         chunk: At most this many samples at once, to cap the memory of a stacked pass.
         output: Which of the model's outputs: a key, an index or a function. Without it the model must return
             a tensor, or something with ``logits``.
-        around: One value μ of each of these weights: run the model that is linear in its weights there,
-            f(x, μ) + J(x) (θ − μ), which moves no buffers.
+        around: One value μ for each of these weights: run the model linearised there, f(x, μ) + J(x) (θ − μ),
+            which updates no buffers.
         kwargs: The model's keyword arguments.
 
     Example:
@@ -91,13 +92,13 @@ def run_replica(
     around: Mapping[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """What :func:`run` does, in a module that nothing else runs in: weights are swapped in it."""
+    """The same as :func:`run`, in a module that nothing else uses: its weights are swapped."""
     args, kwargs = moved((args, kwargs), model)
     samples = _count(weights)
     if around is not None:
         # Before rounding to the model's dtype: in half precision a difference of rounded weights is coarse.
         if missing := weights.keys() - around.keys():
-            raise ValueError(f"around= has no value of {min(missing)!r}: give one for each of the weights")
+            raise ValueError(f"around= has no value for {min(missing)!r}: give one for each of the weights")
         weights = _checked(model, weights, samples)
         shifts = _checked(model, {name: each - around[name] for name, each in weights.items()}, samples)
         return _linear_pass(model, shifts, around, args, kwargs, how, chunk, output)
@@ -124,7 +125,7 @@ def one_pass(
     kwargs: dict[str, Any],
     output: Pick | None = None,
 ) -> Tensor:
-    """Output under one set of weights; buffers are read from ``state``, and moved there."""
+    """Output under one set of weights; buffers are read from ``state``, and updated there."""
     return tensor_of(functional_call(model, {**weights, **state}, args, kwargs), output)
 
 
@@ -140,9 +141,9 @@ def stacked_pass(
     output: Pick | None = None,
     more: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor] | None]:
-    """Outputs under the given weights, and the first sample's buffers, if it moved them.
+    """Outputs under the given weights, and the first sample's buffers, if it updated them.
 
-    Each sample starts from those given.
+    Each sample starts from the given buffers.
 
     Args:
         model: What to run.
@@ -150,10 +151,10 @@ def stacked_pass(
         before: The buffers, by name.
         args: The model's inputs.
         kwargs: Its keyword arguments, the same for all.
-        stacked: Whether in one pass, if it can be.
-        own: Whether these are tensors ``[K, ...]``, each sample having its own; else all have the same.
+        stacked: Whether to use one pass, if possible.
+        own: Whether the inputs are tensors ``[K, ...]``, one for each sample; else all samples share them.
         output: Which of the model's outputs, as for :func:`run`.
-        more: What the model gets for parameters, of what it is given for one pass, or for one sample.
+        more: Computes the model's parameters from the weights of one pass, or of one sample.
     """
 
     def call(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], *mine: Tensor) -> Tensor:
@@ -198,15 +199,15 @@ def _linear_pass(
     chunk: int | None,
     output: Pick | None,
 ) -> Tensor:
-    """Outputs of the model linear in its weights, for shifts ``[K, ...]`` of them.
+    """Outputs of the linearised model, for shifts ``[K, ...]`` of the weights.
 
-    One pass gives f(x, μ), whatever K; what comes before the first shifted layer runs once.
+    One pass gives f(x, μ), whatever K; the layers before the first shifted one run once.
     """
     mean = {name: around[name].to(shift.dtype) for name, shift in shifts.items()}
     before = buffers.snapshot(model)
 
     def network(weights: dict[str, Tensor]) -> Tensor:
-        # Copies: a transformed function may not change what it was not given.
+        # Copies, since a transformed function may not change tensors other than its arguments.
         return one_pass(model, weights, buffers.copied(before), args, kwargs, output)
 
     def along(shift: dict[str, Tensor]) -> Tensor:
@@ -253,7 +254,7 @@ def _count(weights: Mapping[str, Tensor]) -> int:
 
 
 def _checked(model: nn.Module, weights: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
-    """The weights in the model's dtypes, after refusing what would not be used."""
+    """The weights in the model's dtypes; raises for weights that would not be used."""
     params = dict(model.named_parameters())
     for name, value in weights.items():
         if name not in params:

@@ -1,7 +1,7 @@
 """Pure functions of predictive probabilities.
 
 ``probs`` is ``[B, C]``, or ``[S, B, C]`` for single sampled networks, whose metrics are then averaged over S.
-Metrics that torchmetrics has are taken from there (extra ``metrics``).
+Metrics that torchmetrics has come from there (extra ``metrics``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def accuracy(probs: Tensor, target: Tensor) -> float:
 
 
 class HasLogProbs(Protocol):
-    """A prediction that knows its log-probabilities."""
+    """A prediction with log-probabilities."""
 
     @property
     def log_probs(self) -> Tensor:
@@ -55,8 +55,8 @@ def nll(probs: Tensor | HasLogProbs, target: Tensor) -> float:
     """Mean negative log-probability of the right class, in nats.
 
     Args:
-        probs: Probabilities, of which one that underflowed to 0 counts as the smallest number, 87 nats in
-            single precision; or a prediction, whose logits know better.
+        probs: Probabilities, in which one that underflowed to 0 counts as the smallest number, 87 nats in
+            single precision; or a prediction, whose logits are exact.
         target: Labels ``[B]``.
 
     Example:
@@ -126,7 +126,8 @@ def reliability(probs: Tensor, target: Tensor, bins: int = 15) -> Reliability:
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """How well a score (entropy, mutual information) tells outside inputs from inside ones: 0.5 is chance.
+    """How well a score (entropy, mutual information) separates outside inputs from inside ones: 0.5 is
+    chance.
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.9]))
@@ -149,7 +150,7 @@ def fpr95(inside: Tensor, outside: Tensor) -> float:
 
 
 def _checked(probs: Tensor, target: Tensor) -> Tensor:
-    """``[S, B, C]``, after refusing what is not probabilities of these targets."""
+    """``[S, B, C]``, after checking probabilities and targets."""
     for given in (probs, target):
         if not is_dense(given):
             raise TypeError(f"metrics take tensors, such as prediction.probs, not {described(given)}")
@@ -165,17 +166,20 @@ def _checked(probs: Tensor, target: Tensor) -> Tensor:
         raise ValueError("probs must be finite, not negative and sum to 1: pass probabilities, not logits")
     if bool((target < 0).any()) or bool((target >= probs.shape[-1]).any()):
         raise ValueError(f"targets must lie in 0 … {probs.shape[-1] - 1}")
-    # Rounded above 1, torchmetrics would take all of them for logits.
+    # If one is rounded above 1, torchmetrics would take all of them for logits.
     return (probs if probs.dim() == 3 else probs[None]).clamp_max(1.0)
 
 
 def _scores(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     for given in (inside, outside):
         if not is_dense(given) or given.dim() != 1:
-            raise TypeError(f"scores are tensors with a number for each input, not {described(given)}")
+            raise TypeError(f"scores must be tensors with one number for each input, not {described(given)}")
     scores = torch.cat([inside, outside])
     if not len(inside) or not len(outside):
-        raise ValueError("telling inputs apart needs some of both: one of the two sets is empty")
+        raise ValueError(
+            "the scores of one of the two sets are empty: pass some of inputs inside and some of inputs "
+            "outside the distribution"
+        )
     if not bool(torch.isfinite(scores).all()):
         raise ValueError("out-of-distribution scores must be finite")
     labels = torch.cat([torch.zeros_like(inside), torch.ones_like(outside)]).int()

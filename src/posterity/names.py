@@ -1,4 +1,4 @@
-"""Choosing parameters by name: "only the last layer", "not the BatchNorm" is a filter, never a class."""
+"""Choosing parameters by name: "only the last layer" or "not the BatchNorm" is a filter, not a class."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
         return {name for name in names if chosen(name)}
     picked: set[str] = set()
     for pattern in [chosen] if isinstance(chosen, str) else chosen:
-        # A name is itself a pattern for that name alone, whatever signs it has.
+        # A name is also a pattern for exactly that name, whatever special characters it has.
         matching = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
         if not matching:
             raise ValueError(f"no parameter is named like {pattern!r}; the names are {_listed(names)}")
@@ -39,7 +39,7 @@ def select(names: Iterable[str], chosen: NameFilter) -> set[str]:
 
 
 def first_match(patterns: Mapping[str, T], name: str) -> T:
-    """What belongs to the first pattern, in order, that matches a name.
+    """The value of the first pattern, in order, that matches a name.
 
     Example:
         >>> first_match({"*.bias": 1, "*": 2}, "fc.weight")
@@ -51,12 +51,12 @@ def first_match(patterns: Mapping[str, T], name: str) -> T:
     raise KeyError(f"no pattern matches {name!r}: add one, or '*' as the last")
 
 
-def refuse_idle(patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Raise for a pattern other than ``"*"`` that matches no name: it is nearly always a typing error.
+def refuse_unmatched(patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Raise for a pattern other than ``"*"`` that matches no name, which is nearly always a typing error.
 
     Example:
-        >>> refuse_idle(["fc.*", "*"], ["fc.weight"])
-        >>> refuse_idle(["fx.*", "*"], ["fc.weight"])
+        >>> refuse_unmatched(["fc.*", "*"], ["fc.weight"])
+        >>> refuse_unmatched(["fx.*", "*"], ["fc.weight"])
         Traceback (most recent call last):
             ...
         ValueError: no parameter is named like 'fx.*'; the names are 'fc.weight'
@@ -88,7 +88,7 @@ def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
 def padding_rows(model: nn.Module) -> dict[Tensor, int]:
     """The row of every embedding's weight that ``padding_idx=`` keeps from learning.
 
-    One that another layer uses too, such as an output layer with the same weight, is no such row.
+    If another layer shares the weight, such as a tied output layer, its row does learn and is left out.
 
     Example:
         >>> words = nn.Embedding(9, 4, padding_idx=0)

@@ -1,12 +1,12 @@
-"""Noise that is addressed, not streamed.
+"""Addressed noise: counter-based instead of streamed.
 
 Every standard normal that the library draws is a pure function of (domain, seed, step, sample, block,
 position). A loop over samples, one stacked pass and a captured graph therefore see the same numbers on one
 device, a slice of a block can be drawn alone, resuming needs two integers, and torch's global generators are
 never touched.
 
-On a GPU the numbers come from Philox inside the kernels that use them, so noise is made twice and never
-stored; on a CPU, where making it is what costs, it is made once, by all threads, and kept.
+On a GPU the numbers come from Philox inside the kernels that use them, so noise is generated twice and never
+stored; on a CPU, where generating it is expensive, it is generated once, by all threads, and kept.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _WORTH_A_LAUNCH = 1 << 20
 # Gradients of a layer that are held at once.
 _AT_ONCE = 1 << 25
 _read_by_replays: ContextVar[list[Tensor] | None] = ContextVar("read_by_replays", default=None)
-# Tables of graphs that users capture themselves: nothing says when such a graph is gone, so these stay.
+# Tables of graphs that users capture themselves: we cannot know when such a graph is freed, so they are kept.
 _read_by_others: list[Tensor] = []
 
 
 class Domain(IntEnum):
-    """What noise is for. Equal seeds and steps in two domains give unrelated numbers."""
+    """The purpose of noise. Equal seeds and steps in two domains give unrelated numbers."""
 
     TRAIN = 0
     SAMPLE = 1
@@ -68,12 +68,12 @@ def _mixed(z: int, *parts: int) -> int:
 
 @lru_cache(maxsize=256)
 def _key(domain: Domain, seed: int) -> int:
-    """What domain and seed are to kernels: 63 bits, the highest of them set, so that none fits in 32."""
+    """Domain and seed as a kernel's key: 63 bits with the highest set, so that none fits in 32."""
     return _mixed(0, domain, seed) >> 2 | 1 << 62
 
 
 def address(seed: int, step: int, sample: int, block: str, *, domain: Domain = Domain.TRAIN) -> int:
-    """The generator seed that belongs to one draw of one block."""
+    """The generator seed of one draw of one block."""
     return _mixed(_key(domain, index(seed)), index(step), index(sample), zlib.crc32(block.encode()))
 
 
@@ -85,11 +85,11 @@ class Noise:
         layout: Names and shapes of the blocks.
         seed: Seed of the optimiser or of the call.
         step: Number of the step; inside a captured graph, the one-element int32 tensor that holds it.
-        weight: Of each sample in the sums that :meth:`moments` takes.
-        device: Where the numbers are wanted.
-        dtype: Their type.
-        room: Memory to use again; what was drawn into it before is overwritten.
-        domain: What the noise is for.
+        weight: Weight of each sample in the sums of :meth:`moments`.
+        device: Device of the numbers.
+        dtype: Their dtype.
+        room: Memory to reuse; earlier draws in it are overwritten.
+        domain: The purpose of the noise.
 
     Example:
         >>> layout = Layout(["fc.weight"], [(3,)])
@@ -126,7 +126,7 @@ class Noise:
 
     @cached_property
     def values(self) -> Tensor:
-        """The numbers of all blocks, end to end, each block stacked over the samples."""
+        """The numbers of all blocks in one flat tensor, each block stacked over the samples."""
         if self._philox:
             return kernels.normal(self).to(self.dtype)
         out = self._room("noise", self)
@@ -178,11 +178,11 @@ class Noise:
         """Add weighted Σ g and Σ g · eps of gradients ``[K, *shape]``, or of one ``shape``, by block.
 
         Args:
-            grads: By the block's number.
+            grads: Gradients by block number.
             sums: Both sums of all blocks, ``[2, size]``.
             poison: One number; on a GPU it becomes NaN if a sum is not finite.
-            rows: Which of the samples the gradients are of.
-            fresh: Whether the sums hold nothing of these blocks yet.
+            rows: The samples of the gradients.
+            fresh: Whether the sums of these blocks are uninitialised.
         """
         if self.fused:
             samples = self.samples[rows]
@@ -226,9 +226,10 @@ class Noise:
             product.addcmul_(each, eps, value=self.weight)
 
     def parts(self, block: int) -> list[slice]:
-        """Which samples' gradients of a block to make at once and add; none if all may wait for the others.
+        """The samples whose gradients of a block to compute and add at once; none if all can wait for other
+        blocks.
 
-        On a CPU one at a time, while it is in the cache, unless all fit there. On a GPU small ones wait, to
+        On a CPU one at a time, while it is in the cache, unless all fit into it. On a GPU small ones wait, to
         share a launch, and large ones come in parts, to save memory.
         """
         samples, size = len(self.samples), self.layout.sizes[block]
@@ -242,7 +243,8 @@ class Noise:
 
 
 class Room:
-    """Buffers for a CPU's draws, kept from step to step: new memory costs more there than what fills it."""
+    """Buffers for a CPU's draws, kept from step to step: allocating memory there costs more than filling
+    it."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -259,12 +261,12 @@ class Room:
 
 
 def alike(tensors: Collection[Tensor], dtype: torch.dtype) -> bool:
-    """Whether one kernel can have them by their addresses."""
+    """Whether one kernel can access all of them by address."""
     return all(map(Tensor.is_contiguous, tensors)) and {each.dtype for each in tensors} == {dtype}
 
 
 def addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses of tensors, where a kernel can read them; the host does not wait until they are there."""
+    """Addresses of tensors in a tensor for kernels; the host does not wait for the copy."""
     if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return _addresses(at, device)
     # Each replay reads the host's memory again, and only this graph's replays write the device's.
@@ -276,13 +278,14 @@ def addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _addresses(at: tuple[int, ...], device: torch.device) -> Tensor:
-    """So few bytes leave the host's memory before the call returns."""
+    """For so few bytes, the call returns after they have left the host's memory."""
     return torch.tensor(at, dtype=torch.int64).to(device, non_blocking=True)
 
 
 @contextmanager
 def read_by_replays(tensors: list[Tensor]) -> Iterator[None]:
-    """Inside, a graph is captured: host tensors that its replays read are added to the list, which it keeps.
+    """A context for capturing a graph: host tensors that its replays read are added to the list, which the
+    graph keeps.
 
     Example:
         >>> held = []
@@ -298,7 +301,7 @@ def read_by_replays(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _fill(out: Tensor, jobs: Iterator[tuple[int, Piece, int]]) -> None:
-    """Draw pieces, each for the block's draw that begins at a place, by its address but for the chunk."""
+    """Draw pieces, each into a block's draw at an offset, by its address except for the chunk."""
     generator = torch.Generator(out.device)
     with torch.inference_mode(out.is_inference()):  # a mode belongs to a thread
         for at, (chunk, length, parts), key in jobs:
@@ -333,12 +336,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
 
 
 def fresh() -> tuple[int, int]:
-    """A seed and a step that no other call gets, here or in a forked process: for those who gave no seed."""
+    """A seed and a step that no other call gets, here or in a forked process, for calls without a seed."""
     return _mixed(_key(Domain.FRESH, torch.initial_seed()), *_forks), next(_fresh)
 
 
 def new_seed() -> int:
-    """A seed for those who gave none when they were built: one number from torch's CPU generator."""
+    """A default seed for new objects: one number from torch's CPU generator."""
     return int(torch.randint(1 << 62, (), device="cpu"))
 
 
@@ -357,7 +360,7 @@ def normal(
 ) -> Tensor:
     """The numbers of one block, ``[len(samples), *shape]``.
 
-    With ``whole`` they are those of a slice: the one that begins at ``offset`` in a block of that shape.
+    With ``whole`` they are those of a slice, at ``offset`` in a block of that shape.
 
     Example:
         >>> address = {"seed": 0, "step": 5, "block": "fc.weight"}

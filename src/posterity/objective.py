@@ -1,4 +1,4 @@
-"""The evidence lower bound, per example, with the KL's scaling named.
+"""The evidence lower bound per example, with an explicit scale of the KL.
 
 The loss of every gradient method is
 
@@ -6,23 +6,29 @@ The loss of every gradient method is
 
 so that a whole epoch counts the KL once when ``factor`` is 1. A factor is a number (KL down-scaling) or a
 function of the step: :func:`blundell` and :func:`warmup` give two.
+
+In a plain loop ``elbo`` is the only one that sees the NLL. So a model's KL names the :class:`NllWatch` of its
+model, in its node of autograd's graph.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
-from weakref import WeakMethod
+from typing import Any, Protocol, TypeAlias, cast, final
+from weakref import proxy, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posterity.arguments import NUMBER, TENSOR, WHOLE, Kind, described, is_number, takes
+from posterity.caller import warn
+from posterity.optim.watch import LossWatch, Untrained, noise_of
+from posterity.posterior import Factorised
 
 Factor: TypeAlias = float | Callable[[int], float]
 # The entry of a KL's node in the autograd graph: unlike an attribute of the tensor it is not saved with it.
-_HEARD_BY = "posterity_heard_by"
+_WATCH = "posterity_watch"
 _FACTOR = Kind("a number, or a function of the step", lambda factor: is_number(factor) or callable(factor))
 
 
@@ -37,7 +43,7 @@ def elbo(
         divergence: KL(q ‖ p), summed over weights.
         num_data: Training examples.
         factor: Scale of the KL against 1 / num_data, or a function of the step that gives it.
-        step: Number of the batch since the start, from 0, for a function.
+        step: Number of the batch since the start, from 0; needed if ``factor`` is a function.
 
     Example:
         >>> import torch
@@ -46,36 +52,110 @@ def elbo(
     """
     refuse_num_data(num_data)
     if divergence.dim() and divergence.shape != nll.shape:
-        raise ValueError(f"the divergence is one number, summed over weights, not {list(divergence.shape)}")
+        raise ValueError(
+            f"the divergence must be one number, summed over weights, not of shape {list(divergence.shape)}"
+        )
     if nll.numel() != 1 and divergence.shape != nll.shape:
-        raise ValueError(f"nll is one number, the batch's mean, not {list(nll.shape)}")
-    if nll.requires_grad and nll.numel() == 1 and not torch.compiler.is_compiling():
-        method = _notes(divergence).get(_HEARD_BY)
-        if method is not None and (hear := method()) is not None:
-            hear(nll)
+        raise ValueError(f"nll must be one number, the mean of the batch, not of shape {list(nll.shape)}")
+    if nll.requires_grad and nll.numel() == 1:
+        found = _notes(divergence).get(_WATCH)
+        if found is not None and (watch := found()) is not None:
+            watch.follow(nll)
     return nll + (factor_at(factor, step) / num_data) * divergence
 
 
-def heard_by(divergence: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
-    """The same KL, with a method that ``elbo`` calls with the NLL as long as the method's object is alive."""
-    _notes(divergence)[_HEARD_BY] = WeakMethod(hear)
+def watched_by(divergence: Tensor, watch: NllWatch) -> Tensor:
+    """The same KL, with a watch that ``elbo`` gives the NLL as long as the watch is alive."""
+    _notes(divergence)[_WATCH] = ref(watch)
     return divergence
 
 
 def _notes(tensor: Tensor) -> dict[str, Any]:
-    """What may be noted at a tensor's node; nothing lasts where it has none."""
-    # torch's types take the property for a method.
-    return {} if tensor.grad_fn is None else cast(dict[str, Any], tensor.grad_fn.metadata)
+    """What is left at a tensor's node; nothing lasts where it has none, and the compiler knows of none."""
+    if torch.compiler.is_compiling() or tensor.grad_fn is None:
+        return {}
+    return cast(dict[str, Any], tensor.grad_fn.metadata)  # torch's types take the property for a method
+
+
+class Trained(Protocol):
+    """A module whose posterior is trained by gradient: :class:`~posterity.Variational`."""
+
+    module: nn.Module
+    posterior: Factorised
+    draws: int
+
+    def versions(self) -> list[int]:
+        """Numbers that change whenever the posterior does."""
+
+
+@final
+class NllWatch:
+    """Looks at the NLLs that a loop adds a model's KL to, and warns of a run that goes wrong.
+
+    Args:
+        model: Whose KL; it owns this, and is not kept alive.
+    """
+
+    def __init__(self, model: Trained) -> None:
+        self._model: Trained = proxy(model)
+        self._losses = loss_watch(self._model, "the variational() model")
+        self._untrained: Untrained | None = None  # from the first step on
+        self._versions: list[int] = []  # of the posterior, at the last step
+
+    def follow(self, nll: Tensor) -> None:
+        """Take the NLL of a step; of several in one, the first."""
+        if nll.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        before, self._versions = self._versions, self._model.versions()
+        if before == self._versions:
+            return
+        if not (before or self._model.draws or self._reached(nll)):
+            warn(
+                "elbo() has the NLL of a model whose weights were never drawn, which trains no std: call "
+                "what variational() returned, not the module inside it"
+            )
+        self._losses.follow(nll)
+        if self._untrained is None:
+            self._untrained = Untrained(*self._learned())
+        self._untrained.look()
+
+    def _reached(self, nll: Tensor) -> bool:
+        """Whether an NLL depends on what the module itself does not have, such as stds."""
+        _, others = self._learned()
+        grads = torch.autograd.grad(nll, others, retain_graph=True, allow_unused=True) if others else ()
+        return not others or any(grad is not None for grad in grads)
+
+    def _learned(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The posterior's trainable parameters: means, which the module has too, and all others."""
+        own = {id(p) for p in self._model.module.parameters()}
+        learned = [p for p in self._model.posterior.parameters() if p.requires_grad]
+        return [p for p in learned if id(p) in own], [p for p in learned if id(p) not in own]
+
+
+def loss_watch(model: Trained, name: str) -> LossWatch:
+    """What looks at the NLLs of a gradient method, and warns by the names of its settings.
+
+    Args:
+        model: That is trained.
+        name: Of what is to blame, for messages.
+    """
+    return LossWatch(
+        name,
+        "pass a smaller std_scale to variational(), or lower the KL's factor",
+        lambda: noise_of(model.posterior.blocks.values()),
+        fresh=model.draws == 0,
+        otherwise="try another lr, and norm layers if the net is deep",
+    )
 
 
 def refuse_num_data(num_data: int) -> None:
-    """Raise for a number of examples that cannot be."""
+    """Raise if the number of examples is below 1."""
     if not 1 <= num_data < math.inf:
         raise ValueError(f"num_data must be at least 1, not {num_data}")
 
 
 def factor_at(factor: Factor, step: int | None) -> float:
-    """A KL's factor at a step; it is a number of 0 or more."""
+    """The KL's factor at a step, a number of 0 or more."""
     if callable(factor):
         if step is None:
             raise ValueError("factor is a function of the step: pass step=, the number of the batch")

@@ -1,9 +1,10 @@
-"""Posterior, dropout or ensemble → predictive samples, or statistics of them."""
+"""Predictive samples, or their statistics, from a posterior, dropout or an ensemble."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial, reduce
 from itertools import product
 from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
@@ -46,7 +47,7 @@ _AT_ONCE = 1 << 28
 
 @runtime_checkable
 class Predictive(Protocol):
-    """What gives predictive samples: a posterior, :class:`~posterity.MCDropout`, or a class of your own."""
+    """A source of predictive samples: a posterior, :class:`~posterity.MCDropout`, or your own class."""
 
     def check(self, model: nn.Module) -> object:
         """Raise unless it can be used with the model."""
@@ -90,32 +91,32 @@ def predict(
 ) -> Prediction:
     """Predict with sampled networks: weights of a posterior, masks of dropout, or models of an ensemble.
 
-    All run in evaluation mode, in replicas of the model: the model itself is never changed, so that many
-    threads may predict with it at once.
+    Networks run in evaluation mode, in replicas of the model: the model itself is never changed, so many
+    threads can predict with it at once.
 
     Args:
         model: The module, or the :class:`~posterity.Variational` around it; parameters that the posterior
             does not name keep their values. Without a posterior, a list of models, of any architectures, is
             a deep ensemble, ``predict([net1, net2], x=x)``, and one model predicts with its own weights.
-        posterior: Where weights come from, means included: the model's own values of these weights do not
-            matter, so that averaged ones (EMA) need a posterior of their own. Or
-            :class:`~posterity.MCDropout`, for the model's own weights and the masks of its dropout layers; or
-            none.
+        posterior: The source of weights, including the means: the model's own values of these weights are not
+            used, so averaged weights (EMA) need their own posterior. Or :class:`~posterity.MCDropout`, for
+            the model's own weights under masks of its dropout layers; or None.
         x: Inputs, as many as you like: a tensor or NumPy array; a tuple or dict of them, for models that
             take several, called as ``model(*x)`` or ``model(**x)``; or a DataLoader, whose predictions come
             in the order of its batches. They are moved to the model's device.
         samples: Sampled networks S; the same ones for every batch. An ensemble has one for each model.
         mode: ``"average"`` of probabilities, ``"mean"`` weights (one network, nothing dropped), ``"single"``
-            networks each for itself, or their ``"vote"``.
-        batch_size: Inputs at once, unless a loader decides. With dropout every input has masks of its own,
-            and another size gives others.
+            for each network by itself, or ``"vote"``.
+        batch_size: Inputs per batch, unless a loader decides. With dropout every input has its own masks,
+            which depend on this size.
         seed: Chooses the networks; the same seed gives the same prediction.
         how: ``"stack"`` runs the networks in one vectorised pass, ``"loop"`` one after another. Dropout and
             ensembles are always run one after another.
         chunk: At most this many networks drawn and run at once, to cap memory. If not given, as many as have
             2²⁸ numbers together, weights and inputs.
-        inputs: What of a loader's batch goes into the model: a key, an index or a function. Without it, all
-            but the targets: the last element of a tuple or list of two or more, or a mapping's ``"labels"``.
+        inputs: The part of a loader's batch that goes into the model: a key, an index or a function. By
+            default all but the targets: the last element of a tuple or list of two or more, or a mapping's
+            ``"labels"``.
         output: Which of the model's outputs: a key, an index or a function. Without it the model must return
             a tensor, or something with ``logits``.
         class_dim: Axis of the classes in outputs that are not ``[B, C]``: 1 for ``[B, C, H, W]``.
@@ -141,18 +142,9 @@ def predict(
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {described(mode)}")
     check_call(x, samples, batch_size)
     if mode == "single" and keep_samples is False:
-        raise ValueError("mode='single' is about the outputs of every network: leave keep_samples=False out")
-    given = [model] if isinstance(model, nn.Module) else list(model)
-    if not all(isinstance(each, nn.Module) for each in given):
-        raise TypeError("an ensemble is a list of modules alone")
-    models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
+        raise ValueError("mode='single' needs the outputs of every network: leave keep_samples=False out")
+    models, source = _sources(model, posterior)
     replicas = set(map(id, models))
-    source = _Ensemble(models) if posterior is None else posterior
-    if len(models) != 1 and (posterior is not None or not models):
-        raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
-    if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
-        raise TypeError(f"a {type(source).__name__} gives no networks: pass a posterior or MCDropout()")
-    source.check(models[0])
     if linearise and not isinstance(source, Posterior):
         kind = "an ensemble" if posterior is None else f"a {type(source).__name__}"
         raise TypeError(f"linearise=True needs a posterior over weights, which {kind} is not")
@@ -176,31 +168,24 @@ def predict(
             model = evaluating(model)
         around = None if linearise is False else centre or around
         args, kwargs = arguments(batch)
-        try:
+        with _noted(model, batch):
             if not weights:
                 return called(model, batch, output)[None]
             return run_replica(model, weights, *args, how=how, output=output, around=around, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            shapes: list[str] = []
-            mapped(batch, lambda each: shapes.append(str(list(each.shape))))
-            ran = f"{type(model).__name__} ran on inputs of shape {', '.join(shapes)}"
-            error.add_note(f"{ran}: pass predict() what the model takes by itself, as model(x)")
-            raise
 
     some: list[range | None] = [None]
     if mode != "mean":
         some = [*chunks(samples, _at_once(models[0], x, batch_size) if chunk is None else chunk)]
     outputs = _Outputs(Classes(class_dim, binary), True if mode == "single" else keep_samples)
-    # No inference_mode(): what a model remembers of it could never be trained with.
+    # No inference_mode(): tensors that a model stores in it could never be used in training.
     with torch.no_grad(), random_numbers_kept(*models):
         numbered = (
             (step, batch)
             for step, batch in enumerate(batches(x, batch_size, inputs))
             if world is None or step % world.size == world.rank
         )
-        # A loader is read once, even if networks must be drawn again; all else goes by networks.
+        # A loader is read once, even if networks must be drawn again; other inputs are looped over per
+        # network.
         read_once = ((rows, part) for part in numbered for rows in some)
         order = read_once if is_loader(x) else product(some, numbered)
         for rows, (step, batch) in shown(order, "predicting") if progress else order:
@@ -209,6 +194,38 @@ def predict(
     if world is not None:
         outputs.share(world, next(models[0].parameters()).device)
     return Prediction(outputs.whole(), mode, class_dim, binary)
+
+
+def _sources(
+    model: nn.Module | Sequence[nn.Module], posterior: Predictive | None
+) -> tuple[list[nn.Module], Predictive]:
+    """Replicas of the models in evaluation mode, and what gives networks of them."""
+    given = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(each, nn.Module) for each in given):
+        raise TypeError("an ensemble must be a list of modules only")
+    models = [evaluating(inner(each.module if isinstance(each, Variational) else each)) for each in given]
+    source = _Ensemble(models) if posterior is None else posterior
+    if len(models) != 1 and (posterior is not None or not models):
+        raise ValueError(f"pass one model and its posterior, or a list of models alone, not {len(models)}")
+    if isinstance(source, type) or not isinstance(source, Predictive):  # a class has the methods, too
+        raise TypeError(f"a {type(source).__name__} cannot give networks: pass a posterior or MCDropout()")
+    source.check(models[0])
+    return models, source
+
+
+@contextmanager
+def _noted(model: nn.Module, batch: Inputs) -> Iterator[None]:
+    """Inside, an error of torch gets a note that says what the model was given."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        shapes: list[str] = []
+        mapped(batch, lambda each: shapes.append(str(list(each.shape))))
+        ran = f"{type(model).__name__} ran on inputs of shape {', '.join(shapes)}"
+        error.add_note(f"{ran}: pass predict() what the model takes by itself, as model(x)")
+        raise
 
 
 def _at_once(model: nn.Module, x: Inputs, batch_size: int) -> int:

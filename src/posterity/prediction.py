@@ -1,7 +1,7 @@
-"""Outputs of S sampled networks → what a person wants to know of each input.
+"""Predictive statistics of each input, from the outputs of S sampled networks.
 
-Each statistic is a mean over networks, a log-mean-exp or a variance. Those of n networks and those of m
-others give those of all, so that the outputs themselves need not be kept. With means a and b, and squared
+Each statistic is a mean over networks, a log-mean-exp or a variance. Statistics of n networks and of m others
+combine to those of all, so the outputs themselves need not be kept. With means a and b, and squared
 deviations A and B from them (Chan, Golub and LeVeque, 1979),
 
     mean = a + (b − a) m / (n + m)
@@ -52,11 +52,11 @@ class Classes:
         axis = -1 if self.dim is None else self.dim
         axis -= len(outputs) if axis > 0 else 0
         if not -len(outputs) < axis < 0:
-            raise ValueError(f"class_dim={self.dim} is no axis of classes in outputs {outputs}")
+            raise ValueError(f"class_dim={self.dim} is not an axis of classes in outputs {outputs}")
         if (outputs[axis] == 1) != self.binary:
             raise ValueError(
-                f"outputs {outputs} have {outputs[axis]} on the axis of classes: probabilities need two or "
-                "more logits, or one with binary=True; several labels of an example have theirs in "
+                f"outputs {outputs} have {outputs[axis]} on the axis of classes: probabilities need "
+                "two or more logits, or one with binary=True; for several labels of an example use "
                 "predict(..., output=torch.sigmoid).mean; for regression see .mean and .variance"
             )
         return axis
@@ -74,12 +74,12 @@ class Classes:
 @final
 @dataclass(frozen=True)
 class Prediction:
-    """What follows for B inputs from the outputs of S sampled networks.
+    """A prediction for B inputs, from the outputs of S sampled networks.
 
     Args:
-        outputs: The networks' outputs ``[S, B, ...]``; for classification, logits ``[S, B, C]``. What follows
-            from those in half precision, as under autocast, is computed in single precision. Or statistics
-            of them.
+        outputs: The networks' outputs ``[S, B, ...]``; for classification, logits ``[S, B, C]``. Results from
+            half-precision outputs, as under autocast, are computed in single precision. Or statistics of the
+            outputs.
         mode: How ``probs`` combines them.
         class_dim: Axis of the classes, which probabilities keep, in outputs that are not ``[B, C]``: 1 for
             ``[B, C, H, W]``.
@@ -112,7 +112,7 @@ class Prediction:
 
     @property
     def samples(self) -> Tensor:
-        """The outputs of every network ``[S, B, ...]``, where they were kept."""
+        """The outputs of every network ``[S, B, ...]``, if they were kept."""
         if isinstance(self.outputs, Tensor):
             return self.outputs
         size = self.networks * self.outputs.shape.numel() * self.outputs.dtype.itemsize / 2**30
@@ -123,7 +123,7 @@ class Prediction:
 
     @property
     def networks(self) -> int:
-        """Their number S."""
+        """The number of networks, S."""
         return len(self.outputs) if isinstance(self.outputs, Tensor) else self.outputs.networks
 
     @property
@@ -144,7 +144,7 @@ class Prediction:
 
     @property
     def log_probs(self) -> Tensor:
-        """Logarithms of ``probs``, from the logits: where a probability would underflow these stay finite."""
+        """Logarithms of ``probs``, from the logits: finite even where a probability underflows."""
         if self.mode == "vote":
             return self.vote.log()
         if self.mode == "single":
@@ -158,7 +158,7 @@ class Prediction:
 
     @property
     def vote(self) -> Tensor:
-        """Share of the sampled networks that choose each class, ``[B, C]``; ``label`` is the majority's."""
+        """Share of the sampled networks that choose each class, ``[B, C]``."""
         return self._statistic("votes") / self.networks
 
     @property
@@ -168,12 +168,12 @@ class Prediction:
 
     @property
     def expected_entropy(self) -> Tensor:
-        """Mean entropy of the single networks: what more data would not remove."""
+        """Mean entropy of the single networks: the uncertainty that more data would not remove."""
         return self._statistic("expected_entropy")
 
     @property
     def mutual_information(self) -> Tensor:
-        """Entropy less expected entropy: disagreement between networks, what more data would remove."""
+        """Entropy minus expected entropy: disagreement between networks, which more data would reduce."""
         return (self.entropy - self.expected_entropy).clamp_min(0.0)
 
     @property
@@ -183,7 +183,7 @@ class Prediction:
 
     @property
     def variance(self) -> Tensor:
-        """Regression: epistemic variance, that of the output over weight samples; 0 of a single one."""
+        """Regression: epistemic variance of the output over weight samples; 0 for a single one."""
         return self._statistic("deviations") / max(1, self.networks - 1)
 
     @property
@@ -205,16 +205,16 @@ class Prediction:
 
 @final
 class Statistics:
-    """All that a prediction says, without the outputs ``[S, B, ...]`` that it follows from.
+    """The statistics of a prediction, without its outputs ``[S, B, ...]``.
 
     Args:
-        samples: Those of some networks.
-        classes: Where they have their classes.
+        samples: Outputs of some networks.
+        classes: The axis of their classes.
 
     Attributes:
-        networks: How many they are, S.
+        networks: Their number, S.
         shape: That of one network's outputs, ``[B, ...]``.
-        dtype: That of what follows from the outputs.
+        dtype: That of results computed from the outputs.
 
     Example:
         >>> outputs = torch.tensor([[[1.0]], [[3.0]], [[5.0]]])
@@ -232,12 +232,12 @@ class Statistics:
         with suppress(ValueError):  # outputs of regression have no classes; who asks for any is told so
             classes.axis(self.shape)
             names += _OF_LOGITS
-        # In double precision, where there is one: a thousand networks may come one by one.
+        # In double precision where supported: a thousand networks may be added one by one.
         dtype = self.dtype if samples.device.type == "mps" else torch.float64
         self._values = {name: _statistic(name, samples, classes).to(dtype) for name in names}
 
     def settle(self, room: Callable[[Tensor], Tensor]) -> Statistics:
-        """The same in other memory, as that of a room; these."""
+        """Move the values to other memory, such as a :class:`Room`; returns self."""
         self._values = {name: room(value) for name, value in self._values.items()}
         return self
 
@@ -245,13 +245,13 @@ class Statistics:
         """One of the statistics."""
         if classes != self._classes:
             raise ValueError(
-                "the outputs were not kept, and their classes are as predict() was told: give class_dim= and "
-                "binary= there, or keep_samples=True"
+                "the outputs were not kept, so the classes of predict() are fixed: give class_dim= "
+                "and binary= to predict(), or keep_samples=True"
             )
         return self._values[name].to(self.dtype)
 
     def add(self, other: Statistics) -> None:
-        """Take in those of other networks, for the same inputs."""
+        """Add the statistics of other networks, for the same inputs."""
         n, m = self.networks, other.networks
         mine, theirs = self._values, other._values
         gaps = theirs["mean"] - mine["mean"]  # before the means move
@@ -271,7 +271,7 @@ class Statistics:
 
     @staticmethod
     def joined(parts: list[Statistics]) -> Statistics:
-        """Those of the inputs of all parts, which are emptied."""
+        """Join the statistics of several parts of the inputs; the parts are emptied."""
         whole = parts[0]
         for part in parts:
             part._values = {name: value.to(part.dtype) for name, value in part._values.items()}
@@ -308,12 +308,12 @@ class Room:
         return left[: value.numel()].view(value.shape).copy_(value)
 
 
-# Numbers of networks' outputs of which a statistic is taken at once.
+# Numbers of networks' outputs for which a statistic is computed at once.
 _AT_ONCE = 1 << 24
 
 
 def _statistic(name: str, samples: Tensor, classes: Classes) -> Tensor:
-    """One statistic of outputs ``[S, B, ...]``, of some inputs at a time: these may be most of the memory."""
+    """One statistic of outputs ``[S, B, ...]``, computed for some inputs at a time to save memory."""
     size = max(1, _AT_ONCE // max(1, samples[:, :1].numel()))
     if size < samples.shape[1]:
         return torch.cat([_statistic(name, each, classes) for each in torch.split(samples, size, 1)])
@@ -328,7 +328,7 @@ def _log_mean_probs(logits: Tensor, axis: int) -> Tensor:
 
 def _votes(logits: Tensor, axis: int) -> Tensor:
     votes = nn.functional.one_hot(logits.argmax(axis), logits.shape[axis]).movedim(-1, axis)
-    # A network with NaN among its logits has no vote to give.
+    # A network with NaN among its logits has no vote.
     return torch.where(logits.isnan().any(axis, keepdim=True), torch.nan, votes.to(logits)).sum(0)
 
 

@@ -1,14 +1,14 @@
-"""A model's structure a second time, around the same weights: what runs in it never changes the model.
+"""A second module structure around the same weights: running it never changes the model.
 
-torch swaps weights *inside* the module that it runs under others, and mode and buffers belong to modules too.
-Threads can share one model only if each runs a structure of its own. A replica holds
+To run a module under other weights, torch swaps them *inside* the module; mode and buffers belong to modules
+too. Threads can share one model only if each runs its own structure. A replica holds
 
 - the model's own parameters, not copies of them;
 - copies of its buffers, and of other tensors that are attributes;
 - copies of its modules, lists, dicts and sets, in which everything leads to the replica and not back to the
   model: references from a module to itself or another, lists of modules, bound methods, hooks.
 
-It costs a few microseconds per module, so one is made per call, and is right whatever was changed before.
+It costs a few microseconds per module, so one is made per call, and never is out of date.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def evaluating(model: nn.Module) -> nn.Module:
 
 
 def origin(model: nn.Module) -> nn.Module:
-    """The user's own module that a replica was made of; any other is its own.
+    """The user's module of which a replica was made; any other module itself.
 
     Example:
         >>> net = nn.Linear(2, 2)
@@ -79,7 +79,7 @@ def origin(model: nn.Module) -> nn.Module:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, refused if it has DTensors: ``modules()`` in a fraction of the time."""
+    """The modules of a model, faster than ``modules()``; raises if it has DTensors."""
     found, waiting = {id(model): model}, [model]
     while waiting:
         for module in [*waiting.pop()._modules.values()]:
@@ -88,8 +88,8 @@ def _parts(model: nn.Module) -> list[nn.Module]:
                 waiting.append(module)
     if any(is_sharded(p) for module in found.values() for p in module._parameters.values() if p is not None):
         raise TypeError(
-            "the model has DTensors, which only its own passes gather: call model.unshard() first, in all "
-            "processes, or pass a model that is whole"
+            "the model is sharded (it has DTensors): call model.unshard() in all processes first, or "
+            "pass an unsharded model"
         )
     return [*found.values()]
 
@@ -106,8 +106,8 @@ class _Replication:
 
     Args:
         parts: The model's modules.
-        weights: What stands for its parameters, by their ids, if not they themselves.
-        evaluating: Whether the replica is in evaluation mode, whatever the model's is.
+        weights: Replacements of its parameters by id, if any.
+        evaluating: Whether the replica is in evaluation mode, whatever the model's mode.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class _Replication:
     ) -> None:
         self._parts = {id(module): module for module in parts}
         self._weights, self._evaluating = weights, evaluating
-        # By the id of what was copied, which is held here: a forward pass elsewhere may replace it meanwhile.
+        # By the id of the original, which is kept alive here: a forward pass elsewhere may replace it in the
+        # meantime.
         self._made: dict[int, Any] = {}
         self._held: list[object] = []
         own = {id(b): b for part in parts if part._buffers for b in part._buffers.values() if b is not None}
@@ -134,7 +135,7 @@ class _Replication:
         return made
 
     def made(self, value: Any) -> Any:
-        """What stands for a value in the replica."""
+        """The value's counterpart in the replica."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -189,7 +190,7 @@ class _Replication:
         return cast(nn.Module, twin)
 
     def _hook(self, hook: Any) -> Any:
-        """The same hook, whose owner may collect things in it, at the replica's modules."""
+        """The same hook for the replica's modules; its owner may collect things in it."""
         if isinstance(hook, MethodType):
             return self._method(hook) if id(hook.__self__) in self._parts else hook
         return self.made(hook) if isinstance(hook, FunctionType | partial) else hook
@@ -199,7 +200,8 @@ class _Replication:
         return MethodType(method.__func__, self.made(own)) if isinstance(own, nn.Module) else method
 
     def _function(self, function: FunctionType) -> Any:
-        """A function with the replica's modules where it has enclosed the model's; all else it shares."""
+        """A function whose closure has the replica's modules instead of the model's; everything else is
+        shared."""
         cells = tuple(map(self._cell, function.__closure__ or ()))
         if cells == (function.__closure__ or ()):
             return self._note(function, function)
@@ -217,7 +219,7 @@ class _Replication:
         return cell if own is cell.cell_contents else CellType(own)
 
     def _part(self, value: Any) -> Any:
-        """A module of the model, or a method of one, at the replica; all else as it is."""
+        """The replica's counterpart of a module or of its method; any other value unchanged."""
         module = value.__self__ if isinstance(value, MethodType) else value
         return self.made(value) if id(module) in self._parts else value
 
@@ -271,7 +273,7 @@ class _Replication:
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
     def _holder(self, value: Any) -> Any:
-        """An object of another kind, copied if modules are among its attributes."""
+        """Any other object, copied if it has modules among its attributes."""
         held = {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
         found = {key: each for key, each in held.copy().items() if _holds(each)}
         if not found:
@@ -282,7 +284,7 @@ class _Replication:
         return twin
 
 
-# By the kind of a value, how it is made anew.
+# Rebuilding functions by type of value.
 _KINDS: tuple[tuple[Any, Callable[[_Replication, Any], Any]], ...] = (
     (nn.Module, _Replication.module),
     (dict, _Replication._dict),
@@ -299,7 +301,7 @@ _KINDS: tuple[tuple[Any, Callable[[_Replication, Any], Any]], ...] = (
 
 
 def _holds(value: Any) -> bool:
-    """Whether it is a module, a method of one, or has one in it."""
+    """Whether it is a module, a module's method, or contains one."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     parts: Iterable[Any] = value if isinstance(value, list | tuple | set) else (value,)

@@ -1,7 +1,7 @@
-"""Tensors of which every process has a shard: DTensors, as fully_shard() and parallelize_module() make them.
+"""Sharded tensors: DTensors, as made by fully_shard() and parallelize_module().
 
-A rule is a function of single weights, so that each process moves its own shard, and draws that slice of the
-noise: together they do what one process would. What is sharded here is kept as DTensors, which
+A rule is a function of single weights, so each process updates its own shard, and draws its slice of the
+noise: together they do what one process would. Sharded state is kept as DTensors, which
 ``torch.distributed.checkpoint`` saves by shards and loads into any number of processes.
 """
 
@@ -19,7 +19,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; looked up by what it has, since importing the class takes a second.
+    """Whether a tensor is a DTensor; checked by its attributes, since importing the class takes a second.
 
     Example:
         >>> is_sharded(torch.zeros(2))
@@ -29,7 +29,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor, in the same memory; all of one that is no DTensor.
+    """This process's part of a tensor, in the same memory; the whole tensor if it is not a DTensor.
 
     Example:
         >>> local(torch.ones(2))
@@ -43,7 +43,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, in every process; all of them make this call.
+    """The whole tensor, in every process; call it in all of them.
 
     Example:
         >>> whole(torch.ones(2))
@@ -53,7 +53,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradient(p: Tensor) -> Tensor | None:
-    """What this process has of a parameter's gradient."""
+    """This process's part of a parameter's gradient."""
     grad = p.grad
     if grad is None or not is_sharded(grad):
         return grad
@@ -74,7 +74,7 @@ def offset(tensor: Tensor) -> tuple[int, ...]:
 
 @torch.no_grad()
 def beside(part: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that is sharded like another, of which this process has the given part."""
+    """A tensor sharded like another, with the given part in this process."""
     from torch.distributed.tensor import DTensor
 
     own: Any = tensor
@@ -84,7 +84,7 @@ def beside(part: Tensor, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def as_in(value: Tensor, tensor: Tensor) -> Tensor:
-    """A value, whole in every process or sharded, in the form that a tensor of its shape has."""
+    """A value, whole or sharded, converted to the sharding of a given tensor."""
     if not is_sharded(tensor):
         return whole(value)
     if is_sharded(value):
@@ -97,21 +97,21 @@ def as_in(value: Tensor, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _placed(value: Any, tensor: Any) -> Tensor:
-    """A DTensor as another is sharded; a replicated parameter's gradient may be a sum not yet taken."""
+    """A DTensor sharded like another; a replicated parameter's gradient may be a partial sum."""
     alike = value.placements == tensor.placements
     return cast(Tensor, value if alike else value.redistribute(placements=tensor.placements))
 
 
 @final
 class ShardedModel:
-    """A model with sharded parameters, and what it has gathered of them.
+    """A model with sharded parameters, and its gathered copies of them.
 
     Args:
         module: The model; its parameters are gathered only inside modules that fully_shard() was applied to.
 
     Attributes:
-        shares: That a batch is in: processes that differ in nothing but their shards of a layer, as
-            parallelize_module() makes them, see the same examples.
+        shares: The number of shares of a batch: tensor-parallel processes, which hold shards of the same
+            layers, see the same examples.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -121,14 +121,14 @@ class ShardedModel:
         self.shares = max(map(fsdp_shares, self._modules), default=1)
 
     def holds_gradients(self) -> bool:
-        """Whether gradients wait to be reduced, as set_requires_gradient_sync(False) has it."""
+        """Whether gradients are waiting to be reduced, after set_requires_gradient_sync(False)."""
         return any(map(fsdp_holds_gradients, self._modules))
 
     def drop_gathered(self, failed: bool) -> None:
-        """Drop what was gathered of the parameters, so that the next pass gathers them as they are.
+        """Drop gathered parameters, so that the next pass gathers the current ones.
 
-        FSDP2 keeps it after a forward pass without a backward pass, where a user asks for it, and, in the
-        modules that were running, after an error.
+        FSDP2 keeps them after a forward pass without a backward pass, if the user asks for it, and after an
+        error in the modules that were running.
 
         Args:
             failed: Whether there was an error.
@@ -138,30 +138,32 @@ class ShardedModel:
 
 
 def refuse_shards(name: str, p: Tensor, rule: str, collects: bool, mesh: object, module: object) -> None:
-    """Raise for a DTensor that a rule cannot learn.
+    """Raise for a DTensor that a rule cannot train.
 
     Args:
-        name: Of the parameter.
+        name: The parameter's name.
         p: The parameter.
         rule: Name of the optimiser.
-        collects: Whether it wants single examples' gradients from layers.
-        mesh: That of the optimiser.
-        module: What it was built from.
+        collects: Whether it needs per-example gradients from layers.
+        mesh: The optimiser's mesh.
+        module: The module that it was built from.
     """
     what = f"{name!r} is a DTensor, as fully_shard() and parallelize_module() make them"
     if collects:
         raise TypeError(
-            f"{what}, and {rule} takes curvature from layers that hold their weights whole: use IVON "
-            "or BGD, or wrap the model in DistributedDataParallel"
+            f"{what}, but {rule} collects curvature only from layers with whole weights: use IVON or "
+            "BGD, or wrap the model in DistributedDataParallel"
         )
     if mesh is not None:
-        raise TypeError(f"{what}, whose gradients are averaged there: leave mesh= out")
+        raise TypeError(f"{what}, whose gradients are already averaged over processes: leave mesh= out")
     if module is None:
-        raise TypeError(f"{what}: pass the module itself, which gathers its weights anew for every draw")
+        raise TypeError(
+            f"{what}: pass the module itself, so that its weights can be gathered again at every draw"
+        )
     if any(each.is_partial() for each in cast(Any, p).placements):
-        raise TypeError(f"{what}, of which every process has a summand: shard or replicate it")
+        raise TypeError(f"{what} with a partial sum in each process: shard or replicate it")
 
 
 def sharded_model(module: nn.Module | None, params: Iterable[Tensor]) -> ShardedModel | None:
-    """A model, if some of its parameters are sharded."""
+    """The model's :class:`ShardedModel`, if some of its parameters are sharded."""
     return ShardedModel(module) if module is not None and any(map(is_sharded, params)) else None

@@ -1,7 +1,7 @@
 """The private functions of torch that the library uses outside its kernels, each with its reason.
 
-What torch drops fails here, by name, when the library is imported; ``tests/test_torch_private.py`` checks
-that nothing private is used anywhere else.
+If torch drops one, importing the library fails here, by name; ``tests/test_torch_private.py`` checks that
+nothing private is used elsewhere.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 # Many tensors end to end.
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
-# Operations inside that no mode needs to see.
+# A context for operations that no mode needs to see.
 DisableTorchFunction = torch._C.DisableTorchFunction
-# A script around what TorchScript has made: a copy of one is to have copies of its parts.
+# A TorchScript module: a copy of one must have copies of its parts.
 wrap_script: Callable[[Any], nn.Module] = torch.jit._recursive.wrap_cpp_module
-# Attention of operations that have forward derivatives and double backward passes, which fused ones have not.
+# Attention from operations with forward derivatives and double backward passes, which fused ones lack.
 attention_in_parts: Callable[..., tuple[Tensor, Tensor]] = (
     torch.ops.aten._scaled_dot_product_attention_math.default
 )
-# Operations inside that take a tensor of a class of ours for a plain one.
+# A context in which operations treat a tensor of our own class as a plain one.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # The number of the backward pass that is running, -1 outside of one.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # Whether autocast is on for any device: one call where torch.is_autocast_enabled() needs one for each.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# The modes that are entered in this thread: a collector joins the one that is there.
+# The active modes in this thread: a collector joins an active one.
 function_modes = cast("Callable[[], list[TorchFunctionMode]]", _get_current_function_mode_stack)
 # One launch for many tensors.
 foreach_add = torch._foreach_add
@@ -60,12 +60,12 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub
-# A view with a version of its own, which autograd does not take for a view.
+# A view with its own version counter, which autograd does not treat as a view.
 unsafe_view = torch.ops.aten._unsafe_view.default
-# A gradient where a tensor is above a number, and 0 elsewhere, whatever it is there, in one launch.
+# A gradient where a tensor is above a threshold, and 0 elsewhere, even for NaN, in one launch.
 threshold_backward = torch.ops.aten.threshold_backward.default
-# Whether the running backward pass keeps its graph, and so what its nodes have saved. Without it we hold what
-# layers report as long as the graph itself lives.
+# Whether the current backward pass retains its graph, and the tensors saved in its nodes. Without this we
+# keep what layers report as long as the graph lives.
 keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
@@ -78,7 +78,7 @@ def transforms() -> list[int]:
 
 @contextmanager
 def outermost(count: int) -> Iterator[None]:
-    """Inside, only the outermost transforms of torch.func run, so many of them."""
+    """A context in which only the given number of outermost torch.func transforms run."""
     with ExitStack() as left:
         for _ in transforms()[count:]:
             left.enter_context(temporarily_pop_interpreter_stack())
@@ -87,13 +87,14 @@ def outermost(count: int) -> Iterator[None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Inside, tensors are made that may be kept: they are of no transform, and serve training too."""
+    """A context for making tensors that may be kept: they belong to no transform, and can be used in
+    training."""
     with outermost(0), torch.inference_mode(False):
         yield
 
 
 def lasts() -> bool:
-    """Whether any later call may use a tensor that is made here: no transform runs, and no inference mode."""
+    """Whether a tensor made here can be used by later calls: no transform and no inference mode is active."""
     return not (torch.is_inference_mode_enabled() or transforms())
 
 
@@ -103,10 +104,10 @@ _stacking = [0]
 
 @contextmanager
 def no_fallback_warnings() -> Iterator[None]:
-    """Inside, vmap does not warn of operations without a batching rule, which run one sample after another.
+    """A context in which vmap does not warn about operations without a batching rule.
 
-    torch's switch is the process's, and Python's filters are, too: what is put back by one thread must not be
-    what another is using. Here the last thread to leave puts it back.
+    torch's switch and Python's warning filters are global to the process: one thread must not restore them
+    while another uses them. Here the last thread to leave restores them.
     """
     with _quiet:
         _stacking[0] += 1
@@ -122,9 +123,9 @@ def no_fallback_warnings() -> Iterator[None]:
 
 @cache
 def read_forward_derivatives() -> None:
-    """Import torch's own, which it does when it first needs one, without a warning of their scripts.
+    """Import torch's forward derivatives in advance, without the warning of their scripts.
 
-    Once, because filters of warnings are the process's.
+    Done once, because warning filters are global to the process.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
@@ -132,7 +133,7 @@ def read_forward_derivatives() -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has a part in a module: it would compile it again inside another mode."""
+    """Whether a module is compiled by torch.compile, which would compile it again inside another mode."""
     return any("_orig_mod" in each._modules or each._compiled_call_impl for each in module.modules())
 
 
@@ -170,35 +171,35 @@ def hooks_of(tensor: Tensor) -> dict[Any, Callable[[Tensor], None]]:
 
 
 def has_hooks(tensor: Tensor, own: int) -> bool:
-    """Whether a leaf has hooks that autograd calls, besides so many of ours."""
+    """Whether a leaf has hooks that autograd calls, beyond the given number of ours."""
     return len(tensor._backward_hooks or ()) > own or bool(tensor._post_accumulate_grad_hooks)
 
 
 def dynamo_config(**options: Any) -> AbstractContextManager[None]:
-    """Options of torch.compile for a while; dynamo is imported only where something is compiled."""
+    """Temporary options of torch.compile; dynamo is imported only if something is compiled."""
     return cast("AbstractContextManager[None]", torch._dynamo.config.patch(**options))
 
 
-# FSDP2 does not tell over how many processes it averages gradients, cannot drop a gathering that is under
-# way, and before torch 2.13 does not come back from a pass that an error has ended.
+# FSDP2 does not expose the number of processes over which it averages gradients, cannot cancel a pending
+# gather, and before torch 2.13 does not recover from a pass that ended in an error.
 
 
 def _gathered(module: Any) -> tuple[Any, list[Any]]:
-    """The state of a module of FSDP2, and the groups of parameters that it gathers."""
+    """The FSDP2 state of a module, and the parameter groups that it gathers."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return state, [each for each in ([state._fsdp_param_group] if groups is None else groups) if each]
 
 
 def fsdp_shares(module: nn.Module) -> int:
-    """How many processes a module's gradients are averaged over; 1 if it has no parameters of its own."""
+    """The number of processes over which a module's gradients are averaged; 1 if it has no own parameters."""
     infos = [group.mesh_info for group in _gathered(module)[1]]
     sizes = ("shard_mesh_size", "replicate_mesh_size")
     return max((math.prod(getattr(info, size, 1) for size in sizes) for info in infos), default=1)
 
 
 def fsdp_holds_gradients(module: Any) -> bool:
-    """Whether gradients of earlier passes wait in a module until they travel with those of the next."""
+    """Whether a module holds unreduced gradients of earlier passes."""
     params = [param for group in _gathered(module)[1] for param in group.fsdp_params]
     held = (getattr(param, "_unsharded_param", None) for param in params)
     return any(param.unsharded_accumulated_grad is not None for param in params) or any(
@@ -207,7 +208,7 @@ def fsdp_holds_gradients(module: Any) -> bool:
 
 
 def fsdp_drop_gathered(module: Any, failed: bool) -> None:
-    """Drop what a module has gathered, also what is under way; after an error, whatever it was doing."""
+    """Drop a module's gathered parameters, also pending ones, and after an error in any state."""
     state, groups = _gathered(module)
     if failed and state._is_root and hasattr(module, "reset_iter_state"):
         module.reset_iter_state()  # and of all modules below

@@ -19,9 +19,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from itertools import chain
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +28,14 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from posterity.arguments import FILTER, MODULE, NUMBER, WHOLE, described, instance, takes
-from posterity.caller import warn
 from posterity.distributed import World, several
 from posterity.estimators import Sampled, by_block, parameters_of, together
 from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
-from posterity.names import NameFilter, first_match, padding_rows, refuse_idle, select
+from posterity.names import NameFilter, first_match, refuse_unmatched, select
 from posterity.noise import Domain, new_seed
-from posterity.objective import heard_by
+from posterity.objective import NllWatch, watched_by
 from posterity.optim.presets import TABLE, settings, start_std
-from posterity.optim.watch import LossWatch, Untrained, noise_of
 from posterity.posterior import (
     ByName,
     Density,
@@ -52,6 +49,7 @@ from posterity.posterior import (
     kl,
 )
 from posterity.posterior.end_to_end import EndToEnd, Joined, end_to_end
+from posterity.posterior.shared_means import share_means, share_means_again
 from posterity.replica import replica
 from posterity.sharding import is_sharded
 from posterity.torch_private import graph_task_id, is_compiled
@@ -63,6 +61,14 @@ _PEEKS = 1 << 30
 _PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
 Prior: TypeAlias = Posterior | Density | ByName
 _A_PRIOR = instance("a prior", Posterior, Density, ByName)
+
+
+class _Draw(NamedTuple):
+    """Weights by name, those of leaves end to end, and versions of the posterior that they are of."""
+
+    weights: dict[str, Tensor]
+    joined: list[Joined]
+    versions: list[int]
 
 
 @final
@@ -142,25 +148,19 @@ class Variational(nn.Module):
             )
         self._prior = (_PRIOR if prior is None else prior,)  # in a tuple: it is no submodule
         self.module = module
-        self.posterior = _shared(posterior.check(module), module, prior)
+        self.posterior = share_means(posterior.check(module), module, prior)
         self.seed = new_seed() if seed is None else seed
         self.draws = 0
         self._seeded, self._met, self._peeks = seed is not None, False, 0
-        self._weights: dict[str, Tensor] | None = None
-        self._joined: list[Joined] = []
-        self._grouped: tuple[list[Any], list[EndToEnd]] = [], []
-        self._estimated: tuple[list[Any], list[EndToEnd]] = [], []
-        self._versions: list[int] = []
-        self._heard: list[int] = []
-        self._watch: LossWatch | None = None
-        self._untrained: Untrained | None = None
-        self._fresh = True
+        self._last: _Draw | None = None
+        self._grouped: tuple[list[Any], list[EndToEnd], list[EndToEnd]] = [], [], []
         self._runner: tuple[Sampled] | None = None
         self.register_load_state_dict_post_hook(_share_again)  # type: ignore[no-untyped-call]
         for path in {name.rpartition(".")[0] for name in self.posterior.mean()}:
             owner = module.get_submodule(path)
             if _refuse_again not in owner._forward_pre_hooks.values():  # of another Variational around it
                 owner.register_forward_pre_hook(_refuse_again)
+        self._watch = NllWatch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
@@ -196,8 +196,7 @@ class Variational(nn.Module):
         The weights are those that were drawn last, if the posterior is as it was then; else others. With an
         estimator that draws none for all examples they are always others, the same for one forward pass.
         """
-        value = self._divergence(self.prior if prior is None else prior)
-        return value if torch.compiler.is_compiling() else heard_by(value, self._hear)
+        return watched_by(self._divergence(self.prior if prior is None else prior), self._watch)
 
     def _divergence(self, prior: Prior) -> Tensor:
         leaf = next(iter(self.posterior.blocks.values()))
@@ -207,45 +206,14 @@ class Variational(nn.Module):
                 'after a forward pass, or call register_fsdp_forward_method(model, "kl") once'
             )
         if not self.one_draw:
-            undrawn = [Joined(each, each.leaf()) for each in self._end_to_end()]
+            undrawn = [Joined(each, each.leaf()) for each in self._groups()[0]]
             return kl(self.posterior, prior, seed=self.seed, step=self.draws, joined=undrawn)
         # Weights of what the posterior was before it changed would give no KL.
-        if self._weights is None or self._versions != self._now():
+        last = self._last
+        if last is None or last.versions != self.versions():
             return kl(self.posterior, prior)
         at = {"seed": self.seed, "step": self.draws}
-        return kl(self.posterior, prior, weights=self._weights, **at, joined=self._joined)
-
-    def _hear(self, nll: Tensor) -> None:
-        """Look at the NLL that a loop adds the KL to: of several in one step, at the first."""
-        capturing = nll.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing or torch.compiler.is_compiling():
-            return
-        if self._heard == (now := self._now()):
-            return
-        if self._watch is None:
-            self._watch = loss_watch(self.posterior, "the variational() model", self._fresh)
-            self._untrained = Untrained(*self._learned())
-            if not self.draws and not self._reached(nll):
-                warn(
-                    "elbo() has the NLL of a model whose weights were never drawn, which trains no std: call "
-                    "what variational() returned, not the module inside it"
-                )
-        self._heard = now
-        self._watch.follow(nll)
-        if self._untrained is not None:
-            self._untrained.look()
-
-    def _reached(self, nll: Tensor) -> bool:
-        """Whether an NLL depends on what the module itself does not have, such as stds."""
-        _, others = self._learned()
-        grads = torch.autograd.grad(nll, others, retain_graph=True, allow_unused=True) if others else ()
-        return not others or any(grad is not None for grad in grads)
-
-    def _learned(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What of the posterior wants gradients: means, which the module has too, and all else."""
-        own = {id(p) for p in self.module.parameters()}
-        learned = [p for p in self.posterior.parameters() if p.requires_grad]
-        return [p for p in learned if id(p) in own], [p for p in learned if id(p) not in own]
+        return kl(self.posterior, prior, weights=last.weights, **at, joined=last.joined)
 
     def get_extra_state(self) -> dict[str, int]:
         """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
@@ -254,15 +222,16 @@ class Variational(nn.Module):
     def set_extra_state(self, state: dict[str, int]) -> None:
         """Go on from a saved count of draws."""
         self.seed, self.draws = state["seed"], state["draws"]
-        self._met = False
-        self._watch, self._fresh = None, self.draws == 0
+        self._met, self._watch = False, NllWatch(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
-        own: dict[str, Any] = {"_weights": None, "_joined": [], "_runner": None, "_watch": None}
-        own["_untrained"] = None
-        groups: dict[str, Any] = {"_grouped": ([], []), "_estimated": ([], [])}
-        return {**self.__dict__, **own, **groups, "_fresh": self.draws == 0}
+        own: dict[str, Any] = {"_last": None, "_runner": None, "_watch": None}
+        return {**self.__dict__, **own, "_grouped": ([], [], [])}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._watch = NllWatch(self)
 
     def _meet(self) -> None:
         """Before the first draw: let all processes draw by one seed, and refuse those that would not."""
@@ -284,7 +253,7 @@ class Variational(nn.Module):
     def _draw_one(self) -> dict[str, Tensor]:
         """The same of one sample, without the leading dimension; leaves of one kind are drawn all at once."""
         at: dict[str, Any] = {"seed": self.seed, "step": self._count(), "domain": Domain.TRAIN}
-        joined = [each.draw(**at) for each in self._end_to_end()]
+        joined = [each.draw(**at) for each in self._groups()[0]]
         done = {name for each in joined for name in each.blocks.leaves}
         left = {name: leaf for name, leaf in self.posterior.blocks.items() if name not in done}
         draws = {name: leaf.draw(leaf.noise(range(1), block=name, **at)) for name, leaf in left.items()}
@@ -302,24 +271,19 @@ class Variational(nn.Module):
 
     def _drawn(self, weights: dict[str, Tensor], joined: list[Joined]) -> None:
         # For kl(): weights drawn without a graph would give it no gradient.
-        self._weights, self._joined = (weights, joined) if torch.is_grad_enabled() else (None, [])
-        self._versions = self._now()
+        self._last = _Draw(weights, joined, self.versions()) if torch.is_grad_enabled() else None
 
-    def _end_to_end(self) -> list[EndToEnd]:
-        """Leaves of one kind end to end, anew where leaves were replaced, moved or cast."""
+    def _groups(self) -> tuple[list[EndToEnd], list[EndToEnd]]:
+        """Leaves of one kind end to end, and what is drawn at once for layers with estimators.
+
+        They are found anew where leaves were replaced, moved or cast.
+        """
         leaves = self.posterior.blocks
         kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
         if self._grouped[0] != kinds:
-            self._grouped = kinds, end_to_end(leaves)
-        return self._grouped[1]
-
-    def _together(self) -> list[EndToEnd]:
-        """Blocks that are drawn at once for layers with estimators."""
-        leaves = self.posterior.blocks
-        kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
-        if self._estimated[0] != kinds:
-            self._estimated = kinds, together(leaves, self.estimators, lambda name: leaves[name].kind)
-        return self._estimated[1]
+            drawn = [] if self.one_draw else together(leaves, self.estimators, lambda name: leaves[name].kind)
+            self._grouped = kinds, end_to_end(leaves), drawn
+        return self._grouped[1:]
 
     def _count(self) -> int:
         """The number of this draw."""
@@ -337,7 +301,7 @@ class Variational(nn.Module):
     def _given(self, samples: range, level: int | None, step: int, ahead: int) -> dict[str, Tensor]:
         """What the module gets for its parameters, by the blocks' estimators."""
         return parameters_of(
-            self._together(),
+            self._groups()[1],
             self.posterior.tensors,
             self.estimators,
             samples,
@@ -355,7 +319,7 @@ class Variational(nn.Module):
             self._runner = (Sampled(self.module, self._given),)  # in a tuple: it is no submodule
         return self._runner[0]
 
-    def _now(self) -> list[int]:
+    def versions(self) -> list[int]:
         """Numbers that change whenever the posterior does."""
         # Most leaves have no modules, through which parameters() would walk.
         leaves = self.posterior.blocks.values()
@@ -422,30 +386,13 @@ def variational(
                 "deterministic="
             )
     families = family if isinstance(family, Mapping) else {"*": family}
-    refuse_idle(families, dict(module.named_parameters()))
+    refuse_unmatched(families, dict(module.named_parameters()))
     std = start_std(found, drawn.values())
     leaves = {}
     for name, p in drawn.items():
         leaves[name] = _leaf_by(first_match(families, name), p, std)
     return Variational(
         module, Factorised(leaves), seed, estimator=estimator, batch_dim=batch_dim, prior=prior
-    )
-
-
-def loss_watch(posterior: Factorised, name: str, fresh: bool) -> LossWatch:
-    """What looks at the NLLs of a gradient method, and warns by the names of its settings.
-
-    Args:
-        posterior: That is trained.
-        name: Of what is to blame, for messages.
-        fresh: Whether training begins here.
-    """
-    return LossWatch(
-        name,
-        "pass a smaller std_scale to variational(), or lower the KL's factor",
-        lambda: noise_of(posterior.blocks.values()),
-        fresh=fresh,
-        otherwise="try another lr, and norm layers if the net is deep",
     )
 
 
@@ -501,48 +448,4 @@ def _refuse_drawn(posterior: Factorised, module: nn.Module) -> None:
 
 def _share_again(model: Variational, _: object) -> None:
     """After a load with ``assign=True``, which gives module and posterior means of their own: share them."""
-    params = dict(model.module.named_parameters())
-    for name, leaf in model.posterior.blocks.items():
-        leaf.share_mean(*(params[each] for each in model.posterior.tensors[name]))
-
-
-def _hold_padding(posterior: Factorised, module: nn.Module) -> Factorised:
-    """The posterior, which keeps padding rows of embeddings as they are from here on."""
-    params, rows = dict(module.named_parameters()), padding_rows(module)
-    for block, names in posterior.tensors.items():
-        if any(params[name] in rows for name in names):
-            masks = [torch.zeros(params[name].shape, dtype=torch.bool) for name in names]
-            for name, mask in zip(names, masks, strict=True):
-                if params[name] in rows:
-                    mask[rows[params[name]]] = True
-            leaf = posterior.block(block)
-            leaf.hold(leaf.join(masks))
-    return posterior
-
-
-def _shared(posterior: Factorised, module: nn.Module, prior: Prior | None) -> Factorised:
-    """The posterior with leaves that can be trained, whose means are the module's parameters.
-
-    All is refused before the module and the posterior's leaves are touched, also a prior that does not fit.
-    """
-    params = dict(module.named_parameters())
-    own = {name: [params[each] for each in names] for name, names in posterior.tensors.items()}
-    leaves: dict[str, Leaf] = {}
-    for name, leaf in posterior.blocks.items():
-        try:
-            leaves[name] = leaf.trainable()
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name!r} cannot be trained: {error}") from None
-    if prior is not None:
-        there = {
-            name: leaf
-            if leaf.loc is own[name][0]
-            else deepcopy(leaf).to(own[name][0].device, own[name][0].dtype)
-            for name, leaf in leaves.items()
-        }
-        with torch.no_grad():
-            kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)
-    for name, leaf in leaves.items():
-        leaf.share_mean(*own[name])
-    # Trained at drawn weights of the module itself, it is no linearisation.
-    return _hold_padding(Factorised({posterior.tensors[name]: leaf for name, leaf in leaves.items()}), module)
+    share_means_again(model.posterior, model.module)

@@ -9,102 +9,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from typer.core import TyperCommand, TyperGroup
 
 from posterity_lab.config import DEFAULTS, Config
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from posterity import Prediction
+from posterity_lab.console import Lists, OneSentence, counted, stoppable, table
 
 # Commands that torchrun may start several times; all others write or print the same thing each time.
 _TOGETHER = ("train", "reproduce")
-_EXPECTED = (ValueError, OSError, FloatingPointError, ImportError)
-
-
-class _OneSentence(TyperGroup):
-    """Says what was wrong in one red sentence and exits with 2; warns in one yellow sentence."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; POSTERITY_TRACEBACK=1 shows where an error came from."""
-        try:
-            with warnings.catch_warnings():  # puts back showwarning too
-                warnings.showwarning = _warn
-                return super().invoke(ctx)
-        except Exception as error:
-            if os.environ.get("POSTERITY_TRACEBACK") or not _expected(error):
-                raise
-            _say(_sentence(error), "red")
-            raise typer.Exit(2) from error
-
-
-class _Lists(TyperCommand):
-    """Takes several values after one option: ``--seeds 0 1 2``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the name of an option that may be repeated before each of its values."""
-        several = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
-        spread: list[str] = []
-        option: str | None = None
-        for word in args:
-            if word.startswith("--"):
-                option = word if word in several else None
-            elif option is not None and spread[-1] != option:
-                spread.append(option)
-            spread.append(word)
-        return super().parse_args(ctx, spread)
-
-
-@contextmanager
-def _stoppable(how: str) -> Iterator[None]:
-    """Tell whoever stops a command with Ctrl-C how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _say(f"stopped: {how}", "yellow")
-        raise typer.Exit(130) from None
-
-
-def _say(sentence: str, style: str) -> None:
-    Console(stderr=True).print(Text(sentence, style=style), soft_wrap=True)
-
-
-def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
-    """In place of warnings.showwarning, without the path and the line of code that it shows."""
-    _say(" ".join(str(message).split()), "yellow")
-
-
-def _sentence(error: Exception) -> str:
-    """What to tell the user; Python's own errors about files and modules do not say what to do."""
-    if isinstance(error, OSError) and error.strerror:
-        if error.filename is None:
-            return f"the disk cannot be used ({error.strerror}): choose another path"
-        return f"{error.filename} cannot be used ({error.strerror}): choose another path"
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"the command line needs {error.name}: pip install 'posterity[lab]'"
-    return str(error)
-
-
-def _expected(error: Exception) -> bool:
-    files = sys.modules.get("posterity_lab.files")  # importing it here would import torch
-    return isinstance(error, _EXPECTED if files is None else (*_EXPECTED, files.DataError))
-
 
 app = typer.Typer(
-    cls=_OneSentence,
+    cls=OneSentence,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -210,7 +129,7 @@ def train(
     keys = {field.name for field in dataclasses.fields(Config)}
     flags = {key: value for key, value in ctx.params.items() if key in keys}
     base = stored(out) if resume else None
-    with _stoppable(f"go on with posterity train --out {out} --resume"):
+    with stoppable(f"go on with posterity train --out {out} --resume"):
         history = runs.train(Config.from_sources(config, flags, base), out, resume)
     if not history:  # of several processes, the first has it
         return
@@ -232,6 +151,7 @@ def evaluate(
     """Test a run: accuracy, NLL, Brier score and calibration of each way of inference."""
     from posterity_lab import runs
     from posterity_lab.data import load
+    from posterity_lab.errors import detection, scores
     from posterity_lab.methods import predictions
     from posterity_lab.record import Provenance, sealed
 
@@ -247,20 +167,20 @@ def evaluate(
     drawn = predictions(model, posterior, dataset.test.x, config, progress=not as_json)
     report: dict[str, Any] = {"run": str(folder), "data": config.data, "samples": len(drawn.samples)}
     mean = predictions(model, posterior, dataset.test.x, config, mode="mean")
-    report["modes"] = _modes(drawn, mean, dataset.test.y)
+    report["modes"] = scores(drawn, mean, dataset.test.y)
     report["looks"] = runs.looked(folder, run.config)
     if outside is not None:
         strange = predictions(model, posterior, outside, config, progress=not as_json)
-        report["ood"] = {"data": ood, **_detection(drawn, strange)}
+        report["ood"] = {"data": ood, **detection(drawn, strange)}
     if as_json:
         typer.echo(json.dumps(sealed({**report, "environment": made.content()}), indent=2))
         return
     console = Console()
-    networks = _count(len(drawn.samples), "network")
-    console.print(_table(f"{config.method} on {config.data}, {networks}", report["modes"]))
+    networks = counted(len(drawn.samples), "network")
+    console.print(table(f"{config.method} on {config.data}, {networks}", report["modes"]))
     if outside is not None:
-        scores = {key: value for key, value in report["ood"].items() if key != "data"}
-        console.print(_table(f"telling {ood} from {config.data}", scores))
+        odd = {key: value for key, value in report["ood"].items() if key != "data"}
+        console.print(table(f"telling {ood} from {config.data}", odd))
 
 
 @app.command()
@@ -298,14 +218,20 @@ def predict(
         writer = csv.writer(stream)
         writer.writerow(columns)
         writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
-    typer.echo(f"{_count(len(x), 'prediction')} in {target}")
+    typer.echo(f"{counted(len(x), 'prediction')} in {target}")
 
 
 @app.command()
 def compress(
     folder: _Run,
     out: Annotated[Path, typer.Option(help="A new folder for what is left.")],
-    fraction: Annotated[float, typer.Option(help="Share of the weights to prune.")] = 0.5,
+    fraction: Annotated[
+        float | None, typer.Option(help="Share of the weights to prune; 0.5 if nothing is said.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Instead: lowest signal-to-noise ratio that stays.")
+    ] = None,
+    log_alpha: Annotated[float | None, typer.Option(help="Instead: lowest log alpha that goes.")] = None,
     groups: Annotated[
         str, typer.Option(help="What goes as one: inputs (columns), outputs (rows) or weights.")
     ] = "inputs",
@@ -320,39 +246,15 @@ def compress(
 ) -> None:
     """Make a run's net smaller for good, write it to a file, and show what it costs before and after."""
     from posterity_lab import runs
-    from posterity_lab.smaller import smaller
+    from posterity_lab.smaller import show, smaller
 
     _check_samples(samples)
     kinds: dict[str, Any] = {"groups": None if groups == "weights" else groups, "format": file}
     run = runs.load_run(folder, device)
-    found = smaller(run, out, folder=folder, fraction=fraction, share=share, samples=samples, **kinds)
-    console = Console()
-    quality = Table("", "error, %", "NLL", title="test data, at the means")
-    for stage, values in found["errors"].items():
-        quality.add_row(stage, f"{100 * values['error']:.2f}", f"{values['nll']:.4f}")
-    console.print(quality)
-    costs = Table("", "before", "after", "before / after", title="cost")
-    before, after = found["before"], found["after"]
-    words = {"weights": "weights", "nonzero": "weights that are not 0", "bytes": "bytes in memory"}
-    rows = {shown: (before[key], after[key]) for key, shown in words.items()}
-    rows["bytes of the file"] = found["file_bytes"]["before"], found["file_bytes"]["after"]
-    rows["multiply-adds"] = before["multiply_adds"], after["multiply_adds"]
-    for size, time in before["milliseconds"].items():
-        rows[f"ms, batch {size}"] = time, after["milliseconds"][size]
-        if found["csr"][str(size)] is not None:
-            rows[f"ms, batch {size}, as CSR"] = time, found["csr"][str(size)]["milliseconds"]
-    for name, (one, other) in rows.items():
-        shown = [f"{each:,}" if isinstance(each, int) else f"{each:.4f}" for each in (one, other)]
-        costs.add_row(name, *shown, f"{one / other:.2f}" if other else "–")
-    console.print(costs)
-    for size, sparse in found["csr"].items():
-        if sparse is not None:
-            layers = ", ".join(sparse["weights"])
-            typer.echo(f"as CSR, batch {size}: {layers} (posterity.compress.sparse_layers)")
-    if found["dense"]:
-        console.print(f"stayed as they are: {', '.join(found['dense'])}", soft_wrap=True)
-    if found["bits"] is not None:
-        typer.echo(f"weights alone, at the bits that their stds ask for: {found['bytes_at_bits']:,} bytes")
+    cut = {"fraction": fraction, "threshold": threshold, "log_alpha": log_alpha}
+    kinds |= cut if any(each is not None for each in cut.values()) else {"fraction": 0.5}
+    found = smaller(run, out, folder=folder, share=share, samples=samples, **kinds)
+    show(found)
     typer.echo(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
@@ -364,7 +266,7 @@ def demo(
     """See what a posterior is good for, from end to end."""
     from posterity_lab.demo import run
 
-    with _stoppable("nothing was kept, and the same command begins again"):
+    with stoppable("nothing was kept, and the same command begins again"):
         run(out, quick)
 
 
@@ -382,11 +284,11 @@ def bench(
         typer.echo("posterity bench NAME [OPTIONS], with NAME one of " + ", ".join(benchmarks.names()))
         return
     how = "the record has the rows that were measured, marked as not complete; run the same command again"
-    with _stoppable(how):
+    with stoppable(how):
         benchmarks.run(name, ctx.args)
 
 
-@app.command(cls=_Lists)
+@app.command(cls=Lists)
 def reproduce(
     names: Annotated[
         list[str] | None, typer.Argument(help="Experiments, which share their jobs; all names if not given.")
@@ -415,7 +317,7 @@ def reproduce(
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:22} {each.title}")
         return
-    with _stoppable("the same command goes on where this one was"):
+    with stoppable("the same command goes on where this one was"):
         run(
             *names,
             out=out,
@@ -469,7 +371,7 @@ def fetch_data(name: Annotated[str, typer.Argument(help="Name of a data set.")])
     """Download the files of a data set that are missing or damaged."""
     from posterity_lab.files import fetch
 
-    with _stoppable("the same command goes on where this one was"):
+    with stoppable("the same command goes on where this one was"):
         paths = fetch(name)
     for path in paths:
         typer.echo(str(path))
@@ -483,43 +385,3 @@ def _check_samples(samples: int | None) -> None:
 
 def _sampled(config: Config, samples: int | None) -> Config:
     return config if samples is None else dataclasses.replace(config, eval_samples=samples)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def _modes(drawn: Prediction, mean: Prediction, y: Tensor) -> dict[str, dict[str, float]]:
-    """Metrics by mode of inference; one network has nothing to average or to vote."""
-    from posterity import metrics
-    from posterity.predict import MODES
-
-    by_mode = {mode: mean if mode == "mean" else dataclasses.replace(drawn, mode=mode) for mode in MODES}
-    return {
-        mode: {
-            "accuracy": metrics.accuracy(prediction.probs, y),
-            "nll": metrics.nll(prediction, y),
-            "brier": metrics.brier(prediction.probs, y),
-            "ece": metrics.ece(prediction.probs, y),
-        }
-        for mode, prediction in by_mode.items()
-        if mode == "mean" or drawn.mode != "mean"
-    }
-
-
-def _detection(inside: Prediction, outside: Prediction) -> dict[str, dict[str, float]]:
-    from posterity import metrics
-
-    pairs = {"entropy": (inside.entropy, outside.entropy)}
-    if inside.mode != "mean":  # one network never disagrees with itself
-        pairs["mutual_information"] = (inside.mutual_information, outside.mutual_information)
-    return {
-        name: {"auroc": metrics.auroc(*pair), "fpr95": metrics.fpr95(*pair)} for name, pair in pairs.items()
-    }
-
-
-def _table(title: str, rows: dict[str, dict[str, float]]) -> Table:
-    table = Table("", *next(iter(rows.values())), title=title)
-    for name, values in rows.items():
-        table.add_row(name, *(f"{value:.4f}" for value in values.values()))
-    return table

@@ -1,4 +1,4 @@
-"""The console script, which can be installed without what the command line needs."""
+"""The console script, which can be installed without the command line's dependencies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it.
+    """Run the command line, or say what to install.
 
     Example:
         >>> main()  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: one flat record, from a TOML file, from flags, or from both."""
+"""The configuration of a training run: one flat record, from a TOML file, from flags, or from both."""
 
 from __future__ import annotations
 

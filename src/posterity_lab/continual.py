@@ -1,7 +1,7 @@
-"""Running a method through a stream: learn, test on all tasks whenever one is over, go on after a kill.
+"""Running a method through a stream: learn, test on all tasks whenever one is over, resume after a kill.
 
-The method is given batches. Only one that asks for boundaries, by having ``boundary(data)``, is told when a
-task is over. Everything random is a function of seeds and counts, so a checkpoint needs no generator's state.
+The method gets batches. If it has a method ``boundary(data)``, that is called when a task is over. Everything
+random is a function of seeds and counts, so a checkpoint needs no generator's state.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _SCORES = ("accuracy", "nll", "ece")
 
 @runtime_checkable
 class AsksForBoundaries(Protocol):
-    """A method that wants to know when a task is over."""
+    """A method that uses task boundaries."""
 
     def boundary(self, data: Split) -> None:
-        """The task that taught ``data`` is over, and another begins."""
+        """Called when the task with training data ``data`` is over."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What the network could do: a row for every end of a task, a column for every task.
+    """Scores of the network: a row for every end of a task, a column for every task.
 
     Attributes:
         accuracy: Share of right labels.
@@ -61,7 +61,7 @@ class Scores:
     untrained: Tensor
 
     def summary(self) -> dict[str, float]:
-        """The numbers that a table has: means over tasks at the end, and transfer where there is any."""
+        """The numbers for a table: means over tasks at the end, and transfer if there is any."""
         result = {"average_accuracy": average_accuracy(self.accuracy)}
         result |= {"nll": float(self.nll[-1].mean()), "ece": float(self.ece[-1].mean())}
         rows, tasks = self.accuracy.shape
@@ -95,8 +95,8 @@ def run(
         seed: Chooses them.
         folder: Where to leave a checkpoint at the end of every task.
         every: Number of batches after which a checkpoint is written, too.
-        resume: Go on from the folder's checkpoint, to the very result of an uninterrupted run; without one,
-            begin. The method and the stream must have been built as for the first part.
+        resume: Resume from the folder's checkpoint, to the exact result of an uninterrupted run; start if
+            there is none. The method and the stream must have been built as for the first part.
         progress: Show a progress bar.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and folders that one process writes to at a time."""
+"""Atomic writing of files, and locks for folders that one process at a time may write to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEFTOVER = re.compile(r"\.[0-9a-f]{16}\.partial")
 
 
 def replace(path: Path, content: bytes | str) -> None:
-    """Write a file whole or not at all, whenever the process or the machine stops.
+    """Write a file atomically, even if the process or the machine stops.
 
     Example:
         >>> import tempfile
@@ -153,7 +153,7 @@ def _claimed(folder: Path) -> int:
             os.close(handle)
             raise
         os.close(handle)  # its owner has just ended and removed the file: another may be there
-    raise ValueError(f"{folder} is made and removed by other processes all the time: choose another folder")
+    raise ValueError(f"{folder} keeps being created and removed by other processes: choose another folder")
 
 
 def _owner(handle: int) -> dict[str, Any]:

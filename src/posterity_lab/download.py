@@ -1,4 +1,4 @@
-"""Downloads that are bounded, go on where they stopped, and are kept only if they are the published file."""
+"""Downloads with a size limit that can resume, and are kept only if they are the published file."""
 
 from __future__ import annotations
 

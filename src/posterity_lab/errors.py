@@ -1,4 +1,5 @@
-"""Test errors of a posterior: by every way of inference, after pruning, and whether it knows of them."""
+"""Test errors of a posterior: by every way of inference, after pruning, and how well confidence predicts
+them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from posterity import Factorised, metrics, predict, prune
+from posterity import Factorised, Prediction, metrics, predict, prune
 from posterity.compress import sparsity
 from posterity.predict import MODES, Mode
 
@@ -37,8 +38,58 @@ def mode_errors(
     """
     mean = predict(model, posterior, x, mode="mean")
     drawn = predict(model, posterior, x, samples=samples, mode="single", seed=seed)
-    predictions = {mode: mean if mode == "mean" else replace(drawn, mode=mode) for mode in MODES}
-    return {mode: 1.0 - metrics.accuracy(each.probs, y) for mode, each in predictions.items()}
+    return {mode: 1.0 - metrics.accuracy(each.probs, y) for mode, each in _by_mode(drawn, mean).items()}
+
+
+def scores(drawn: Prediction, mean: Prediction, y: Tensor) -> dict[str, dict[str, float]]:
+    """Metrics by mode of inference; one network has nothing to average or to vote.
+
+    Args:
+        drawn: By many networks; by one, in mode "mean".
+        mean: By the net at the means.
+        y: The classes.
+
+    Example:
+        >>> import torch
+        >>> one = Prediction(torch.eye(3)[None], mode="mean")
+        >>> list(scores(one, one, torch.arange(3)))
+        ['mean']
+    """
+    return {
+        mode: {
+            "accuracy": metrics.accuracy(prediction.probs, y),
+            "nll": metrics.nll(prediction, y),
+            "brier": metrics.brier(prediction.probs, y),
+            "ece": metrics.ece(prediction.probs, y),
+        }
+        for mode, prediction in _by_mode(drawn, mean).items()
+        if mode == "mean" or drawn.mode != "mean"
+    }
+
+
+def _by_mode(drawn: Prediction, mean: Prediction) -> dict[Mode, Prediction]:
+    return {mode: mean if mode == "mean" else replace(drawn, mode=mode) for mode in MODES}
+
+
+def detection(inside: Prediction, outside: Prediction) -> dict[str, dict[str, float]]:
+    """How well entropy and mutual information tell what looks odd from what does not.
+
+    Args:
+        inside: Of inputs like those that were trained on.
+        outside: Of others.
+
+    Example:
+        >>> import torch
+        >>> sure, unsure = Prediction(9.0 * torch.eye(3)[None]), Prediction(torch.zeros(1, 3, 3))
+        >>> detection(sure, unsure)["entropy"]["auroc"]
+        1.0
+    """
+    pairs = {"entropy": (inside.entropy, outside.entropy)}
+    if inside.mode != "mean":  # one network never disagrees with itself
+        pairs["mutual_information"] = (inside.mutual_information, outside.mutual_information)
+    return {
+        name: {"auroc": metrics.auroc(*pair), "fpr95": metrics.fpr95(*pair)} for name, pair in pairs.items()
+    }
 
 
 def error_auroc(probs: Tensor, y: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Figures of what a posterior is good for and of how it came to be, in the look of `report`.
+"""Figures of a posterior's uses and of its training, in the style of `report`.
 
 Each is drawn into axes of `report.figure()`, from data that `errors`, `theory` and `posterity.diagnostics`
 compute; nothing else in the lab imports this file, so that matplotlib is loaded only where it draws.

@@ -1,4 +1,4 @@
-"""What to say after "there is no such name"."""
+"""Suggestions for unknown names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks by size and by name, and the initialisation that the BGD paper starts its means from."""
+"""Networks by size and by name, and the BGD paper's initialisation of the means."""
 
 from __future__ import annotations
 
@@ -321,30 +321,6 @@ def build(name: str, shape: Sequence[int], classes: int) -> nn.Module:
         raise ValueError(f"the net {name} does not fit in memory: choose a smaller one") from error
 
 
-def _lenet5(shape: Sequence[int], classes: int) -> nn.Module:
-    return lenet5(*_square("LeNet-5", shape), classes)
-
-
-def _conv3fc3(shape: Sequence[int], classes: int) -> nn.Module:
-    return conv3fc3(*_square("conv3fc3", shape), classes)
-
-
-def _conv4(shape: Sequence[int], classes: int) -> nn.Module:
-    return conv4(*_square("conv4", shape), classes)
-
-
-def _vgg11(shape: Sequence[int], classes: int) -> nn.Module:
-    return vgg11(*_square("VGG11", shape), classes)
-
-
-def _vgg11_bn(shape: Sequence[int], classes: int) -> nn.Module:
-    return vgg11(*_square("VGG11", shape), classes, batch_norm=True)
-
-
-def _alexnet(shape: Sequence[int], classes: int) -> nn.Module:
-    return alexnet(*_square("AlexNet", shape), classes)
-
-
 def _resnet18(
     shape: Sequence[int],
     classes: int,
@@ -360,13 +336,9 @@ def _dropping(make: Recipe, rate: float, shape: Sequence[int], classes: int) -> 
     return with_dropout(make(shape, classes), rate)
 
 
-def _lenet5_dropout(shape: Sequence[int], classes: int) -> nn.Module:
+def _lenet5_dropout(channels: int, size: int, classes: int) -> nn.Module:
     # The authors of the VOGN paper drop logits, too, in LeNet-5 alone.
-    return nn.Sequential(*with_dropout(_lenet5(shape, classes), 0.1).children(), nn.Dropout(0.1))
-
-
-def _lenet5_caffe(shape: Sequence[int], classes: int) -> nn.Module:
-    return lenet5_caffe(*_square("Caffe's LeNet-5", shape), classes)
+    return nn.Sequential(*with_dropout(lenet5(channels, size, classes), 0.1).children(), nn.Dropout(0.1))
 
 
 def _vgg_like(name: str, options: Sequence[str]) -> Recipe:
@@ -381,31 +353,33 @@ def _vgg_like(name: str, options: Sequence[str]) -> Recipe:
             f"there is no net {name!r}: name one like vgglike, vgglike-0.5 or vgglike-0.5-dropout"
         )
 
-    def make(shape: Sequence[int], classes: int) -> nn.Module:
-        dropout = len(widths) < len(options)
-        return vgg_like(*_square("the VGG-like net", shape), classes, width, dropout)
-
-    return make
+    dropout = len(widths) < len(options)
+    return _of_squares("the VGG-like net", partial(vgg_like, width=width, dropout=dropout))
 
 
-def _square(net: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Channels and size of a square image."""
-    if len(shape) != 3 or shape[1] != shape[2]:
-        raise ValueError(f"{net} needs square images [C, H, W], not {list(shape)}: use an mlp")
-    return shape[0], shape[1]
+def _of_squares(net: str, make: Callable[[int, int, int], nn.Module]) -> Recipe:
+    """The recipe of a net of square images, given what makes it of channels, size and classes."""
+
+    def of_shape(shape: Sequence[int], classes: int) -> nn.Module:
+        if len(shape) != 3 or shape[1] != shape[2]:
+            raise ValueError(f"{net} needs square images [C, H, W], not {list(shape)}: use an mlp")
+        return make(shape[0], shape[1], classes)
+
+    return of_shape
 
 
+_alexnet = _of_squares("AlexNet", alexnet)
 _resnet18_imagenet: Recipe = partial(_resnet18, stem="imagenet")
 _BY_NAME: dict[str, Recipe] = {
-    "lenet5": _lenet5,
-    "lenet5-dropout": _lenet5_dropout,
-    "lenet5-caffe": _lenet5_caffe,
-    "conv3fc3": _conv3fc3,
-    "conv4": _conv4,
+    "lenet5": _of_squares("LeNet-5", lenet5),
+    "lenet5-dropout": _of_squares("LeNet-5", _lenet5_dropout),
+    "lenet5-caffe": _of_squares("Caffe's LeNet-5", lenet5_caffe),
+    "conv3fc3": _of_squares("conv3fc3", conv3fc3),
+    "conv4": _of_squares("conv4", conv4),
     "alexnet": _alexnet,
     "alexnet-dropout": partial(_dropping, _alexnet, 0.5),
-    "vgg11": _vgg11,
-    "vgg11-bn": _vgg11_bn,
+    "vgg11": _of_squares("VGG11", vgg11),
+    "vgg11-bn": _of_squares("VGG11", partial(vgg11, batch_norm=True)),
     "resnet18": _resnet18,
     "resnet18-imagenet": _resnet18_imagenet,
     "resnet18-imagenet-dropout": partial(_dropping, _resnet18_imagenet, 0.1),

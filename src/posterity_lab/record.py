@@ -1,4 +1,4 @@
-"""Records: what every result says of the run that made it, sealed by a digest of its own content.
+"""Records of results and of the runs that made them, sealed by a digest of their own content.
 
 A run writes its whole record. Nothing is filled in or edited afterwards: what is not known is absent, and a
 record whose content does not fit its digest is refused.
@@ -177,7 +177,7 @@ def looks(folder: Path, row: str, seed: int) -> dict[str, int]:
             "evaluations": sum(entry["seed"] == seed for entry in own),
         }
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged: put back what the last commit has of it") from None
+        raise ValueError(f"{path} is damaged: restore it from the last commit") from None
 
 
 def _time() -> str:

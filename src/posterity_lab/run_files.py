@@ -35,6 +35,8 @@ POSTERIOR = "posterior.safetensors"
 
 _ELSE = "train again in another folder"
 _SAVED = {"config", "shape", "classes", "num_data", "epoch", "method"}
+# How an optimiser computes, which may change from one device to another, not what.
+_EXECUTION = ("capturable", "foreach", "fused")
 _NUMBERS = ("step", "train_loss", "seconds", "accuracy", "nll", "ece")
 
 
@@ -88,7 +90,7 @@ def read_checkpoint(folder: Path, config: Config, device: str) -> dict[str, Any]
 def restore(
     method: Method, checkpoint: dict[str, Any], folder: Path, changing: Sequence[str] = ("steps",)
 ) -> None:
-    """Put a checkpoint into a method.
+    """Put a checkpoint into a method, which may be on another device than before.
 
     Args:
         method: Built as for the first part of the run.
@@ -109,6 +111,8 @@ def restore(
         method.load_state_dict(checkpoint["method"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise foreign(folder / CHECKPOINT) from error
+    for one, group in zip(before, method.optimizer.param_groups, strict=True):
+        group.update({key: one[key] for key in _EXECUTION if key in one})
     for one, other in zip(before, _settings(method), strict=True):
         for key in one:
             if key not in changing and one[key] != other.get(key):
@@ -129,8 +133,8 @@ def resume(
     before, now = checkpoint["threads"], torch.get_num_threads()
     if before != now and next(method.model.parameters()).device.type == "cpu":
         warnings.warn(
-            f"the run in {folder} began with {before} threads and goes on with {now}, which changes the last "
-            f"bits of its numbers: set OMP_NUM_THREADS={before} for the same ones",
+            f"the run in {folder} began with {before} threads and resumes with {now}, which changes "
+            f"the last bits of its numbers: set OMP_NUM_THREADS={before} for identical ones",
             stacklevel=2,
         )
 
@@ -147,13 +151,13 @@ def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     if not done and len(lines) > 1:
         raise ValueError(
-            f"{path} has {len(lines)} epochs, and there is no {CHECKPOINT} to go on from: put it back, or "
-            f"{_ELSE}"
+            f"{path} has {len(lines)} epochs, but there is no {CHECKPOINT} to resume from: restore "
+            f"it, or {_ELSE}"
         )
     lines = lines[:done]
     if len(lines) < done:
         raise ValueError(
-            f"{path} has {len(lines)} of the {done} epochs that {CHECKPOINT} has: put it back, or {_ELSE}"
+            f"{path} has {len(lines)} of the {done} epochs that {CHECKPOINT} has: restore it, or {_ELSE}"
         )
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -162,7 +166,7 @@ def read_metrics(folder: Path, done: int) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             record = None
         if not _is_record(record) or record["epoch"] != number:
-            raise ValueError(f"{path} is damaged in line {number}: put it back, or {_ELSE}")
+            raise ValueError(f"{path} is damaged in line {number}: restore it, or {_ELSE}")
         records.append(record)
     return records
 
@@ -197,9 +201,9 @@ def places(folder: Path) -> list[dict[str, Any]]:
 
 
 def refuse_edited(folder: Path, history: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) -> None:
-    """Raise if metrics are not those that the run's record has the digest of.
+    """Raise if metrics do not match the digest in the run's record.
 
-    A part that was killed has in its record only what was there when it began.
+    The record of a part that was killed has the digest of the metrics when that part began.
 
     Example:
         >>> parts = [{"metrics": record.digest([{"epoch": 1}])}]
@@ -207,13 +211,13 @@ def refuse_edited(folder: Path, history: Sequence[dict[str, Any]], parts: Sequen
         >>> refuse_edited(Path("run"), [{"epoch": 7}], parts)
         Traceback (most recent call last):
             ...
-        ValueError: run/metrics.jsonl does not fit its digest in environment.json: put it back, or train \
+        ValueError: run/metrics.jsonl does not match its digest in environment.json: restore it, or train \
 again in another folder
     """
     known = parts[-1].get("metrics") if parts else None
     if known is not None and all(known != record.digest(list(history[:n])) for n in range(len(history) + 1)):
         raise ValueError(
-            f"{folder / METRICS} does not fit its digest in {ENVIRONMENT}: put it back, or {_ELSE}"
+            f"{folder / METRICS} does not match its digest in {ENVIRONMENT}: restore it, or {_ELSE}"
         )
 
 

@@ -330,7 +330,7 @@ def _splits(dataset: Dataset, validation: int) -> tuple[Split, Split]:
     """What to train on, and what to take each epoch's metrics on."""
     count = len(dataset.train)
     if count == 0:
-        raise ValueError(f"{dataset.name} is for testing alone: train on another data set")
+        raise ValueError(f"{dataset.name} is for testing only: train on another data set")
     if count <= validation:
         raise ValueError(f"{dataset.name} has {count} training images: hold out fewer than {validation}")
     if validation == 0:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 from posterity import Factorised, metrics
@@ -37,7 +40,9 @@ def smaller(
     out: Path,
     *,
     folder: Path | None = None,
-    fraction: float,
+    fraction: float | None = None,
+    threshold: float | None = None,
+    log_alpha: float | None = None,
     groups: Groups | None = "inputs",
     share: float = 1.0,
     format: Format = "torch.export",
@@ -56,6 +61,8 @@ def smaller(
         out: A new folder.
         folder: Of the run, where looks at test data are counted.
         fraction: Of the weights to prune.
+        threshold: Instead: of the signal-to-noise ratios of what stays.
+        log_alpha: Instead of either: of what goes, as `posterity.prune` has it.
         groups: What is pruned as one: columns, rows, or single weights.
         share: The step of rounding in stds; a net without stds is not rounded.
         format: Of the file.
@@ -81,7 +88,7 @@ def smaller(
     made = record.Provenance(config.device, seeds=[config.seed])
     posterior = point_mass(run.model) if run.posterior is None else run.posterior.frozen()
     example = test.x[: max(BATCHES)]
-    pruned = prune(posterior, fraction, groups=groups)
+    pruned = prune(posterior, fraction, threshold=threshold, log_alpha=log_alpha, groups=groups)
     small = shrink(run.model, pruned, example)
     rounded = None if run.posterior is None else quantise(small.posterior, share)
     left = small.posterior if rounded is None else rounded.posterior
@@ -100,6 +107,8 @@ def smaller(
         "config": asdict(config),
         "options": {
             "fraction": fraction,
+            "threshold": threshold,
+            "log_alpha": log_alpha,
             "groups": groups,
             "share": share,
             "format": format,
@@ -151,3 +160,38 @@ def errors(model: nn.Module, posterior: Factorised, x: Tensor, y: Tensor) -> dic
     """
     found = predicted(model, posterior, x, mode="mean")
     return {"error": 1.0 - metrics.accuracy(found.probs, y), "nll": metrics.nll(found, y)}
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print what a run has lost and gained, from the record of :func:`smaller`.
+
+    Example:
+        >>> show({})  # doctest: +SKIP
+    """
+    console = Console()
+    quality = Table("", "error, %", "NLL", title="test data, at the means")
+    for stage, values in found["errors"].items():
+        quality.add_row(stage, f"{100 * values['error']:.2f}", f"{values['nll']:.4f}")
+    console.print(quality)
+    costs = Table("", "before", "after", "before / after", title="cost")
+    before, after = found["before"], found["after"]
+    words = {"weights": "weights", "nonzero": "weights that are not 0", "bytes": "bytes in memory"}
+    rows = {shown: (before[key], after[key]) for key, shown in words.items()}
+    rows["bytes of the file"] = found["file_bytes"]["before"], found["file_bytes"]["after"]
+    rows["multiply-adds"] = before["multiply_adds"], after["multiply_adds"]
+    for size, time in before["milliseconds"].items():
+        rows[f"ms, batch {size}"] = time, after["milliseconds"][size]
+        if found["csr"][str(size)] is not None:
+            rows[f"ms, batch {size}, as CSR"] = time, found["csr"][str(size)]["milliseconds"]
+    for name, (one, other) in rows.items():
+        shown = [f"{each:,}" if isinstance(each, int) else f"{each:.4f}" for each in (one, other)]
+        costs.add_row(name, *shown, f"{one / other:.2f}" if other else "–")
+    console.print(costs)
+    for size, sparse in found["csr"].items():
+        if sparse is not None:
+            layers = ", ".join(sparse["weights"])
+            print(f"as CSR, batch {size}: {layers} (posterity.compress.sparse_layers)")
+    if found["dense"]:
+        console.print(f"stayed as they are: {', '.join(found['dense'])}", soft_wrap=True)
+    if found["bits"] is not None:
+        print(f"weights alone, at the bits that their stds ask for: {found['bytes_at_bits']:,} bytes")

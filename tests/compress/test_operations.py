@@ -74,6 +74,21 @@ def with_buffer() -> Net:
     return net
 
 
+def selecting(places: list[int], width: int, times: int = 1) -> Callable[[], Net]:
+    """Some entries of the second axis, by a buffer; some of them twice."""
+
+    def build() -> Net:
+        def forward(net: Any, x: Tensor) -> Tensor:
+            h = net.a(x).sigmoid()
+            return net.d(sum(torch.index_select(h.pow(each + 1), 1, net.places) for each in range(times)))
+
+        net = Net(forward, a=line(6, 8), d=line(width, 3))
+        net.register_buffer("places", torch.tensor(places))
+        return net
+
+    return build
+
+
 def tail(before: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     """A convolution, something, a convolution without padding, a mean."""
     return lambda net, x: net.d(net.b(before(net.a(x).sigmoid())).relu().mean((2, 3)))
@@ -300,6 +315,8 @@ FOLLOWED: dict[str, tuple[Callable[[], Net], list[tuple[int, ...]], str]] = {
         "b.weight",
     ),
     "a buffer that counts": (with_buffer, [ROWS], "a.weight"),
+    "selected": (selecting([3, 0, 0, 5, 7, 1], 6), [ROWS], "a.weight"),
+    "selected in time": (selecting([4, 1], 8), [WORDS], "a.weight"),
     "two inputs": (
         lambda: Net(lambda n, x, s: n.d(n.a(x).sigmoid()) * s, a=line(6, 8), d=line(8, 3)),
         [ROWS, ()],
@@ -336,6 +353,12 @@ WHOLE: dict[str, tuple[Callable[[], Net], list[tuple[int, ...]], str, str]] = {
         [ROWS],
         "a.weight",
         "slice takes some of its units",
+    ),
+    "selected twice": (
+        selecting([3, 0, 0, 5, 7, 1], 6, times=2),
+        [ROWS],
+        "a.weight",
+        "index_select takes some of its units",
     ),
     "from back to front": (
         vectors(lambda n, x: n.d(n.a(x).flip(1)), 8, 8),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import posterity
 from posterity import DiagonalGaussian, Factorised, predict
-from posterity.compress import point_mass, prune, shrink
+from posterity.compress import export, point_mass, prune, shrink
 from posterity.compress.functional import as_functions
 from posterity.compress.trace import exported
 from posterity_lab import nets
@@ -345,6 +345,62 @@ def test_a_smaller_net_can_be_pickled(tmp_path: Path) -> None:
     torch.save(small, tmp_path / "net.pt")
     again = torch.load(tmp_path / "net.pt", weights_only=False)
     assert torch.equal(again(x, scale=scale)["out"], small(x, scale=scale)["out"])
+
+
+def unused_inputs(model: nn.Sequential, used: dict[int, list[int]]) -> Factorised:
+    """A posterior whose matrices have some columns alone."""
+    keep = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
+    for layer, columns in used.items():
+        keep[f"{layer}.weight"] = keep[f"{layer}.weight"] & torch.isin(
+            torch.arange(model[layer].in_features), torch.tensor(columns)
+        )
+    leaves = {
+        name: DiagonalGaussian(p.detach() * keep[name], 0.1, keep=keep[name])
+        for name, p in model.named_parameters()
+    }
+    return Factorised(leaves)
+
+
+def wide() -> nn.Sequential:
+    """A net in which a fifth of a layer's inputs is worth a step more."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(108, 1000), nn.ReLU(), nn.Linear(1000, 2)
+    )
+
+
+def test_inputs_that_a_layer_does_not_use_are_not_multiplied(tmp_path: Path) -> None:
+    """Those of the net, and positions of channels that stay; where few weights go by it, they are."""
+    model, x = wide(), torch.randn(4, 1, 8, 8)
+    posterior = unused_inputs(model, {2: [3, 70, 5], 4: list(range(900))})  # the second channel is dead
+    small = shrink(model, posterior, x)
+    assert small.shapes["0.weight"][1] == (2, 1, 3, 3)
+    assert small.shapes["2.weight"][1] == small.posterior.mean()["2.weight"].shape == (900, 3)
+    torch.testing.assert_close(small.module(x), masked(model, posterior)(x))
+    export(tmp_path / "net.pt2", small.module, small.posterior, x[:2])
+    torch.testing.assert_close(torch.export.load(tmp_path / "net.pt2").module()(x), small.module(x))
+
+    first = nn.Sequential(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 2))
+    few = shrink(first, unused_inputs(first, {0: [1, 5, 4]}), torch.randn(3, 60))
+    assert few.shapes == {"0.weight": ((200, 60), (200, 3))}
+    again = shrink(few.module, few.posterior, torch.randn(3, 60))
+    assert not again.shapes
+    assert not again.dense
+    most = shrink(first, unused_inputs(first, {0: list(range(11, 60))}), torch.randn(3, 60))
+    assert not most.shapes
+
+
+def test_a_smaller_net_that_selects_inputs_is_made_smaller_again() -> None:
+    model, x = wide(), torch.randn(4, 1, 8, 8)
+    once = shrink(model, unused_inputs(model, {2: [3, 5, 40, 70, 107]}), x)
+    fewer = once.posterior.mean()["2.weight"].clone()
+    fewer[:, :2] = 0.0  # all that the first channel gives
+    keep = {"2.weight": fewer != 0}
+    blocks = {name: leaf.pruned(keep.get(name, leaf.kept)) for name, leaf in once.posterior.blocks.items()}
+    twice = shrink(once.module, Factorised(blocks), x)
+    assert twice.shapes["0.weight"] == ((3, 1, 3, 3), (2, 1, 3, 3))
+    assert twice.shapes["2.weight"] == ((1000, 5), (1000, 3))
+    torch.testing.assert_close(twice.module(x), masked(once.module, Factorised(blocks))(x))
 
 
 LAYERS = {

@@ -13,7 +13,7 @@ from posterity import DiagonalGaussian, GroupHorseshoe, GroupNormalJeffreys, Lea
 SPREAD = 0.3  # std of the scales
 
 
-class _Trained(Leaf):
+class Trained(Leaf):
     """A leaf with means and log-stds that is rebuilt from its tensors."""
 
     def __init__(self, mean: Tensor, std: float, keep: Tensor | None = None) -> None:
@@ -37,7 +37,7 @@ class _Trained(Leaf):
         return leaf
 
 
-class Scaled(_Trained):
+class Scaled(Trained):
     """``z · loc + std · noise`` with one scale z ~ N(1, SPREAD²) per row: independent normals given z."""
 
     estimators = frozenset({"weight", "local", "flipout"})
@@ -58,7 +58,7 @@ class Scaled(_Trained):
         return self.masked(((SPREAD * self.loc).square() + (2 * self.log_std).exp()).sqrt())
 
 
-class Kernels(_Trained):
+class Kernels(Trained):
     """Each kernel of a convolution correlated, ``loc + std · L noise``, and independent of all others."""
 
     estimators = frozenset({"weight", "flipout"})

@@ -60,7 +60,7 @@ class Graph(cuda_graph.Graph):  # type: ignore[misc]
     @contextlib.contextmanager
     def _by_gradient(self, piece: int) -> Iterator[None]:
         learner = self.learner
-        params = learner.optimizer.param_groups[0]["params"]
+        params = learner.optimizer.parameters()
         held = [p.grad for p in params]
         if piece == 0:  # what a step that was given up has left
             learner.reset()

@@ -92,7 +92,7 @@ def test_micro_batches_in_one_context_equal_the_whole_batch(rule: Rule, mc_sampl
 
 @rules
 @pytest.mark.parametrize("mc_samples", [1, 2])
-def test_micro_batches_in_contexts_of_their_own_equal_the_whole_batch(rule: Rule, mc_samples: int) -> None:
+def test_micro_batches_in_separate_contexts_equal_the_whole_batch(rule: Rule, mc_samples: int) -> None:
     if mc_samples > 1 and not rule.draws:
         pytest.skip("it draws nothing")
     found = {}
@@ -158,7 +158,7 @@ def test_a_backward_after_the_context_is_told_what_to_do(rule: Rule) -> None:
     before = {name: value.clone() for name, value in model.named_parameters()}
     with opt.sampled_params():
         loss = loss_fn(model)
-    with pytest.raises(RuntimeError, match=r"after (sampled_params\(\)|the context).* was left.*: call"):
+    with pytest.raises(RuntimeError, match=r"after (sampled_params\(\)|the context).* had ended.*: call"):
         loss.backward()
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     opt.zero_grad()
@@ -194,7 +194,7 @@ def test_a_missing_setting_and_a_misspelt_one_are_named(rule: Rule) -> None:
             made(net())
 
 
-def test_a_setting_without_a_default_of_a_rule_of_ones_own_is_asked_for() -> None:
+def test_custom_rule_asks_for_a_setting_without_default() -> None:
     class Own:
         @constructor
         def __init__(self, module: nn.Module, *, rate: float) -> None:
@@ -223,7 +223,7 @@ def test_prefixes_of_wrappers_are_no_part_of_names(rule: Rule) -> None:
     named = bare.posterior(Wrapper(model))
     assert set(named.mean()) == set(opt.posterior().mean())
     posterity.predict(model, named, X.double())
-    with pytest.raises(ValueError, match=r"'param.0' is no parameter of the model"):
+    with pytest.raises(ValueError, match=r"'param.0' is not a parameter of the model"):
         bare.posterior(plain())
 
 

@@ -360,7 +360,7 @@ def test_an_axis_that_is_none_is_refused(rule: Rule, axis: Any) -> None:
 
 def test_parts_are_cut_of_the_first_axis_alone() -> None:
     model = net()
-    with pytest.raises(ValueError, match="parts=2 cuts axis 0, and examples are on axis 1"):
+    with pytest.raises(ValueError, match="parts=2 splits axis 0, but examples are on axis 1"):
         posterity.compile_step(model, loss_fn, bgd(model, batch_dim=1), parts=2)
 
 

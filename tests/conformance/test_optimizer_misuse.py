@@ -32,7 +32,7 @@ from posterity.optim.state import members
 
 @rules
 @pytest.mark.parametrize("way", ALL_WAYS)
-def test_a_parameter_frozen_midway_stays_and_is_still_sampled_afresh(
+def test_parameter_frozen_midway_keeps_its_mean_and_is_still_sampled(
     rule: Rule, way: Callable[..., None]
 ) -> None:
     model = net()
@@ -60,7 +60,7 @@ def test_a_frozen_model_has_nothing_to_learn_and_says_so(rule: Rule) -> None:
     model.requires_grad_(False)
     with pytest.raises(RuntimeError, match="no gradient at sampled weights"):
         by_closure(model, opt)
-    with pytest.raises(RuntimeError, match="wants a gradient: unfreeze one"):
+    with pytest.raises(RuntimeError, match="requires a gradient: unfreeze one"):
         by_stack(model, opt)
 
 
@@ -81,7 +81,7 @@ def test_a_step_in_inference_mode_is_refused_by_name(rule: Rule, way: Callable[.
 
 
 @drawing_rules
-def test_contexts_without_gradients_are_fresh_networks_and_leave_no_trace(rule: Rule) -> None:
+def test_no_grad_contexts_draw_fresh_networks_without_side_effects(rule: Rule) -> None:
     model, twin = net(), net()
     opt, other = rule.make(model), rule.make(twin)
     outputs = []
@@ -118,7 +118,9 @@ def test_loading_a_posterior_copies_it_and_starts_the_rule_afresh(rule: Rule) ->
 
 @rules
 def test_a_variational_model_is_refused(rule: Rule) -> None:
-    with pytest.raises(TypeError, match=r"Variational holds a posterior .*: pass the model that variational"):
+    with pytest.raises(
+        TypeError, match=r"Variational has a posterior .* pass the plain model that variational"
+    ):
         rule.make(posterity.variational(nn.Linear(5, 3)))
 
 
@@ -177,7 +179,7 @@ def test_calls_inside_a_context_are_refused(rule: Rule) -> None:
 
 
 @rules
-def test_a_gradient_taken_before_the_first_sample_is_not_lost_silently(rule: Rule) -> None:
+def test_gradient_before_the_first_sample_is_not_lost_silently(rule: Rule) -> None:
     for way in ALL_WAYS:
         model = net()
         opt = rule.make(model)
@@ -334,7 +336,7 @@ def test_an_entry_changed_between_sample_and_step_loses_nothing(rule: Rule) -> N
 
 
 @rules
-def test_a_learning_rate_in_a_tensor_is_checked_though_changed_in_place(rule: Rule) -> None:
+def test_tensor_learning_rate_is_checked_after_an_in_place_change(rule: Rule) -> None:
     model = net()
     opt = rule.make(model, lr=torch.tensor(0.01))
     by_closure(model, opt)
@@ -383,7 +385,7 @@ def test_a_state_may_have_other_numbers_for_the_whole_optimiser(rule: Rule) -> N
 
 
 @rules
-def test_a_misspelt_entry_is_refused_with_a_hint_and_a_users_own_is_not(rule: Rule) -> None:
+def test_misspelt_entry_is_refused_but_a_custom_entry_is_not(rule: Rule) -> None:
     for key, near in (("lrr", "lr"), ("mc_sample", "mc_samples")):
         with pytest.raises(ValueError, match=f"an entry '{key}', which .* did you mean '{near}'"):
             rule.make([{"params": [torch.zeros(2, requires_grad=True)], key: 0.1}])
@@ -403,12 +405,12 @@ def test_a_std_that_a_rule_cannot_represent_is_refused(
     for std in (0.0, 1e-30):
         opt = make(nn.Linear(2, 1), **({} if make is posterity.BGD else {"num_data": 100}))
         leaf = posterity.DiagonalGaussian(torch.zeros(1, 2), std)
-        with pytest.raises(ValueError, match=f"'weight': {make.__name__} needs a std that is positive"):
+        with pytest.raises(ValueError, match=f"'weight': {make.__name__} needs a positive std"):
             opt.load_posterior(posterity.Factorised({"weight": leaf}))
 
 
 @tensor_rules
-def test_a_posterior_of_whole_layers_is_refused_with_what_to_load_instead(rule: Rule) -> None:
+def test_posterior_of_matrix_blocks_is_refused_with_advice(rule: Rule) -> None:
     model = nn.Sequential(nn.Linear(5, 3))
     kfac = posterity.NoisyKFAC(model, num_data=16)
     by_closure(model, kfac)
@@ -477,7 +479,7 @@ def test_a_group_is_not_added_while_samples_wait(rule: Rule) -> None:
     opt = rule.make(list(model[0].named_parameters()), mc_samples=1)
     with opt.sampled_params():
         loss_fn(model[0]).backward()
-    with pytest.raises(RuntimeError, match="samples are waiting"):
+    with pytest.raises(RuntimeError, match="already has samples"):
         opt.add_param_group({"params": [("other", model[1].weight)]})
     opt.step(batch_size=16)
     opt.add_param_group({"params": [("other", model[1].weight)]})
@@ -580,7 +582,7 @@ def test_the_state_of_another_kind_of_optimiser_is_refused() -> None:
                     opt.load_state_dict(other.state_dict())
 
 
-def test_a_loss_with_a_gradient_inside_is_refused_by_rules_that_collect() -> None:
+def test_gradient_penalty_is_refused_by_rules_with_curvature() -> None:
     def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         loss = nn.functional.cross_entropy(model(x), y)
@@ -650,12 +652,12 @@ def test_state_changed_between_sample_and_step_counts(rule: Rule) -> None:
     with opt.sampled_params():
         loss_fn(model).backward()
     opt.state[p][key] = opt.state[p][key].clone()
-    with pytest.raises(RuntimeError, match="were replaced while samples wait"), opt.sampled_params():
+    with pytest.raises(RuntimeError, match="were replaced in the middle of a step"), opt.sampled_params():
         loss_fn(model).backward()
 
 
 @drawing_rules
-def test_gradients_of_a_context_without_gradients_are_not_learned_from(rule: Rule) -> None:
+def test_gradients_in_a_no_grad_context_are_ignored(rule: Rule) -> None:
     model = net()
     opt = rule.make(model, mc_samples=2)
     with torch.no_grad(), opt.sampled_params(), torch.enable_grad():
@@ -665,7 +667,10 @@ def test_gradients_of_a_context_without_gradients_are_not_learned_from(rule: Rul
     with opt.sampled_params():
         loss_fn(model).backward()
     opt.param_groups[0]["mc_samples"] = 4
-    with pytest.raises(RuntimeError, match="mc_samples was changed while samples wait"), opt.sampled_params():
+    with (
+        pytest.raises(RuntimeError, match="mc_samples was changed in the middle of a step"),
+        opt.sampled_params(),
+    ):
         loss_fn(model).backward()
 
 

@@ -200,7 +200,7 @@ def test_clipping_is_seen(rule: Rule) -> None:
 
 
 @drawing_rules
-def test_of_all_stacks_of_a_step_the_first_samples_buffers_are_kept(rule: Rule) -> None:
+def test_first_samples_buffers_are_kept_over_all_chunks(rule: Rule) -> None:
     results = []
     for chunk in (None, 2):  # two stacks of two samples each
         model = net()
@@ -550,7 +550,7 @@ def test_a_rule_of_layers_refuses_weights_that_are_used_otherwise(
     opt = rule.make(model)
     before = everything(model, opt)
     with pytest.raises(
-        RuntimeError, match=f"'{name}' {reason}, from which {rule.name} has no single .* or freeze it"
+        RuntimeError, match=f"'{name}' {reason}, so {rule.name} has no per-example .* or freeze it"
     ):
         way(model, opt)
     assert same(before, everything(model, opt))
@@ -878,7 +878,7 @@ def test_seeds_may_be_numpys(rule: Rule) -> None:
 
 
 @tensor_rules
-def test_weights_put_into_a_model_that_was_in_half_precision_count(rule: Rule) -> None:
+def test_weights_loaded_into_a_half_precision_model_count(rule: Rule) -> None:
     model = net().bfloat16()
     opt = rule.make(model)
     by_closure(model, opt, X.bfloat16())

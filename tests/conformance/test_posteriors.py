@@ -442,7 +442,7 @@ def test_an_estimated_kl_needs_equal_masks() -> None:
         kl(Twin(keep), Twin())
 
 
-def test_pruned_weights_take_no_part_in_a_density_that_is_infinite_at_zero() -> None:
+def test_pruned_weights_are_left_out_of_a_density_infinite_at_zero() -> None:
     class LogUniform(posterity.Density):
         def log_density(self, value: Tensor) -> Tensor:
             return -value.abs().log()

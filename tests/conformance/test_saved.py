@@ -35,17 +35,17 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no std": (fill(-1e12), "state of 'first.weight' has a std that is not a positive number"),
     "nothing": (lambda state: state.clear(), "the state has no 'param_groups'"),
     "no state": (lambda state: state.pop("state"), "the state has no 'state'"),
-    "empty": (lambda state: state["state"].clear(), "the state is empty, after 2 steps"),
+    "empty": (lambda state: state["state"].clear(), "the state is empty after 2 steps"),
     "cut": (lambda state: state["state"][1].pop("step"), "state of 'first.weight' has no 'step'"),
     "no tensor": (
         lambda state: state["state"][1].update(step=3),
         "'step' of 'first.weight' must be a tensor",
     ),
-    "count": (lambda state: state["state"][1]["step"].neg_(), "'step' of 'first.weight' is no count"),
+    "count": (lambda state: state["state"][1]["step"].neg_(), "'step' of 'first.weight' is not a count"),
     "group": (lambda state: state["param_groups"].append(3), "a group without 'params'"),
     "params": (
         lambda state: state["param_groups"][0]["params"].pop(),
-        r"has a dict for \d, no state of a param",
+        r"has a dict for \d, not the state of a param",
     ),
     "shape": (
         lambda state: state["state"].update({1: {k: v.reshape(-1) for k, v in state["state"][1].items()}}),

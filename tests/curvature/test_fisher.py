@@ -191,8 +191,8 @@ def test_the_fallback_with_words_first() -> None:
         ({"likelihood": "poisson"}, "likelihood must be one of"),
         ({"fallback": "loop"}, "fallback must be one of None, 'vmap', not 'loop'"),
         ({"draws": 0}, "draws and chunk must be at least 1, not 0 and 32"),
-        ({"kind": "empirical"}, "give y for the empirical Fisher"),
-        ({"y": torch.zeros(5)}, "give y for the empirical Fisher, and for no other"),
+        ({"kind": "empirical"}, "y is needed for kind='empirical'"),
+        ({"y": torch.zeros(5)}, "unused by the other kinds: pass it for that kind only"),
         (
             {"kind": "empirical", "y": torch.zeros(5, 3)},
             r"y has shape \[5, 3\], outputs \[5, 3\]: give labels",
@@ -252,9 +252,9 @@ def test_what_has_no_gradients_is_said_so() -> None:
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside torch.inference_mode\(\)"):
         fisher(model, x)
-    with pytest.raises(ValueError, match="names= picks no parameter"):
+    with pytest.raises(ValueError, match="names= matches no parameter"):
         fisher(model, x, names=[])
-    with pytest.raises(ValueError, match="no parameter of the model wants gradients"):
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         fisher(model.requires_grad_(False), x)
 
 

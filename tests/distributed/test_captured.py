@@ -38,7 +38,7 @@ def test_processes_that_replay_learn_what_others_learn(two: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "bad" in case])
-def test_a_bad_batch_of_one_process_is_raised_by_the_next_call_of_all(
+def test_bad_batch_in_one_process_raises_at_the_next_call_in_all(
     two: list[dict[str, Any]], case: str
 ) -> None:
     for each in two:

@@ -115,7 +115,7 @@ def test_a_new_learning_rate_reaches_a_graph_with_collectives(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nan_in_a_graph_with_collectives_moves_nothing_and_is_raised_by_the_next_call(
+def test_nan_in_a_graph_with_collectives_raises_at_the_next_call(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(case, True, True, monkeypatch)

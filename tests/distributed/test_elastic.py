@@ -88,7 +88,7 @@ def test_a_killed_worker_changes_nothing(learned: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("run", "lives"), [("undisturbed", ["2 from 0"]), ("node", ["2 from 0", "1 from 2"])]
 )
-def test_runs_with_and_without_a_lost_node_are_those_of_one_process(
+def test_runs_with_and_without_a_lost_node_match_one_process(
     learned: dict[str, Any], run: str, lives: list[str]
 ) -> None:
     assert learned[run]["lives"] == lives

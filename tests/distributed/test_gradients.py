@@ -45,7 +45,7 @@ def test_examples_of_each_process_have_noise_of_their_own(two: Found, how: str, 
             torch.testing.assert_close(each[f"own {how} {family}"][name], value, rtol=1e-12, atol=1e-12)
 
 
-def test_signs_of_flipout_are_each_process_own_and_its_deviation_is_shared(two: Found) -> None:
+def test_flipout_signs_differ_between_processes_and_the_deviation_is_shared(two: Found) -> None:
     compare(two, "flipout loop", flipout_alone(2))
 
 

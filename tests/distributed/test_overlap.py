@@ -78,11 +78,11 @@ def test_samples_of_a_share_are_split_over_processes(four: Found, case: str) -> 
 
 
 def test_overlap_without_a_mesh_is_refused() -> None:
-    with pytest.raises(ValueError, match="overlap=True is for processes with mesh="):
+    with pytest.raises(ValueError, match="overlap=True needs mesh="):
         posterity.IVON(nn.Linear(2, 1), num_data=1, overlap=True)
 
 
-def test_rules_whose_gradients_come_after_the_backward_pass_have_no_overlap() -> None:
+def test_overlap_is_refused_for_rules_with_late_gradients() -> None:
     with pytest.raises(TypeError, match="VOGN has no overlap"):
         posterity.VOGN(nn.Linear(2, 1), num_data=1, overlap=True)
 

@@ -269,7 +269,9 @@ def test_gradients_that_nobody_averages_are_refused(two: Found, case: str) -> No
 
 def test_wrappers_that_do_not_fit_are_refused(two: Found) -> None:
     for each in two:
-        assert each["wrappers"]["mesh"].startswith("ValueError: the model is in DistributedDataParallel")
+        assert each["wrappers"]["mesh"].startswith(
+            "ValueError: the model is wrapped in DistributedDataParallel"
+        )
         for option in ("find_unused_parameters", "static_graph"):
             assert f"({option}=True)" in each["wrappers"][option]
             assert "VOGN" in each["wrappers"][option]

@@ -123,12 +123,12 @@ def test_a_context_whose_gradients_do_not_travel_is_refused(two: Found) -> None:
 
 def test_what_a_sharded_model_cannot_have_is_refused_by_name(two: Found) -> None:
     wanted = {
-        **dict.fromkeys(("vogn", "ogn", "kfac", "noisy-kfac"), "takes curvature from layers"),
+        **dict.fromkeys(("vogn", "ogn", "kfac", "noisy-kfac"), "collects curvature only from layers"),
         "mesh": "leave mesh= out",
         "names": "pass the module itself",
-        "compiled": "take a loop with sampled_params()",
+        "compiled": "use a loop with sampled_params()",
         "variational": "fully_shard(variational(net))",
-        "predict": "call model.unshard() first",
+        "predict": "call model.unshard() in all processes first",
     }
     for each in two:
         said = each["sharded-refused"]

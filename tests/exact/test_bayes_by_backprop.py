@@ -82,7 +82,7 @@ def test_the_wrapped_module_is_the_users_own_and_holds_the_means() -> None:
     assert torch.equal(net(x), net(x))
 
 
-def test_a_posterior_from_elsewhere_shares_its_means_with_the_module() -> None:
+def test_given_posterior_shares_its_means_with_the_module() -> None:
     net = nn.Linear(2, 3)
     q = prune(variational(nn.Linear(2, 3)).posterior, 0.5)
     means = q.mean()["weight"].detach().clone()
@@ -148,7 +148,7 @@ def test_a_posterior_takes_the_dtype_of_the_module() -> None:
     assert model(torch.ones(2, 6, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_what_no_gradient_trains_is_refused_and_the_module_left_as_it_was() -> None:
+def test_untrainable_families_are_refused_and_the_module_is_unchanged() -> None:
     net, other = nn.Linear(6, 3), nn.Linear(6, 3)
     before = net.weight.detach().clone()
     leaf = MatrixGaussian((other.weight, other.bias), 0.1 * torch.eye(3), torch.eye(7))
@@ -207,7 +207,7 @@ def test_resumed_draws_go_on_where_they_stopped() -> None:
     assert torch.equal(model(x), other(x))
 
 
-def test_draws_of_many_samples_and_a_shared_estimate_of_the_divergence() -> None:
+def test_many_samples_share_one_divergence_estimate() -> None:
     model = variational(nn.Linear(2, 3))
     assert model.outputs(torch.randn(4, 2), samples=5).shape == (5, 4, 3)
     prior = ByName({"weight": ScaleMixture(), "*": IsotropicGaussian()})
@@ -305,7 +305,7 @@ def test_a_padding_row_is_certain_and_stays() -> None:
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-def test_a_prior_that_does_not_fit_is_refused_and_nothing_is_touched(trainable: bool) -> None:
+def test_unfit_prior_is_refused_and_nothing_changes(trainable: bool) -> None:
     source, net = variational(nn.Linear(6, 3)), nn.Linear(6, 3)
     q = source.posterior if trainable else source.posterior.frozen()
     before = net.weight.detach().clone()
@@ -341,7 +341,7 @@ def test_complex_weights_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("family", [DiagonalGaussian, mnf])
-def test_module_and_posterior_share_their_means_after_a_load_that_assigns(family: Any) -> None:
+def test_means_stay_shared_after_loading_with_assign(family: Any) -> None:
     saved = variational(nn.Linear(6, 3), family=family, seed=0).state_dict()
     model = variational(nn.Linear(6, 3), family=family)
     copied = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in saved.items()}

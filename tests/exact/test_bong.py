@@ -78,7 +78,7 @@ def test_stds_fall_as_fast_in_wide_nets_as_in_narrow_ones() -> None:
         assert many == pytest.approx(few, rel=0.3)
 
 
-def test_a_posterior_that_is_loaded_keeps_its_stds_and_what_they_count_for() -> None:
+def test_loaded_posterior_keeps_its_stds_and_their_evidence() -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     opt = BONG(model, seed=0)
     x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))

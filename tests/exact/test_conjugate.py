@@ -180,7 +180,7 @@ def at_the_optimum() -> tuple[Variational, DiagonalGaussian]:
     return model, leaf
 
 
-def test_bayes_by_backprop_is_at_rest_at_the_best_diagonal_gaussian() -> None:
+def test_best_diagonal_gaussian_is_a_fixed_point_of_bayes_by_backprop() -> None:
     model, leaf = at_the_optimum()
     # E[NLL] over q, exactly: the NLL at the mean plus half the trace of variance times curvature.
     expected = nll(leaf.mean()) + 0.5 * (leaf.std().square() * (X.T @ X).diagonal() / N).sum()

@@ -235,7 +235,7 @@ def test_the_gradient_of_the_bound_is_that_of_finite_differences() -> None:
             )
 
 
-def test_handed_over_the_joint_divergence_is_zero_and_grows_with_change() -> None:
+def test_joint_divergence_is_zero_after_hand_over_and_grows_with_change() -> None:
     q = small()
     prior = q.copy().requires_grad_(False)
     assert abs(kl(q, prior, samples=50)) < 1e-10

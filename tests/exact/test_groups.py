@@ -96,7 +96,7 @@ def test_normal_scales_have_the_density_of_normals() -> None:
     torch.testing.assert_close(log_q, expected)
 
 
-def test_log_normal_scales_have_the_density_of_what_they_are_made_of() -> None:
+def test_log_normal_scales_have_the_density_of_their_normals() -> None:
     scales = stirred("ghs").scales
     z, log_q = scales.draw(torch.randn(5, *scales.noise_shape, dtype=F64))
     # log z = ½ (log a + log b + log s_a + log s_b), of independent normals.
@@ -256,7 +256,7 @@ def test_priors_refuse_what_has_no_such_scales(family: str) -> None:
         ):
             variational(net, family=wrong, prior=prior, estimator="local")
     with pytest.raises(
-        TypeError, match=r"Scales have no auxiliary density for a prior of single weights: pass"
+        TypeError, match=r"Scales have no auxiliary density for a prior of single weights: pass the family"
     ):
         variational(net, family=make).kl()
     with pytest.raises(TypeError, match=f"{type(prior).__name__} has no density of single weights"):
@@ -430,5 +430,5 @@ def test_saved_scales_of_an_unknown_family_are_refused() -> None:
     config = leaf.config()
     assert config["scales"]["family"] == NormalScales.__name__ != LogNormalScales.__name__
     config["scales"]["family"] = "Others"
-    with pytest.raises(ValueError, match="its scales are of the family Others, unknown here"):
+    with pytest.raises(ValueError, match="its scales have the family Others, which is unknown here"):
         ScaledGaussian.restore(leaf.state_dict(), config)

@@ -432,7 +432,9 @@ def test_diagonal_posterior_is_used_until_factors_come() -> None:
     torch.testing.assert_close(opt.posterior().std()["0.bias"], torch.full((5,), 0.1).double())
     opt.step(lambda: loss_fn(model, x, y))
     assert set(opt.posterior().blocks) == {"0.weight+0.bias", "2.weight"}
-    with pytest.raises(ValueError, match=r"'0.weight\+0.bias' is one block, whose tensors are in different"):
+    with pytest.raises(
+        ValueError, match=r"'0.weight\+0.bias' is one block, but its tensors are in different"
+    ):
         NoisyKFAC([{"params": [pair]} for pair in model.named_parameters()], seed=0, **HYPER).load_posterior(
             opt.posterior()
         )
@@ -505,7 +507,7 @@ def test_a_weight_used_by_rows_is_refused_by_name() -> None:
 
     model = Net()
     opt = KFAC(model, **HYPER)
-    with pytest.raises(RuntimeError, match="'weight' is used in parts of its rows, of which KFAC has no"):
+    with pytest.raises(RuntimeError, match=r"'weight' is used in parts .*, for which KFAC has no"):
         opt.step(lambda: loss_fn(model, *data(4)))
 
 
@@ -703,7 +705,9 @@ def test_gradients_are_dropped_by_the_optimiser_alone() -> None:
     model, x, y = mlp()
     opt = KFAC(model, **HYPER)
     with (
-        pytest.raises(RuntimeError, match=r"lacks a backward pass .*: drop gradients by the optimiser's own"),
+        pytest.raises(
+            RuntimeError, match=r"was dropped or changed .*: drop gradients with the optimiser's own"
+        ),
         opt.sampled_params(),
     ):
         loss_fn(model, x, y).backward()

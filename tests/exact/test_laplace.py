@@ -209,7 +209,7 @@ def test_the_evidence_is_the_gaussian_integral(temperature: float) -> None:
         assert found.log_evidence == pytest.approx(expected, rel=1e-10)
 
 
-def test_an_empirical_fisher_of_regression_has_the_noise_in_its_gradients() -> None:
+def test_empirical_fisher_of_regression_includes_the_noise_variance() -> None:
     model, y = net(), torch.randn(N, 3, dtype=F64)
     found = laplace.fit(
         model,

@@ -335,7 +335,7 @@ def test_large_triangles_are_inverted_in_parts(monkeypatch: pytest.MonkeyPatch) 
         assert not found.triu(1).any()
 
 
-def test_inverse_roots_of_matrices_of_any_sizes_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inverse_roots_of_mixed_sizes_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posterity.posterior.algebra._TOGETHER", 5)
     generator = torch.Generator().manual_seed(0)
     halves = [torch.randn(n, n, generator=generator).double() for n in (3, 7, 3, 1, 7)]

@@ -147,7 +147,7 @@ def test_bad_priors_and_pairs_are_refused() -> None:
     with pytest.raises(TypeError, match="no rule for a Odd"):
         kl(Odd(), IsotropicGaussian())
 
-    with pytest.raises(TypeError, match="a float is no prior: pass a posterior, a Density or ByName"):
+    with pytest.raises(TypeError, match="a float is not a prior: pass a posterior, a Density or ByName"):
         kl(Factorised({"w": DiagonalGaussian(torch.zeros(2), 1.0)}), 1.0)
 
     class NoDensity:
@@ -242,7 +242,7 @@ def test_a_layer_as_one_block_is_a_prior_of_single_tensors(kind: str, masks: str
     assert all(bool(p.grad.any()) for p in q.parameters())
 
 
-def test_a_prior_of_blocks_that_q_does_not_have_is_refused_in_one_sentence() -> None:
+def test_prior_with_unknown_blocks_is_refused() -> None:
     net = pretrained()
     old = laplace.fit(net, data(), names="*", prior_precision=1.0).posterior()
     for family in (cfg, mnf):

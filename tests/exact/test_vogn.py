@@ -356,8 +356,8 @@ def test_a_weight_whose_examples_cannot_be_seen_is_refused_by_name(way: str) -> 
     step = posterity.compile_step(model, loss_fn, opt)
     before = model.layer.weight.detach().clone()
     message = (
-        "'scale' is used by an operation that is not a known layer, from which VOGN has no single examples' "
-        r"gradients: leave it without noise .*\(deterministic='scale', deterministic_lr=1e-3\), or freeze it"
+        "'scale' is used by an operation that is not a known layer, so VOGN has no per-example gradients of "
+        r"it: leave it without noise .*\(deterministic='scale', deterministic_lr=1e-3\), or freeze it"
     )
     with pytest.raises(RuntimeError, match=message):
         step(x, y) if way == "compiled" else opt.step(lambda: loss_fn(model, x, y))

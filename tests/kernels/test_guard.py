@@ -79,9 +79,7 @@ def test_a_flag_lets_values_through(size: int, count: int, ok: bool) -> None:
 
 @pytest.mark.parametrize("value", [3.0, -70000.0, float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("most", [65504.0, torch.finfo(torch.float32).max])
-def test_a_flag_falls_for_what_is_too_large_in_a_block_and_not_between_blocks(
-    value: float, most: float
-) -> None:
+def test_flag_checks_values_in_blocks_but_not_padding(value: float, most: float) -> None:
     layout = Layout(["a", "b"], [(3, 50), (7,)])
     flat = torch.full((layout.size,), torch.nan, device=DEVICE)
     for view in layout.views(flat):

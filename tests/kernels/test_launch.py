@@ -29,7 +29,7 @@ class Kernel:
         return run
 
 
-def test_it_is_compiled_once_for_an_alignment_and_numbers_may_change() -> None:
+def test_kernel_compiles_once_per_alignment_for_any_numbers() -> None:
     kernel = Kernel()
     run = launch.Launch(kernel, (3, 1, 1), (True, 128), {"num_warps": 2})
     x, y = torch.zeros(64), torch.zeros(64)

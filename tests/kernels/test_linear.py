@@ -98,7 +98,7 @@ def test_labels_of_each_samples_own() -> None:
 
 
 @pytest.mark.parametrize("label", [-1, 4])
-def test_a_label_that_names_no_class_gives_a_loss_that_is_not_a_number(label: int) -> None:
+def test_invalid_label_gives_a_nan_loss(label: int) -> None:
     logits, labels = random(K, 6, 4), torch.zeros(6, dtype=torch.int64, device=DEVICE)
     losses, grads = loss.cross_entropy(logits, labels)
     assert torch.isfinite(losses).all()

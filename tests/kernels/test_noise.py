@@ -191,9 +191,7 @@ def test_tensors_are_copied_by_their_addresses() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("-inf")])
 @pytest.mark.parametrize(("block", "place"), [(1, 599), (2, 2000), (3, 0)])
-def test_a_tensor_that_is_not_finite_poisons_what_it_is_copied_with(
-    value: float, block: int, place: int
-) -> None:
+def test_non_finite_tensor_poisons_its_copy_group(value: float, block: int, place: int) -> None:
     tensors = [torch.randn(shape, device=DEVICE) for shape in SHAPES]
     tensors[block].view(-1)[place] = value
     pointers = torch.tensor([each.data_ptr() for each in tensors]).to(DEVICE)

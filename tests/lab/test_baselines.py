@@ -97,7 +97,7 @@ def test_the_fisher_draws_labels_from_the_model() -> None:
         assert ((mine - mean).abs() <= 5 * error + 1e-12).all()
 
 
-def test_the_fisher_leaves_the_modes_of_the_model_and_takes_some_examples() -> None:
+def test_fisher_keeps_model_modes_and_uses_some_examples() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 4)).double()
     net[0].eval()
     fisher(net, examples(5, seed=0))

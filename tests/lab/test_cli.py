@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import posterity
 from posterity import DivergenceWarning, Prediction
 from posterity.compress import csr
 from posterity.optim.presets import TABLE
-from posterity_lab import bench, cli, data, demo, files, record, reproduce, runs
+from posterity_lab import bench, cli, console, data, demo, errors, files, record, reproduce, runs
 from posterity_lab.config import Config
 
 TINY = ("--net", "mlp-16", "--data", "digits", "--epochs", "2", "--batch-size", "64", "--eval-samples", "3")
@@ -217,11 +218,11 @@ def test_evaluate_scores_uncertain_inputs_as_odd():
     at_odds = 9.0 * torch.eye(3)[[0, 1, 2]]  # two networks that are sure of different classes
     inside = Prediction(torch.stack([sure, sure]))
     outside = Prediction(torch.stack([at_odds, at_odds.roll(1, 0)]))
-    found = cli._detection(inside, outside)
+    found = errors.detection(inside, outside)
     assert found == {name: {"auroc": 1.0, "fpr95": 0.0} for name in ("entropy", "mutual_information")}
-    assert cli._detection(outside, inside)["entropy"]["auroc"] == 0.0
+    assert errors.detection(outside, inside)["entropy"]["auroc"] == 0.0
     # Networks that agree on not knowing: only the whole entropy tells them from sure ones.
-    found = cli._detection(inside, Prediction(torch.stack([unsure, unsure])))
+    found = errors.detection(inside, Prediction(torch.stack([unsure, unsure])))
     assert found["entropy"] == {"auroc": 1.0, "fpr95": 0.0}
     assert found["mutual_information"]["auroc"] < 1.0
 
@@ -422,8 +423,8 @@ def test_paths_that_cannot_be_used_are_one_sentence(tmp_path):
 
 def test_a_missing_module_and_a_full_disk_are_one_sentence():
     missing = ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-    assert cli._sentence(missing) == "the command line needs sklearn: pip install 'posterity[lab]'"
-    assert "(No space left on device): choose another path" in cli._sentence(
+    assert console.sentence(missing) == "the command line needs sklearn: pip install 'posterity[lab]'"
+    assert "(No space left on device): choose another path" in console.sentence(
         OSError(28, "No space left on device")
     )
 
@@ -504,6 +505,24 @@ def test_compress_writes_a_smaller_net_and_what_it_costs(run, tmp_path):
     for word in ("--groups", "--format"):
         assert "must be" in refused("compress", run, "--out", tmp_path / "other", word, "strange")
     assert not (tmp_path / "other").exists()
+
+
+def test_compress_cuts_at_a_ratio_or_at_log_alpha(run, tmp_path):
+    whole = runs.load_run(run)
+    for number, (option, cut) in enumerate({"threshold": 1.0, "log_alpha": 0.0}.items()):
+        out = tmp_path / str(number)
+        words = ("--groups", "weights", f"--{option.replace('_', '-')}", cut)
+        assert call("compress", run, "--out", out, *words).exit_code == 0
+        left = posterity.prune(whole.posterior, **{option: cut}).kept()
+        found = json.loads((out / "compress.json").read_text())
+        assert found["options"][option] == cut
+        assert found["options"]["fraction"] is None
+        kept = posterity.Factorised.load(out / "posterior.safetensors").kept()
+        last = next(name for name in reversed(left) if left[name].dim() > 1)
+        assert int(kept[last].sum()) == int(left[last].sum()) > 0
+    both = ("--fraction", 0.5, "--log-alpha", 1.0)
+    assert "takes one of these" in refused("compress", run, "--out", tmp_path / "both", *both)
+    assert not (tmp_path / "both").exists()
 
 
 def test_a_net_without_posterior_is_compressed_by_magnitude(point, tmp_path):

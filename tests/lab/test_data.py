@@ -538,7 +538,7 @@ def test_fetch_without_a_connection_gives_the_manual_steps(tmp_path, monkeypatch
         fetch("cifar10", tmp_path)
 
 
-def test_fetch_into_a_folder_that_cannot_be_written_blames_the_folder(tmp_path, monkeypatch, served):
+def test_fetch_into_an_unwritable_folder_names_the_folder(tmp_path, monkeypatch, served):
     serve_mnist(served, monkeypatch)
     (tmp_path / "file").write_text("mine")
     root = tmp_path / "file" / "data"

@@ -116,7 +116,7 @@ def test_tuning_never_sees_test_images() -> None:
     assert sizes.tuning_seed not in sizes.seeds
 
 
-def test_tuning_is_scored_on_held_out_images_and_final_runs_on_test_images(
+def test_tuning_uses_held_out_images_and_final_runs_test_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes, made = replace(QUICK, train_images=128), []

@@ -67,7 +67,7 @@ def test_a_plain_net_and_other_ways_to_prune() -> None:
     assert sparsity(by_layer(point_mass(model), 0.5))["0.bias"] == 0.0
 
 
-def test_the_weakest_weights_do_not_matter_where_the_strong_ones_decide() -> None:
+def test_pruning_weak_weights_keeps_the_errors_of_strong_ones() -> None:
     # Ten of a hundred weights make the label, the others are noise around zero.
     mean = torch.zeros(2, 50)
     mean[0, :5], mean[1, :5] = 3.0, -3.0

@@ -141,7 +141,7 @@ def test_runs_killed_at_random_times_end_as_if_they_had_not_been(
     assert len(found) == 4 or not SLOW
 
 
-def test_runs_killed_before_each_change_of_a_file_end_as_if_they_had_not_been(tmp_path: Path) -> None:
+def test_runs_killed_before_each_file_change_end_like_uninterrupted_runs(tmp_path: Path) -> None:
     ended(tmp_path / "whole", epochs=2)
     expected, found, number = outcome(tmp_path / "whole"), Counter[str](), 1
     while True:

@@ -11,7 +11,7 @@ from posterity_lab.config import Config
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_bayes_by_backprop_compares_every_network_with_the_batchs_own_labels(samples: int) -> None:
+def test_bayes_by_backprop_uses_the_labels_of_the_batch_for_every_network(samples: int) -> None:
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.tensor([0, 1, 2, 2, 1, 0])
     # Networks that are all but the same have the loss of the one.
@@ -33,7 +33,7 @@ def test_what_a_method_draws_follows_from_the_configs_seed(name: str) -> None:
     assert losses[0] != losses[2]
 
 
-def test_the_kl_of_bayes_by_backprop_counts_as_often_as_the_config_says() -> None:
+def test_kl_factor_of_bayes_by_backprop_follows_the_config() -> None:
     x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 2, 1, 0])
     torch.manual_seed(0)
     weights = nn.Linear(4, 3).state_dict()

@@ -87,7 +87,7 @@ def test_conv3fc3_has_three_convolutions_and_a_thousand_units_twice():
     assert conv3fc3(1, 15, 4)(torch.zeros(2, 1, 15, 15)).shape == (2, 4)
 
 
-def test_conv4_halves_the_image_twice_and_drops_out_in_training_alone():
+def test_conv4_halves_the_image_twice_and_uses_dropout_only_in_training():
     net = conv4(3, 32, 60)
     assert sum(p.numel() for p in net.parameters()) == 2_194_012
     assert net[:10](torch.zeros(2, 3, 32, 32)).shape == (2, 64, 8, 8)

@@ -58,7 +58,7 @@ def test_no_file_beside_an_old_record_was_edited() -> None:
 
 
 @needs_checkout
-def test_committed_records_carry_their_source_or_say_that_they_were_sealed_afterwards() -> None:
+def test_committed_records_have_a_source_digest_or_are_marked_sealed_afterwards() -> None:
     for path in COMMITTED:
         content = json.loads(path.read_text())
         place = content if path.name == "environment.json" else content.get("environment", {})
@@ -159,7 +159,7 @@ def test_reruns_and_other_configs_are_counted_as_looks(tmp_path: Path) -> None:
     assert looks(tmp_path, "mnist/400 sgd", 0) == {"configs": 2, "evaluations": 3}
     with (tmp_path / record.LOOKS).open("a") as file:
         file.write('{"row": ')
-    with pytest.raises(ValueError, match=r"looks\.jsonl is damaged: put back what the last commit has"):
+    with pytest.raises(ValueError, match=r"looks\.jsonl is damaged: restore it from the last commit"):
         run(tmp_path, lr=0.1)
 
 

@@ -66,7 +66,7 @@ def assert_same(one: Path, two: Path) -> None:
     assert all(torch.equal(value, posterior(two)[key]) for key, value in posterior(one).items())
 
 
-def test_the_nll_of_a_net_that_is_sure_of_the_wrong_class_is_whole():
+def test_nll_of_a_confidently_wrong_net_does_not_saturate():
     model, none = torch.nn.Linear(1, 2, bias=False), SimpleNamespace(posterior=lambda: None)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[200.0], [0.0]]))
@@ -125,7 +125,7 @@ def test_runs_killed_in_an_epoch_resume_to_the_same_bits(tmp_path, monkeypatch):
         assert_same(tmp_path / method, tmp_path / f"{method}-whole")
 
 
-def test_a_run_killed_while_its_first_file_is_written_can_be_started_again(tmp_path, monkeypatch):
+def test_run_killed_during_its_first_write_can_be_restarted(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = tiny(method="adam", epochs=1)
     process = forked().Process(target=killed_at_the_first_rename, args=(config, tmp_path / "run"))
@@ -141,7 +141,7 @@ def test_a_run_killed_while_its_first_file_is_written_can_be_started_again(tmp_p
     assert names == {"config.json", "environment.json", "metrics.jsonl", "checkpoint.pt", "looks.jsonl"}
 
 
-def test_of_two_processes_in_one_folder_one_trains_and_one_is_refused(tmp_path, monkeypatch):
+def test_second_process_in_a_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = tiny(method="bgd", epochs=3)
     start = time.time() + 1.0
@@ -190,7 +190,18 @@ def test_methods_without_posterior_resume_too(tmp_path, monkeypatch, method):
     assert not (tmp_path / "cut" / "posterior.safetensors").exists()
 
 
-def test_metrics_after_the_checkpoint_are_cut_so_that_none_is_doubled(tmp_path, monkeypatch):
+def test_a_run_from_a_gpu_resumes_on_a_cpu(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tiny(method="adam"), tmp_path / "cut", 3)
+    saved = checkpoint(tmp_path / "cut")
+    for group in saved["method"]["optimizer"]["param_groups"]:
+        group["capturable"] = True  # as a step in a CUDA graph has it
+    runs.save(tmp_path / "cut" / "checkpoint.pt", saved)
+    runs.train(tiny(method="adam"), tmp_path / "cut", resume=True)
+    runs.train(tiny(method="adam"), tmp_path / "whole")
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_metrics_after_the_checkpoint_are_truncated_on_resume(tmp_path, monkeypatch):
     config = tiny(method="adam")
     interrupt(monkeypatch, config, tmp_path / "run", 3)
     assert len(lines(tmp_path / "run")) == 3
@@ -270,7 +281,9 @@ def test_resume_refuses_metrics_that_were_edited(tmp_path, monkeypatch, epochs_d
     path = folder / "metrics.jsonl"
     before = path.read_text()
     path.write_text(re.sub(r'"nll": [0-9.]+', '"nll": 0.1', before, count=1))
-    with pytest.raises(ValueError, match=r"metrics.jsonl does not fit its digest in environment.json: put"):
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl does not match its digest in environment.json: restore"
+    ):
         runs.train(config, folder, resume=True)
     path.write_text(before)
     assert len(runs.train(config, folder, resume=True)) == config.epochs
@@ -328,7 +341,7 @@ def test_resuming_with_another_number_of_threads_warns(tmp_path, monkeypatch):
     config = tiny(method="adam", epochs=2)
     interrupt(monkeypatch, config, tmp_path / "run", 2)
     torch.set_num_threads(2)
-    with pytest.warns(UserWarning, match="began with 1 threads and goes on with 2, .* OMP_NUM_THREADS=1"):
+    with pytest.warns(UserWarning, match="began with 1 threads and resumes with 2, .* OMP_NUM_THREADS=1"):
         runs.train(config, tmp_path / "run", resume=True)
     places = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (places["threads"], places["earlier"][0]["threads"]) == (2, 1)
@@ -409,7 +422,7 @@ def test_validation_images_are_held_out_and_the_same_for_every_seed(tmp_path):
 
 def test_a_data_set_for_testing_alone_is_refused():
     digits = runs.data.load("digits")
-    with pytest.raises(ValueError, match="digits is for testing alone: train on another data set"):
+    with pytest.raises(ValueError, match="digits is for testing only: train on another data set"):
         runs._splits(dataclasses.replace(digits, train=digits.train.subset([])), 0)
 
 
@@ -442,7 +455,7 @@ def test_settings_reach_the_optimiser(method):
     assert certain == (["1.weight", "1.bias"] if method == "vogn" else [])
 
 
-def test_the_temperature_of_bgd_reaches_its_optimiser_and_decides_the_stds(tmp_path):
+def test_bgd_temperature_reaches_the_optimiser_and_changes_stds(tmp_path):
     for temperature in (1.0, 0.1):
         config = tiny(method="bgd", epochs=1, lr=temperature, temperature=temperature)
         runs.train(config, tmp_path / str(temperature))
@@ -454,7 +467,7 @@ def test_the_temperature_of_bgd_reaches_its_optimiser_and_decides_the_stds(tmp_p
     assert sharp < mild
 
 
-def test_a_run_of_before_its_method_had_a_key_is_read_with_the_default(tmp_path):
+def test_run_from_before_a_key_existed_uses_its_default(tmp_path):
     runs.train(tiny(method="bgd", epochs=1), tmp_path)
     made = json.loads((tmp_path / "config.json").read_text()) | {"temperature": None}
     (tmp_path / "config.json").write_text(json.dumps(made))
@@ -561,12 +574,16 @@ METRICS = json.dumps(
         ("environment.json", "{", r"environment\.json is damaged: delete it, or train again"),
         ("environment.json", "[]", r"environment\.json is damaged: delete it, or train again"),
         ("environment.json", "{}", r"environment\.json is damaged: delete it, or train again"),
-        ("metrics.jsonl", "", r"metrics\.jsonl has 0 of the 1 epochs .*: put it back, or train again"),
-        ("metrics.jsonl", "garbage\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
-        ("metrics.jsonl", "{}\n", r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
-        ("metrics.jsonl", METRICS.replace("0.5", "[]"), r"metrics\.jsonl is damaged in line 1: put it back"),
-        ("metrics.jsonl", METRICS.replace("0.5", '"text"'), r"metrics\.jsonl is damaged in line 1: put it"),
-        ("metrics.jsonl", "[" * 100_000, r"metrics\.jsonl is damaged in line 1: put it back, or train again"),
+        ("metrics.jsonl", "", r"metrics\.jsonl has 0 of the 1 epochs .*: restore it, or train again"),
+        ("metrics.jsonl", "garbage\n", r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
+        ("metrics.jsonl", "{}\n", r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
+        ("metrics.jsonl", METRICS.replace("0.5", "[]"), r"metrics\.jsonl is damaged in line 1: restore it"),
+        (
+            "metrics.jsonl",
+            METRICS.replace("0.5", '"text"'),
+            r"metrics\.jsonl is damaged in line 1: restore it",
+        ),
+        ("metrics.jsonl", "[" * 100_000, r"metrics\.jsonl is damaged in line 1: restore it, or train again"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_remedy(tmp_path, monkeypatch, name, content, message):
@@ -596,6 +613,6 @@ def test_a_run_without_its_checkpoint_is_left_as_it_is(tmp_path):
     runs.train(tiny(method="adam", epochs=2), tmp_path / "run")
     (tmp_path / "run" / "checkpoint.pt").unlink()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match=r"has 2 epochs, and there is no checkpoint.pt to go on from"):
+    with pytest.raises(ValueError, match=r"has 2 epochs, but there is no checkpoint.pt to resume from"):
         runs.train(tiny(method="adam", epochs=2), tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before

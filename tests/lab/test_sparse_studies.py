@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import posterity
-from posterity import DiagonalGaussian, LogUniform
+from posterity import DiagonalGaussian, LogUniform, prune
 from posterity.compress import point_mass
 from posterity_lab import baselines, data, nets, prunable
 from posterity_lab.baselines import gates
@@ -156,7 +156,7 @@ def test_the_net_without_gates_is_the_one_with_them(start: str) -> None:
     assert posterior.kept().keys() == names
 
 
-def test_the_loss_pays_for_every_weight_that_is_expected_to_be_open(monkeypatch: Any) -> None:
+def test_l0_loss_counts_the_expected_number_of_open_gates(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     method = baselines.l0(
         nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), strength=5.0, num_data=10, lr=0.1
@@ -423,10 +423,53 @@ def test_groups_go_as_far_as_training_images_allow(tmp_path: Path) -> None:
     posterior = posterity.Factorised({"weight": DiagonalGaussian(means, 1.0)})
     cuts = [3.0, -1.0, -4.0, -9.0]  # log α: 0 of the last, -4.6 of the others
     for rise, cut in ((0.0, 3.0), (0.4, -4.0), (0.7, -9.0)):
-        assert sparse_groups.lowest_cut(net, posterior, train, cuts, rise) == cut
+        found, left = sparse_groups.in_one(net, posterior, train, cuts, rise)
+        assert found == cut
+        assert torch.equal(left.mean()["weight"], prune(posterior, log_alpha=cut).mean()["weight"])
     asked = unit("gnj", sparse_groups.GROUPS, epochs=2)
     found = sparse_groups.train(asked, "cpu", tmp_path, QUIET).metrics
     assert found["log_alpha"] in asked.config["cuts"]
+
+
+def test_every_layer_is_cut_with_its_share_of_the_error() -> None:
+    """Of four images none may be lost, or one by each layer."""
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    train = Split(torch.eye(4), torch.arange(4))
+    means = {"0.weight": torch.tensor([20.0, 20, 20, 5]), "1.weight": torch.tensor([10.0, 10, 1, 10])}
+    leaves = {name: DiagonalGaussian(torch.diag(mean), 1.0) for name, mean in means.items()}
+    cuts = [3.0, -1.0, -4.0, -5.5, -9.0]
+    for rise, found in ((0.0, (-1.0, 3.0)), (0.52, (-5.5, -4.0))):
+        chosen, left = sparse_groups.by_layer(net, posterity.Factorised(leaves), train, cuts, rise)
+        assert (chosen["0.weight"], chosen["1.weight"]) == found
+        for name, cut in chosen.items():
+            alone = prune(posterity.Factorised(leaves), log_alpha=cut)
+            assert torch.equal(left.mean()[name], alone.mean()[name])
+
+
+@pytest.mark.parametrize("method", ["gnj", "ghs", "sparse-vd"])
+def test_stds_stay_below_their_bound(method: str) -> None:
+    """Given their scales; those of other layers grow beyond it."""
+    config = {**unit("gnj", sparse_groups.GROUPS).config, "kl_rise": 0.0, "kl_factor": 10.0, "lr": 0.3}
+    made = learner(method, config | {"max_stds": {"1.weight": 0.2}}, nets.mlp(4, [3], 2), num_data=9, seed=0)
+    for _ in range(40):
+        made.step(torch.randn(9, 4), torch.zeros(9, dtype=torch.long))
+    blocks = made.model.posterior.blocks
+    stds = {name: nn.functional.softplus(leaf.raw.detach()) for name, leaf in blocks.items()}
+    assert float(stds["1.weight"].amax()) == pytest.approx(0.2)
+    assert float(stds["3.weight"].amax()) > 0.5
+
+
+def test_bounded_groups_are_learned_as_their_authors_do() -> None:
+    cells = {(cell.setting, cell.method): cell.config for cell in sparse_groups.cells(False)}
+    for method in ("gnj", "ghs"):
+        assert cells["300-100 bounded", method]["max_stds"] == {"1.weight": 0.2}
+        assert cells["lenet5 bounded", method]["max_stds"] == {"0.weight": 0.5}
+    for setting, name in (("300-100", "1.weight"), ("lenet5", "0.weight")):
+        net = nets.build(cells[f"{setting} bounded", "gnj"]["net"], [1, 28, 28], 10)
+        assert next(iter(dict(net.named_parameters()))) == name
+    asked = unit("gnj", sparse_groups.GROUPS, setting="32-24 bounded")
+    x = training.prepared(asked, "cpu").train.x
+    assert (float(x.min()), float(x.max())) == (-1.0, 1.0)
 
 
 def test_of_a_net_with_an_empty_layer_nothing_is_left_to_measure() -> None:

@@ -175,7 +175,7 @@ def test_a_fading_stream_draws_tasks_by_their_probabilities() -> None:
     assert abs(float(share.sum() - probs.sum())) < 5 * float(error)
 
 
-def test_a_fading_stream_shows_every_example_of_a_task_about_equally_often() -> None:
+def test_fading_stream_draws_examples_about_equally_often() -> None:
     data = Split(torch.arange(10.0)[:, None], torch.zeros(10).long())
     shown = stream([(data, data)], epochs=200, batch_size=10, seed=0, overlap=0.5)
     counts = torch.bincount(torch.cat([x for x, _ in shown]).flatten().long(), minlength=10)
@@ -285,10 +285,10 @@ REFUSED = {
     "bytes": ([((X.byte(), Y), (X.byte(), Y))], "task 1 has training inputs of torch.uint8"),
     "labels that are floats": ([((X, Y.float()), (X, Y))], r"convert them with .long\(\)"),
     "no tasks but one": ([(X, Y)], r"^task 1 needs two tensors, inputs and labels, for training"),
-    "no test data": ([GOOD, ((X, Y),)], r"^task 2 is no pair of training and test data: pass \(\(x, y\)"),
+    "no test data": ([GOOD, ((X, Y),)], r"^task 2 is not a pair of training and test data: pass \(\(x, y\)"),
     "data sets": ([(torch.utils.data.TensorDataset(X, Y),) * 2], r"of a TensorDataset its \.tensors"),
     "arrays": ([((X, Y.numpy()), (X, Y))], r"of an array torch\.as_tensor\(array\)"),
-    "only labels below 0": ([((X, Y - 9), (X, Y))], r"label -\d, which is not in 0 … 0: mend it$"),
+    "only labels below 0": ([((X, Y - 9), (X, Y))], r"label -\d, which is not in 0 … 0: correct it$"),
     "another device": ([GOOD, ((X.to("meta"), Y), (X, Y))], "task 2 has training data on another device"),
 }
 
@@ -331,7 +331,7 @@ def test_no_tasks_are_refused(numbered: Dataset, make: Callable) -> None:
 
 
 def test_what_cannot_be_split_is_refused(numbered: Dataset) -> None:
-    with pytest.raises(ValueError, match="numbered has 7 classes, which 2 tasks cannot share"):
+    with pytest.raises(ValueError, match="numbered has 7 classes, which cannot be split evenly into 2 tasks"):
         split(numbered, 2, "class")
     with pytest.raises(ValueError, match="scenario must be"):
         split(classes_of(4), 2, "other")  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ def test_what_cannot_be_split_is_refused(numbered: Dataset) -> None:
         permuted(empty, tasks=2, seed=0)
 
 
-def test_masks_take_probability_and_gradient_from_what_is_not_allowed() -> None:
+def test_masked_classes_have_no_probability_and_no_gradient() -> None:
     net, x, y = nn.Linear(3, 4), torch.randn(5, 3), torch.tensor([0, 2, 0, 2, 2])
     masked_loss(partial(present, classes=4))(net, x, y).backward()
     assert net.weight.grad is not None

@@ -50,7 +50,7 @@ def test_confidence_tells_right_from_wrong_by_pairs() -> None:
     right, wrong = confidence[label == y].tolist(), confidence[label != y].tolist()
     by_hand = sum((a > b) + 0.5 * (a == b) for a, b in product(right, wrong)) / (len(right) * len(wrong))
     assert error_auroc(probs, y) == pytest.approx(by_hand, abs=1e-6)
-    with pytest.raises(ValueError, match="needs some of both"):
+    with pytest.raises(ValueError, match="one of the two sets are empty"):
         error_auroc(torch.eye(3), torch.arange(3))
 
 
@@ -140,7 +140,7 @@ def test_seconds_are_of_every_epoch_and_survive_a_resume(tmp_path: Path) -> None
     assert [each["epoch"] for each in whole["curve"]] == [1, 2, 3]
 
 
-def test_dropout_is_predicted_through_masks_and_adam_and_kfac_by_one_network(fitted: Callable) -> None:
+def test_dropout_predicts_with_masks_and_adam_and_kfac_with_one_network(fitted: Callable) -> None:
     dropping, plain = fitted("mc-dropout"), fitted("adam")
     x = plain.test.x[:20]
     found = calibration.predictions(dropping, x)

@@ -122,7 +122,9 @@ def test_a_last_layer_without_known_curvature_says_what_to_do() -> None:
         laplace.fit(net, (X, Y))
     found = laplace.fit(net, (X, Y), fallback="vmap", prior_precision=1.0)
     assert "2.parametrizations.weight.original1" in found.posterior().mean()
-    with pytest.raises(ValueError, match=r"no layer with trainable weights, .*: choose weights by names="):
+    with pytest.raises(
+        ValueError, match=r"no layer with trainable weights ran, .*: choose weights by names="
+    ):
         laplace.fit(nn.LayerNorm(4), (X, Y))
 
 

@@ -196,7 +196,7 @@ def test_labels_may_be_of_any_whole_type(kind: str, dtype: torch.dtype) -> None:
     assert a.log_evidence == b.log_evidence
 
 
-def test_the_validated_prior_is_the_one_of_the_grid_that_predicts_best() -> None:
+def test_validation_picks_the_best_predicting_prior_on_the_grid() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     grid = (0.01, 1.0, 100.0)
@@ -337,7 +337,7 @@ X, Y = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
         ({"structure": "full"}, "structure must be one of 'diagonal', 'kronecker', not 'full'"),
         ({"kind": "true"}, "kind must be one of 'empirical', 'mc', 'exact', not 'true'"),
         ({"names": "head.*"}, r"no parameter is named like 'head\.\*'; the names are 'weight', 'bias'"),
-        ({"names": lambda name: False}, "names= picks no parameter"),
+        ({"names": lambda name: False}, "names= matches no parameter"),
         ({"loader": []}, "the loader gave no batch"),
         ({"loader": (X[:0], Y[:0])}, "there are no examples: the inputs, or those of a batch, are empty"),
         (
@@ -391,13 +391,13 @@ def test_data_without_targets_are_refused() -> None:
 
 
 def test_a_model_without_gradients_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"wants gradients: call model.requires_grad_\(\) first"):
+    with pytest.raises(ValueError, match=r"requires a gradient: call model.requires_grad_\(\) first"):
         laplace.fit(nn.Linear(4, 3).requires_grad_(False), (X, Y))
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside torch.inference_mode\(\)"):
         laplace.fit(nn.Linear(4, 3), (X, Y))
     with torch.inference_mode():
         made_there = nn.Linear(4, 3)
-    with pytest.raises(RuntimeError, match="a model that was not made there"):
+    with pytest.raises(RuntimeError, match="a model that was built outside it"):
         laplace.fit(made_there, (X, Y))
     with torch.no_grad():
         assert laplace.fit(nn.Linear(4, 3), (X, Y)).num_data == 6
@@ -553,7 +553,7 @@ def test_factors_of_some_batches_only_are_refused() -> None:
     laplace.fit(model, (x, y), batch_size=3, structure="diagonal", **options)
 
 
-def test_a_bias_keeps_its_curvature_where_its_weight_has_another_use() -> None:
+def test_bias_keeps_its_curvature_if_its_weight_has_another_use() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -228,7 +228,7 @@ def test_backward_of_an_earlier_context_is_refused() -> None:
     with squares:
         late = loss_of(model)
         loss_of(model).backward()
-    with pytest.raises(RuntimeError, match="after the context of its forward pass was left"), squares:
+    with pytest.raises(RuntimeError, match="after the context of its forward pass had ended"), squares:
         late.backward()
 
 

@@ -69,7 +69,7 @@ def test_a_tensor_that_lies_where_another_was_is_not_taken_for_it() -> None:
         torch.testing.assert_close(squares.sums["weight"][:2], expected)
 
 
-def test_a_weight_as_inputs_is_refused_though_the_layer_was_seen_before() -> None:
+def test_weight_used_as_input_is_refused_after_a_known_layer() -> None:
     weight, other = parameters((6, 3), (6, 3))
     squares = Squares({"weight": weight, "other": other}, strict=False)
     for inputs, refused in ((torch.randn_like(other), set()), (other, {"weight", "other"})):

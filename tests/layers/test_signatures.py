@@ -15,7 +15,7 @@ KNOWN = [*LAYERS.items(), *OPERATIONS.items()]
 
 
 @pytest.mark.parametrize(("func", "kind"), KNOWN, ids=lambda each: getattr(each, "__name__", str(each)))
-def test_arguments_have_the_names_and_the_order_that_torch_gives_them(func: Any, kind: type[Call]) -> None:
+def test_layer_arguments_match_torchs_names_and_order(func: Any, kind: type[Call]) -> None:
     theirs = [*inspect.signature(torch.overrides.get_testing_overrides()[func]).parameters]
     if func is F.scaled_dot_product_attention:  # torch's table lacks what came later
         theirs = re.findall(r"(\w+)(?:=[\w.]+)?[,)]", func.__doc__.partition("->")[0])

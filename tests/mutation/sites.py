@@ -267,7 +267,7 @@ _SETTINGS = [
         f"{_OPTIM}/overlap.py",
         "[s.both if both else s.grad]",
         "[s.both]",
-        ("test_benchmarks.py::test_steps_between_estimates_of_the_hessian_send_the_gradient_alone",),
+        ("test_benchmarks.py::test_steps_without_a_hessian_estimate_send_only_the_gradient",),
     ),
     Site(
         "a captured step of several processes takes its own batch for that of all",
@@ -295,7 +295,7 @@ _SETTINGS = [
         "posterity/train/compiled.py",
         "            self._settle_last = partial(_raise, error)\n",
         "            raise\n",
-        ("distributed/test_captured.py::test_a_bad_batch_of_one_process_is_raised_by_the_next_call_of_all",),
+        ("distributed/test_captured.py::test_bad_batch_in_one_process_raises_at_the_next_call_in_all",),
     ),
     Site(
         "of several processes those without a graph show a posterior after a bad batch, and others raise",
@@ -321,8 +321,8 @@ _SETTINGS = [
     Site(
         "by gradient, shares in unlike numbers of parts draw the same noise",
         "posterity/train/gradient.py",
-        "self._world.rank * self.parts * self._samples if",
-        "self._world.rank * round(1 / weight) if",
+        "self.world.rank * self.parts * self._samples if",
+        "self.world.rank * round(1 / weight) if",
         _NOISE_OF_PARTS,
     ),
     Site(
@@ -397,9 +397,7 @@ _STEP = [
         f"{_OPTIM}/statistics.py",
         "A, S, seen = before.A + layer.A, before.S + layer.S, before.examples + layer.examples",
         "A, S, seen = layer.A, before.S + layer.S, before.examples + layer.examples",
-        (
-            "conformance/test_accumulation.py::test_micro_batches_in_contexts_of_their_own_equal_the_whole_batch",
-        ),
+        ("conformance/test_accumulation.py::test_micro_batches_in_separate_contexts_equal_the_whole_batch",),
     ),
     Site(
         "a rule takes settings that it does not have",
@@ -455,10 +453,7 @@ _STEP = [
         "posterity/variational.py",
         "self.register_load_state_dict_post_hook(_share_again)",
         "pass",
-        (
-            "exact/test_bayes_by_backprop.py::"
-            "test_module_and_posterior_share_their_means_after_a_load_that_assigns",
-        ),
+        ("exact/test_bayes_by_backprop.py::test_means_stay_shared_after_loading_with_assign",),
     ),
     Site(
         "a prior of a layer's weight and bias together is taken for one of each",
@@ -484,8 +479,8 @@ _STEP = [
     Site(
         "a compiled step goes on with the priors that ByName had",
         "posterity/train/gradient.py",
-        "*sources_of(self._prior), *groups]",
-        "*groups]",
+        "*sources_of(self._prior), *self.optimizer.parameters()]",
+        "*self.optimizer.parameters()]",
         ("train/test_gradient.py::test_priors_by_name_that_are_replaced_are_followed",),
     ),
     Site(
@@ -493,11 +488,11 @@ _STEP = [
         "posterity/train/step.py",
         "if p is not leaf and p.requires_grad)",
         "if False)",
-        ("train/test_gradient.py::test_a_loss_that_passes_by_the_drawn_weights_of_a_rule_is_refused",),
+        ("train/test_gradient.py::test_loss_on_undrawn_weights_is_refused_for_rules",),
     ),
     Site(
         "a prior is tried without the padding rows that stay",
-        "posterity/variational.py",
+        "posterity/posterior/shared_means.py",
         "kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)",
         "kl(posterior.rebuilt(there), prior, seed=0)",
         ("exact/test_bayes_by_backprop.py::test_a_prior_is_tried_as_the_posterior_will_be",),
@@ -511,16 +506,16 @@ _STEP = [
     ),
     Site(
         "samples and micro-batches of a loop with elbo() count as steps",
-        "posterity/variational.py",
-        "if self._heard == (now := self._now()):",
-        "if not (now := self._now()):",
+        "posterity/objective.py",
+        "if before == self._versions:",
+        "if not self._versions:",
         ("train/test_gradient.py::test_a_loop_with_elbo_at_chance_is_told_so_once",),
     ),
     Site(
         "a resumed loop with elbo() is taken for a fresh one",
         "posterity/variational.py",
-        "self._watch, self._fresh = None, self.draws == 0",
-        "self._watch, self._fresh = None, True",
+        "self._met, self._watch = False, NllWatch(self)",
+        "self._met = False",
         ("train/test_gradient.py::test_a_loop_with_elbo_that_learns_or_goes_on_is_not_warned_of",),
     ),
     Site(
@@ -563,16 +558,14 @@ _STEP = [
         "posterity/buffers.py",
         "            self._later.keep()\n            self.undo()",
         "            self._later.keep()",
-        (
-            "test_buffers.py::test_every_sample_of_a_step_begins_with_the_buffers_before_it_and_the_first_ones_are_kept",
-        ),
+        ("test_buffers.py::test_samples_of_a_step_share_initial_buffers_and_the_first_result_is_kept",),
     ),
     Site(
         "a stack leaves the last sample's buffers",
         "posterity/train/step.py",
         "if rows.start == 0 and moved is not None:",
         "if moved is not None:",
-        ("conformance/test_optimizers.py::test_of_all_stacks_of_a_step_the_first_samples_buffers_are_kept",),
+        ("conformance/test_optimizers.py::test_first_samples_buffers_are_kept_over_all_chunks",),
     ),
     Site(
         "chunks of a stack weigh as much as the whole",
@@ -604,10 +597,10 @@ _STEP = [
     ),
     Site(
         "a graph is replayed with other fixed hyper-parameters",
-        "posterity/train/rule.py",
+        "posterity/train/learner.py",
         "if key not in unread",
         "if key in ()",
-        ("train/test_capture.py::test_a_temperature_that_changes_at_every_step_needs_no_other_graph",),
+        ("train/test_capture.py::test_changing_temperature_needs_no_new_graph",),
     ),
     Site(
         "a mean that is not a number is written",
@@ -967,16 +960,14 @@ _POSTERIORS = [
         f"{_Q}/end_to_end.py",
         'fill = name == "keep"',
         'fill = name == "held"',
-        (
-            "posterior/test_end_to_end.py::test_weights_divergence_and_gradients_are_those_of_the_leaves_alone",
-        ),
+        ("posterior/test_end_to_end.py::test_joined_leaves_match_single_leaves",),
     ),
     Site(
         "leaves end to end estimate a KL at the noise of their weights",
         f"{_Q}/divergence.py",
         '**at, prefix="kl|"',
         '**at, prefix=""',
-        ("posterior/test_end_to_end.py::test_a_divergence_at_no_drawn_weights_is_that_of_the_leaves_alone",),
+        ("posterior/test_end_to_end.py::test_divergence_without_drawn_weights_matches_single_leaves",),
     ),
     Site(
         "a posterior's digest is not compared",
@@ -1019,7 +1010,7 @@ _POSTERIORS = [
         "else z * shift",
         "else shift",
         (
-            "exact/test_flow.py::test_handed_over_the_joint_divergence_is_zero_and_grows_with_change",
+            "exact/test_flow.py::test_joint_divergence_is_zero_after_hand_over_and_grows_with_change",
             "exact/test_flow.py::test_the_joint_divergence_is_above_that_of_the_weights",
         ),
     ),
@@ -1035,18 +1026,14 @@ _POSTERIORS = [
         f"{_Q}/flows.py",
         "for first in (0, half):",
         "for first in (half, 0):",
-        (
-            "posterior/test_end_to_end.py::test_weights_divergence_and_gradients_are_those_of_the_leaves_alone",
-        ),
+        ("posterior/test_end_to_end.py::test_joined_leaves_match_single_leaves",),
     ),
     Site(
         "flows side by side count padding in densities",
         f"{_Q}/flows.py",
         "(base_logs(eps, std) * real).sum((0, -1))",
         "base_logs(eps, std).sum((0, -1))",
-        (
-            "posterior/test_end_to_end.py::test_weights_divergence_and_gradients_are_those_of_the_leaves_alone",
-        ),
+        ("posterior/test_end_to_end.py::test_joined_leaves_match_single_leaves",),
     ),
     Site(
         "r(z | w) sees sums over weights, not averages",
@@ -1099,7 +1086,7 @@ _ESTIMATORS = [
         "posterity/train/gradient.py",
         "part.to(loss.device) for part in parts",
         "part.to(loss) for part in parts",
-        ("train/test_estimated.py::test_the_loss_of_a_model_in_half_precision_has_the_kl_to_all_digits",),
+        ("train/test_estimated.py::test_half_precision_loss_has_an_accurate_kl",),
     ),
     Site(
         "local adds a bias's std to the variance of outputs",
@@ -1111,15 +1098,15 @@ _ESTIMATORS = [
     Site(
         "local forgets the variance of a bias",
         "posterity/layers/estimators.py",
-        "in (std, own, scales)]",
+        "in (std, shift, scales)]",
         "in (std, None, scales)]",
         ("exact/test_estimators.py::test_local_has_the_moments_of_convolutions_at_each_position",),
     ),
     Site(
         "scales do not multiply the noise of outputs",
         "posterity/layers/estimators.py",
-        "in (std, own, scales)]",
-        "in (std, own, None)]",
+        "in (std, shift, scales)]",
+        "in (std, shift, None)]",
         ("exact/test_estimators.py::test_scales_multiply_the_noise_of_weights_but_not_of_biases",),
     ),
     Site(
@@ -1156,7 +1143,7 @@ _ESTIMATORS = [
         "    return _spread(signs.to(like.dtype), call)",
         "    return torch.ones_like(like).copysign(drawn.normal(what, like.shape))",
         (
-            "statistical/test_estimators.py::test_outputs_of_one_example_are_correlated_as_under_drawn_weights_with_flipout",
+            "statistical/test_estimators.py::test_flipout_outputs_of_an_example_have_the_posterior_correlation",
         ),
     ),
     Site(
@@ -1175,7 +1162,7 @@ _ESTIMATORS = [
     ),
     Site(
         "flipout gives a bias that two layers share the signs of each",
-        "posterity/layers/estimators.py",
+        "posterity/layers/stand_ins.py",
         "if self._call not in (None, (examples, signs)):",
         "if self._call is not None and self._call[0] != examples:",
         ("conformance/test_estimators.py::test_a_bias_that_two_weights_share_is_refused",),
@@ -1275,7 +1262,7 @@ _LAPLACE = [
         "posterity/optim/watch.py",
         "self._versions.get(name) == p._version",
         "name in self._versions",
-        ("optim/test_watch.py::test_a_parameter_unfrozen_after_the_optimizer_was_built_is_warned_of",),
+        ("optim/test_watch.py::test_parameter_unfrozen_after_construction_warns",),
     ),
     Site(
         "a gradient method's ELBO is watched, whose KL rises by schedule",
@@ -1289,9 +1276,7 @@ _LAPLACE = [
         "posterity/optim/loop.py",
         "opt.watch.hear(heard.found, 1 / opt.own_samples())",
         "opt.watch.hear(heard.found, 1.0)",
-        (
-            "optim/test_watch.py::test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_over_samples",
-        ),
+        ("optim/test_watch.py::test_loss_of_contexts_sums_backward_passes_and_averages_samples",),
     ),
     Site(
         "a step of contexts stands for itself alone",
@@ -1305,60 +1290,56 @@ _LAPLACE = [
         "posterity/optim/optimizer.py",
         "self.watch.forget()",
         "pass",
-        (
-            "optim/test_watch.py::test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_over_samples",
-        ),
+        ("optim/test_watch.py::test_loss_of_contexts_sums_backward_passes_and_averages_samples",),
     ),
     Site(
         "what backward() multiplies a gradient with is taken for a loss",
         "posterity/optim/watch.py",
         'func is Tensor.backward and kwargs.get("gradient") is None',
         "func is Tensor.backward",
-        (
-            "optim/test_watch.py::test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_over_samples",
-        ),
+        ("optim/test_watch.py::test_loss_of_contexts_sums_backward_passes_and_averages_samples",),
     ),
     Site(
         "a run that is far too slow is well",
         "posterity/optim/watch.py",
         "bool(advice and not seen.fallen(noisy, little))",
         "False",
-        ("optim/test_watch.py::test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of",),
+        ("optim/test_watch.py::test_hardly_falling_loss_with_a_tiny_learning_rate_warns",),
     ),
     Site(
         "a run with Adam's learning rate is told so after 300 steps, when it may be over",
         "posterity/optim/watch.py",
         "_SOON, _PATIENCE, _LONG = 100, 300, 500",
         "_SOON, _PATIENCE, _LONG = 300, 300, 500",
-        ("optim/test_watch.py::test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of",),
+        ("optim/test_watch.py::test_hardly_falling_loss_with_a_tiny_learning_rate_warns",),
     ),
     Site(
         "a run of a hundred steps is to learn as much as one of three hundred",
         "posterity/optim/watch.py",
         "_LITTLE * (seen.count - _RECENT) / (_PATIENCE - _RECENT)",
         "_LITTLE",
-        ("optim/test_watch.py::test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of",),
+        ("optim/test_watch.py::test_hardly_falling_loss_with_a_tiny_learning_rate_warns",),
     ),
     Site(
         "any run is told after a hundred steps that it learns nothing",
         "posterity/optim/watch.py",
         "if seen.count == _SOON and not advice:",
         "if False:",
-        ("optim/test_watch.py::test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of",),
+        ("optim/test_watch.py::test_hardly_falling_loss_with_a_tiny_learning_rate_warns",),
     ),
     Site(
         "a run that comes down to chance is well",
         "posterity/optim/watch.py",
         "return alone and guess < math.inf and self.losses.lowest > 0.99 * guess",
         "return False",
-        ("optim/test_watch.py::test_a_run_at_chance_whose_first_losses_were_worse_is_warned_of",),
+        ("optim/test_watch.py::test_run_at_chance_with_worse_first_losses_warns",),
     ),
     Site(
         "a penalty in the loss counts as chance",
         "posterity/optim/watch.py",
         "alone = self._begin is not None and math.isclose(value, self._begin, rel_tol=1e-3)",
         "alone = self._begin is not None",
-        ("optim/test_watch.py::test_a_run_at_chance_whose_first_losses_were_worse_is_warned_of",),
+        ("optim/test_watch.py::test_run_at_chance_with_worse_first_losses_warns",),
     ),
     Site(
         "weighted losses have the guess of others",
@@ -1369,17 +1350,17 @@ _LAPLACE = [
     ),
     Site(
         "a loop that never draws is well",
-        "posterity/variational.py",
-        "if not self.draws and not self._reached(nll):",
+        "posterity/objective.py",
+        "if not (before or self._model.draws or self._reached(nll)):",
         "if False:",
-        ("test_objective.py::test_a_loop_with_the_module_inside_a_variational_model_is_warned_of",),
+        ("test_objective.py::test_elbo_warns_about_the_inner_module_of_a_variational_model",),
     ),
     Site(
         "an NLL that is expected, not drawn, is taken for the module's",
-        "posterity/variational.py",
-        "if not self.draws and not self._reached(nll):",
-        "if not self.draws:",
-        ("test_objective.py::test_a_loop_with_the_module_inside_a_variational_model_is_warned_of",),
+        "posterity/objective.py",
+        "if not (before or self._model.draws or self._reached(nll)):",
+        "if not (before or self._model.draws):",
+        ("test_objective.py::test_elbo_warns_about_the_inner_module_of_a_variational_model",),
     ),
     Site(
         "a rule moves the stds of a variational model as if they were weights",
@@ -1421,7 +1402,7 @@ _LAPLACE = [
         "posterity/variational.py",
         "if kind:",
         "if False:",
-        ("posterior/test_families.py::test_a_family_that_makes_no_leaf_of_a_parameter_is_refused_by_name",),
+        ("posterior/test_families.py::test_family_that_cannot_make_a_leaf_is_refused_by_name",),
     ),
     Site(
         "the bandit's KL counts once in a batch",
@@ -1449,7 +1430,7 @@ _LAPLACE = [
         f"{_LAB}/runs.py",
         "metrics.nll(found, held_out.y)",
         "metrics.nll(found.probs, held_out.y)",
-        ("lab/test_runs.py::test_the_nll_of_a_net_that_is_sure_of_the_wrong_class_is_whole",),
+        ("lab/test_runs.py::test_nll_of_a_confidently_wrong_net_does_not_saturate",),
     ),
     Site(
         "the calibration table's NLL ends at 87",
@@ -1505,7 +1486,7 @@ _LAPLACE = [
         f"{_LAB}/reproduce/calibration.py",
         'posterior is None or method == "kfac"',
         "posterior is None",
-        ("lab/test_vogn.py::test_dropout_is_predicted_through_masks_and_adam_and_kfac_by_one_network",),
+        ("lab/test_vogn.py::test_dropout_predicts_with_masks_and_adam_and_kfac_with_one_network",),
     ),
     Site(
         "the toy's plane shows the other class",
@@ -1575,7 +1556,7 @@ _LAPLACE = [
         "posterity/laplace/fitting.py",
         "return max(zip(scores, candidates, strict=True), key=lambda each: each[0])[1]",
         "return min(zip(scores, candidates, strict=True), key=lambda each: each[0])[1]",
-        ("laplace/test_fit.py::test_the_validated_prior_is_the_one_of_the_grid_that_predicts_best",),
+        ("laplace/test_fit.py::test_validation_picks_the_best_predicting_prior_on_the_grid",),
     ),
     Site(
         "Laplace takes the first layer for the last",
@@ -1621,7 +1602,7 @@ _USES = [
         "posterity/metrics.py",
         "(table.confidence - table.accuracy).abs()",
         "(table.confidence - table.accuracy)",
-        ("test_metrics.py::test_calibration_gaps_of_bins_do_not_cancel_and_count_by_their_predictions",),
+        ("test_metrics.py::test_calibration_gaps_are_absolute_and_weighted_by_bin_count",),
     ),
     Site(
         "the NLL is summed over inputs",
@@ -1698,9 +1679,7 @@ _USES = [
         f"{_Q}/sparse.py",
         "(mean / std.clamp_min(_LEAST)).square()",
         "(mean / std).square()",
-        (
-            "posterior/test_sparse.py::test_single_precision_has_gradients_of_weights_that_are_all_but_certain",
-        ),
+        ("posterior/test_sparse.py::test_single_precision_gradients_for_almost_certain_weights",),
     ),
     Site(
         "a sparsity prior starts at the stds of others",
@@ -1756,7 +1735,7 @@ _USES = [
         f"{_Q}/scales.py",
         "growth = 1.0 + shared * weight.sum()",
         "growth = 1.0 + 0.0 * weight.sum()",
-        ("exact/test_groups.py::test_log_normal_scales_have_the_density_of_what_they_are_made_of",),
+        ("exact/test_groups.py::test_log_normal_scales_have_the_density_of_their_normals",),
     ),
     Site(
         "scales of groups start where the prior has no gradient",
@@ -1815,45 +1794,45 @@ _USES = [
         ("test_objective.py::test_an_epoch_counts_the_divergence_once",),
     ),
     Site(
-        "a KL is saved with what hears of it",
+        "a KL is saved with its watch",
         "posterity/objective.py",
-        "return {} if tensor.grad_fn is None else cast(dict[str, Any], tensor.grad_fn.metadata)",
+        "return cast(dict[str, Any], tensor.grad_fn.metadata)",
         "return tensor.__dict__",
         ("test_objective.py::test_a_saved_kl_is_a_number_alone",),
     ),
     Site(
         "a KL without a graph cannot be noted",
         "posterity/objective.py",
-        "return {} if tensor.grad_fn is None else cast(",
-        "return cast(",
+        "if torch.compiler.is_compiling() or tensor.grad_fn is None:",
+        "if torch.compiler.is_compiling():",
         ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
     ),
     Site(
         "a KL keeps its model alive",
         "posterity/objective.py",
-        "= WeakMethod(hear)",
-        "= lambda: hear",
+        "= ref(watch)",
+        "= lambda: watch",
         ("test_objective.py::test_a_kl_keeps_no_model_alive",),
     ),
     Site(
         "a loop's losses are not heard of",
         "posterity/objective.py",
-        "            hear(nll)\n",
+        "            watch.follow(nll)\n",
         "            pass\n",
         ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
     ),
     Site(
         "losses that are only looked at are heard of",
         "posterity/objective.py",
-        "if nll.requires_grad and nll.numel() == 1 and not",
-        "if nll.numel() == 1 and not",
+        "if nll.requires_grad and nll.numel() == 1:",
+        "if nll.numel() == 1:",
         ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
     ),
     Site(
         "losses of single samples are heard of",
         "posterity/objective.py",
-        "if nll.requires_grad and nll.numel() == 1 and not",
-        "if nll.requires_grad and not",
+        "if nll.requires_grad and nll.numel() == 1:",
+        "if nll.requires_grad:",
         ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
     ),
     Site(
@@ -1987,7 +1966,7 @@ _USES = [
         "posterity/replica.py",
         'own["training"] = False',
         'own["training"] = module.training',
-        ("test_predict.py::test_batches_and_chunks_change_nothing_and_the_model_is_left_as_it_was",),
+        ("test_predict.py::test_batch_and_chunk_size_do_not_matter_and_the_model_is_unchanged",),
     ),
     Site(
         "a replica shares lists that forward changes",
@@ -2433,14 +2412,14 @@ _BASELINES = [
         f"{_LAB}/methods.py",
         "y.repeat(self._samples)",
         "y.repeat_interleave(self._samples)",
-        ("lab/test_methods.py::test_bayes_by_backprop_compares_every_network_with_the_batchs_own_labels",),
+        ("lab/test_methods.py::test_bayes_by_backprop_uses_the_labels_of_the_batch_for_every_network",),
     ),
     Site(
         "Bayes by Backprop ignores the scale of its KL",
         f"{_LAB}/methods.py",
         "num_data=self._num_data, factor=self._factor)",
         "num_data=self._num_data)",
-        ("lab/test_methods.py::test_bayes_by_backprop_compares_every_network_with_the_batchs_own_labels",),
+        ("lab/test_methods.py::test_bayes_by_backprop_uses_the_labels_of_the_batch_for_every_network",),
     ),
     Site(
         "a run's seed does not reach its rule",
@@ -2492,7 +2471,7 @@ _DATA = [
         f"{_LAB}/streams/masks.py",
         "return heads == heads[y][:, None]",
         "return heads != heads[y][:, None]",
-        ("lab/test_streams.py::test_masks_take_probability_and_gradient_from_what_is_not_allowed",),
+        ("lab/test_streams.py::test_masked_classes_have_no_probability_and_no_gradient",),
     ),
     Site(
         "pixels are normalised the wrong way round",
@@ -2606,8 +2585,8 @@ _RECORDS = [
     Site(
         "groups are cut whatever the net then errs",
         f"{_LAB}/reproduce/sparse_groups.py",
-        "if _error(net, way, train) <= allowed",
-        "if _error(net, way, train) <= allowed + 1.0",
+        "if _error(net, found, train) <= allowed",
+        "if _error(net, found, train) <= allowed + 1.0",
         ("lab/test_sparse_studies.py::test_groups_go_as_far_as_training_images_allow",),
     ),
     Site(
@@ -2743,7 +2722,7 @@ _RECORDS = [
         f"{_LAB}/demo/runs.py",
         "dataset = standardised(held_out(sizes) if validation else digits(sizes))",
         "dataset = standardised(digits(sizes))",
-        ("lab/test_demo.py::test_tuning_is_scored_on_held_out_images_and_final_runs_on_test_images",),
+        ("lab/test_demo.py::test_tuning_uses_held_out_images_and_final_runs_test_images",),
     ),
     Site(
         "the demo asks for no held-out images",
@@ -2768,7 +2747,7 @@ _RECORDS = [
     ),
     Site(
         "evaluate takes inside for outside",
-        f"{_LAB}/cli.py",
+        f"{_LAB}/errors.py",
         'pairs = {"entropy": (inside.entropy, outside.entropy)}',
         'pairs = {"entropy": (outside.entropy, inside.entropy)}',
         ("lab/test_cli.py::test_evaluate_scores_uncertain_inputs_as_odd",),
@@ -2919,6 +2898,6 @@ SITES = [
         "posterity/optim/bong.py",
         "(start / std).square()",
         "(start / std)",
-        ("exact/test_bong.py::test_a_posterior_that_is_loaded_keeps_its_stds_and_what_they_count_for",),
+        ("exact/test_bong.py::test_loaded_posterior_keeps_its_stds_and_their_evidence",),
     ),
 ]

@@ -46,7 +46,7 @@ def bad_input() -> Tensor:
 
 @rules
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_moves_and_the_next_step_raises_and_the_one_after_goes_on(rule: Any, way: Any) -> None:
+def test_bad_step_changes_nothing_then_raises_then_training_continues(rule: Any, way: Any) -> None:
     model, twin = net(), net()
     opt, other = rule.make(model), rule.make(twin)
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_a_step_given_up_leaves_no_loss_to_the_next() -> None:
     opt.posterior()
 
 
-def test_clipping_and_gradients_dropped_or_replaced_are_what_is_judged() -> None:
+def test_finiteness_check_sees_clipped_dropped_and_replaced_gradients() -> None:
     model = net()
     opt = posterity.IVON(model, num_data=100)
     with opt.sampled_params():

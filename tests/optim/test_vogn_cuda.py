@@ -53,7 +53,7 @@ def test_graph_equals_loop_with_schedules(method: str) -> None:
         torch.testing.assert_close(results[1][key], value, rtol=5e-3, atol=5e-4, msg=key)
 
 
-def test_a_batch_that_is_not_finite_leaves_a_captured_posterior_alone() -> None:
+def test_non_finite_batch_leaves_a_captured_posterior_unchanged() -> None:
     x, y = X.cuda(), Y.cuda()
     model = net()
     opt = posterity.VOGN(model, num_data=1000, mc_samples=2)

@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_may_have_nothing_to_learn() -> None:
     assert messages(losses, noise, fresh=False) == []
 
 
-def test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of() -> None:
+def test_hardly_falling_loss_with_a_tiny_learning_rate_warns() -> None:
     """On digits VOGN at lr=1e-3 has lowered it by a hundredth after 300 steps, and is at chance.
 
     A run of a hundred steps is told so, which any other reason may need longer for.
@@ -118,7 +118,7 @@ def test_a_loss_that_hardly_falls_at_a_far_too_small_learning_rate_is_warned_of(
     assert messages(run(lambda t: 2.3 - 1.5e-3 * t, 0.02), slow="raise lr") == []
 
 
-def test_a_run_at_chance_whose_first_losses_were_worse_is_warned_of() -> None:
+def test_run_at_chance_with_worse_first_losses_warns() -> None:
     """Of ten classes a guess costs log 10, to which a net that begins above it may come down and stay."""
     losses = run(lambda t: 2.31 + 0.3 * math.exp(-t / 60), 0.02)
     assert messages(losses) == []
@@ -126,7 +126,7 @@ def test_a_run_at_chance_whose_first_losses_were_worse_is_warned_of() -> None:
     watch.guess = losses[0], math.log(10)
     (found,) = messages_of(watch, losses)
     assert re.fullmatch(
-        r"VOGN has got no further than a guess in 300 steps \(.* now\): try another lr.*", found
+        r"VOGN has a loss no better than a guess in 300 steps \(.* now\): try another lr.*", found
     )
     watch = LossWatch("VOGN", "raise damping", lambda: 0.1, True)
     watch.guess = 0.9 * losses[0], math.log(10)  # there is more in the loss than what is known of
@@ -197,7 +197,7 @@ def test_a_run_that_stands_still_is_told_of_lr(rule: Rule, learn: Learn) -> None
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_over_samples(
+def test_loss_of_contexts_sums_backward_passes_and_averages_samples(
     samples: int,
 ) -> None:
     model = net()
@@ -224,7 +224,7 @@ def test_the_loss_of_a_context_is_the_sum_of_its_backward_passes_and_the_mean_ov
     assert opt.watch.losses.first == pytest.approx(sum(seen) / samples, rel=1e-6)
 
 
-def test_losses_of_contexts_are_looked_at_until_a_fresh_run_has_learned() -> None:
+def test_context_losses_are_watched_until_a_fresh_run_has_learned() -> None:
     model = net()
     opt = posterity.IVON(model, num_data=100, seed=0)
 
@@ -335,7 +335,7 @@ def test_wide_stds_that_were_learned_with_are_no_reason_to_warn() -> None:
         ("VOGN", 1e-3, True),
     ],
 )
-def test_a_learning_rate_of_adams_is_named_where_a_run_stands_still(rule: str, lr: float, said: bool) -> None:
+def test_stalled_run_with_adams_learning_rate_warns_about_it(rule: str, lr: float, said: bool) -> None:
     given = {} if rule == "BGD" else {"num_data": 16}
     opt: posterity.VariationalOptimizer = getattr(posterity, rule)(nn.Linear(5, 3), lr=lr, **given)
     assert (f"raise lr: it is {lr:g}, and the default is" in handover.slow(opt)) == said
@@ -362,7 +362,7 @@ def test_stds_far_below_the_usual_are_named_where_a_run_stands_still(rule: Rule)
 
 @rules
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_parameter_unfrozen_after_the_optimizer_was_built_is_warned_of(rule: Rule, trained: bool) -> None:
+def test_parameter_unfrozen_after_construction_warns(rule: Rule, trained: bool) -> None:
     """By whoever trains it else it is changed, and then nobody forgot it."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     model[0].requires_grad_(False)

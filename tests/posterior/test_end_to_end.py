@@ -50,7 +50,7 @@ def kernels(*_: Any) -> Variational:
     with torch.no_grad():
         for name in ("2.weight", "4.weight"):
             model.posterior.block(name).below.normal_()
-    assert ["2.weight", "4.weight"] in [list(each.leaves) for each in model._end_to_end()]
+    assert ["2.weight", "4.weight"] in [list(each.leaves) for each in model._groups()[0]]
     return model
 
 
@@ -60,7 +60,7 @@ def flows(*_: Any) -> Variational:
     with torch.no_grad():  # at the start all but z0 is next to nothing
         for p in model.posterior.parameters():
             p.add_(torch.randn_like(p), alpha=0.3)
-    first = model._end_to_end()[0]
+    first = model._groups()[0][0]
     assert list(first.leaves) == [f"{number}.weight" for number in (0, 2, 4, 6)]
     return model
 
@@ -122,7 +122,7 @@ def wanted(model: Variational) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("make", [whole, pruned, mixed, frozen, kernels, pruned_kernels, flows, pruned_flows])
 @pytest.mark.parametrize("name", PRIORS)
-def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: Any, name: str) -> None:
+def test_joined_leaves_match_single_leaves(make: Any, name: str) -> None:
     model = make()
     prior = PRIORS[name] or copy.deepcopy(make().posterior).frozen()
     expected, grads = alone(model, prior)
@@ -133,7 +133,7 @@ def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: An
                 lambda layer, _, path=path, own=own: seen.update({f"{path}.{own}": getattr(layer, own)})
             )
     loss = model(X).square().mean()
-    assert model._joined
+    assert model._last.joined
     loss = loss + 0.1 * model.kl(prior)
     loss.backward()
     single = any(p.dtype == torch.float32 for p in model.parameters())
@@ -146,7 +146,7 @@ def test_weights_divergence_and_gradients_are_those_of_the_leaves_alone(make: An
 
 
 @pytest.mark.parametrize("name", PRIORS)
-def test_a_divergence_at_no_drawn_weights_is_that_of_the_leaves_alone(name: str) -> None:
+def test_divergence_without_drawn_weights_matches_single_leaves(name: str) -> None:
     model = variational(net(), std_init=0.2, seed=4, estimator="local")
     prior = PRIORS[name] or copy.deepcopy(whole().posterior).frozen()
     model(X)
@@ -197,7 +197,7 @@ def test_priors_that_are_replaced_or_changed_in_place_are_seen() -> None:
 
     def check() -> None:
         model(X)  # from here on all leaves are one
-        assert model._joined
+        assert model._last.joined
         found = model.kl(prior).detach()
         torch.testing.assert_close(found, kl(model.posterior, prior).detach(), rtol=1e-12, atol=1e-12)
         expected = sum(kl(one, prior.block(name)).detach() for name, one in model.posterior.blocks.items())
@@ -219,7 +219,7 @@ def test_priors_that_are_replaced_or_changed_in_place_are_seen() -> None:
 
 
 @pytest.mark.parametrize("make", [whole, kernels])
-def test_a_parameter_that_is_replaced_has_no_divergence_of_old_weights(make: Any) -> None:
+def test_replaced_parameter_has_no_divergence_of_old_weights(make: Any) -> None:
     model = make()
     model(X)
     leaf = model.posterior.block("2.weight")
@@ -308,7 +308,7 @@ def test_kernels_of_one_weight_lie_end_to_end() -> None:
     x = torch.randn(5, 3, 2, 2).double()
     torch.testing.assert_close(model(x), plain(x))
     torch.testing.assert_close(model.kl(), plain.kl())
-    assert ["0.weight", "1.weight"] in [list(each.leaves) for each in model._end_to_end()]
+    assert ["0.weight", "1.weight"] in [list(each.leaves) for each in model._groups()[0]]
 
 
 @pytest.mark.parametrize("how", [{"steps": 0}, {"conv": "input"}, {"conv": "kernel"}], ids=str)
@@ -413,7 +413,7 @@ def test_the_spread_gap_has_the_derivative_of_its_value() -> None:
 
 
 @pytest.mark.parametrize("size", [5, (1 << 16) + 5])
-def test_the_divergence_to_the_same_gaussian_is_exact_in_any_number_of_parts(size: int) -> None:
+def test_divergence_to_one_gaussian_is_exact_in_any_number_of_parts(size: int) -> None:
     growth = torch.linspace(-1e-4, 1e-4, size, dtype=torch.float64)
     q = DiagonalGaussian(torch.zeros(size).double(), 1.0 + growth)
     exact = 0.5 * (2 * growth**2 - 2 / 3 * growth**3 + 0.5 * growth**4).sum()  # of r² − 1 − 2 log r

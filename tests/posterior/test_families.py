@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
+from conformance.families import Trained
 from posterity import (
     BGD,
     ByName,
@@ -40,13 +41,8 @@ from posterity.noise import Domain, normal
 SPREAD = 0.3  # std of the scales
 
 
-class RowScaled(Leaf):
+class RowScaled(Trained):
     """``z · (loc + std · noise)`` with one scale z ~ N(1, SPREAD²) per row: a product of normals."""
-
-    def __init__(self, mean: Tensor, std: float, keep: Tensor | None = None) -> None:
-        super().__init__(mean.shape, keep)
-        self.loc = mean if isinstance(mean, nn.Parameter) else nn.Parameter(mean.detach().clone())
-        self.log_std = nn.Parameter(torch.full_like(mean.detach(), std).log())
 
     @property
     def noise_shapes(self) -> dict[str, torch.Size]:
@@ -62,21 +58,6 @@ class RowScaled(Leaf):
     def std(self) -> Tensor:
         square = self.loc.square() + (2 * self.log_std).exp()
         return self.masked(((1 + SPREAD**2) * square - self.loc.square()).sqrt())
-
-    def pruned(self, keep: Tensor) -> Self:
-        keep = keep & self.kept
-        leaf = type(self)(self.loc.detach() * keep, 1.0, keep)
-        leaf.log_std.data.copy_(self.log_std)
-        return leaf.hold(self.held)
-
-    def config(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        leaf = cls(tensors["loc"], 1.0, tensors.get("keep"))
-        leaf.load_state_dict(dict(tensors))
-        return leaf
 
 
 @register_kl(RowScaled, IsotropicGaussian, needs_draw=True)
@@ -319,7 +300,7 @@ def test_weights_of_other_shapes_or_too_few_are_refused() -> None:
 @pytest.mark.parametrize(
     "family", [MatrixGaussian, EigenGaussian, nn.Linear, lambda p, std: "leaf", "cfg", nn.Linear(3, 2)]
 )
-def test_a_family_that_makes_no_leaf_of_a_parameter_is_refused_by_name(family: Any) -> None:
+def test_family_that_cannot_make_a_leaf_is_refused_by_name(family: Any) -> None:
     name = "a Linear" if isinstance(family, nn.Module) else getattr(family, "__name__", repr(family))
     with pytest.raises(TypeError, match=f"which {name} does not: take DiagonalGaussian, cfg or mnf$"):
         variational(nn.Linear(3, 2), family={"bias": DiagonalGaussian, "*": family})

@@ -104,7 +104,7 @@ BAD: dict[str, tuple[dict[str, Tensor], Any, str]] = {
     "family": (
         plain(),
         {"version": 1, "blocks": {"w": {**LEAF, "family": "Other"}}},
-        "of the family Other, unknown",
+        "has the family Other, which is unknown",
     ),
     "whole numbers": (plain(ONES.int()), HEADER, "means must be floating-point numbers"),
     "list": (plain(), [], "is damaged"),

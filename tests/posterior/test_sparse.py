@@ -103,7 +103,7 @@ def test_gradients_are_finite_at_both_ends_and_at_a_mean_of_zero(
 
 @priors
 @pytest.mark.parametrize(("mean", "std"), [(1.0, 1e-20), (1e3, 1e-18), (-1.0, 1e-43)])
-def test_single_precision_has_gradients_of_weights_that_are_all_but_certain(
+def test_single_precision_gradients_for_almost_certain_weights(
     prior: LogUniform | ARD, mean: float, std: float
 ) -> None:
     q = DiagonalGaussian(torch.tensor([mean]), std, trainable=True)

@@ -76,7 +76,7 @@ def test_examples_are_not_correlated(layer: str, estimator: str) -> None:
 
 
 @layers
-def test_outputs_of_one_example_are_correlated_as_under_drawn_weights_with_flipout(layer: str) -> None:
+def test_flipout_outputs_of_an_example_have_the_posterior_correlation(layer: str) -> None:
     every = {each: outputs(layer, each, seed) for seed, each in enumerate(("weight", "flipout", "local"))}
     mean = every["weight"].mean(0)
     pairs = {name: _products((each - mean)[:, 0]) for name, each in every.items()}

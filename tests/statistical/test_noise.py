@@ -94,7 +94,7 @@ def test_addresses_do_not_collide_in_the_bits_that_cpu_generators_read() -> None
 
 
 @pytest.mark.parametrize(("seed", "gain", "variance"), [(None, 1.0, 3.0), (0, 2.0, 8.0)])
-def test_two_optimisers_on_equal_names_share_noise_only_if_told_to(
+def test_optimisers_share_noise_only_with_the_same_seed(
     seed: int | None, gain: float, variance: float
 ) -> None:
     """Of y = (a + b) x + N(0, 1), at x = 1, every example adds 1 to the precision of a, and 1 to that of b.

@@ -122,7 +122,7 @@ def test_replays_see_loaded_state_posteriors_freezing_and_hyperparameters(rule: 
 
 
 @captured_rules
-def test_a_gradient_from_outside_is_refused_and_one_that_is_dropped_is_not(rule: Rule) -> None:
+def test_outside_gradient_is_refused_unless_dropped(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
     step = captured(model, opt)
@@ -177,7 +177,7 @@ def test_bad_step_is_raised_after_later_replays() -> None:
     step(X, Y)  # said once
 
 
-def test_a_bad_step_of_any_graph_is_raised_before_the_posterior_is_shown() -> None:
+def test_bad_graph_step_raises_before_the_posterior_is_read() -> None:
     model = net()
     opt = posterity.BGD(model, batch_size=16)
     step = captured(model, opt)
@@ -320,7 +320,7 @@ def test_batches_in_dicts_and_lists_are_captured_by_their_form(rule: Rule) -> No
     near(*results)
 
 
-def test_batches_with_other_things_than_tensors_run_without_a_graph() -> None:
+def test_batches_with_non_tensors_run_without_a_graph() -> None:
     model = net()
     opt = posterity.BGD(model)
     step = compiled.CapturedStep(
@@ -334,7 +334,7 @@ def test_batches_with_other_things_than_tensors_run_without_a_graph() -> None:
 
 
 @captured_rules
-def test_a_parameter_left_out_for_a_while_has_its_own_count_of_updates(rule: Rule) -> None:
+def test_temporarily_unused_parameter_keeps_its_own_update_count(rule: Rule) -> None:
     results = []
     for graphs in (False, True):
         model = net()
@@ -370,7 +370,7 @@ def test_train_step_inside_a_context_is_refused() -> None:
         step(X, Y)
     before = model.first.weight.detach().clone()
     for each in (step, step.step):
-        with pytest.raises(RuntimeError, match="leave it first"), opt.sampled_params():
+        with pytest.raises(RuntimeError, match="call it outside the context"), opt.sampled_params():
             each(X, Y)
         assert torch.equal(before, model.first.weight)
 
@@ -385,7 +385,7 @@ def test_a_process_group_of_one_process_changes_nothing(monkeypatch: pytest.Monk
 
 
 @captured_layer_rules
-def test_a_temperature_that_changes_at_every_step_needs_no_other_graph(rule: Rule) -> None:
+def test_changing_temperature_needs_no_new_graph(rule: Rule) -> None:
     results = []
     temperature = posterity.warmup(10, start=0.1)
     for graphs in (False, True):
@@ -404,7 +404,7 @@ def test_a_temperature_that_changes_at_every_step_needs_no_other_graph(rule: Rul
     assert len(step._seen) == 2
 
 
-def test_a_temperature_of_bgd_that_changes_needs_no_other_graph_either() -> None:
+def test_changing_bgd_temperature_needs_no_new_graph() -> None:
     results = []
     for graphs in (False, True):
         model = net()
@@ -420,7 +420,7 @@ def test_a_temperature_of_bgd_that_changes_needs_no_other_graph_either() -> None
 
 @captured_momentum_rules
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_drop_of_the_learning_rate_leaves_the_velocity_to_its_option(rule: Rule, keep: bool) -> None:
+def test_learning_rate_drop_respects_keep_velocity(rule: Rule, keep: bool) -> None:
     results = []
     for graphs in (False, True):
         model = net()

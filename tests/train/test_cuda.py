@@ -173,7 +173,7 @@ def test_a_captured_step_sees_freezing_autocast_and_foreign_gradients(name: str)
     assert torch.isfinite(model[3].weight.grad).all()
 
 
-def test_a_nan_in_a_captured_step_leaves_the_posterior_alone_and_is_raised() -> None:
+def test_nan_in_a_captured_step_raises_and_changes_nothing() -> None:
     x, y = X.cuda(), Y.cuda()
     model = net()
     opt = make("bgd", model)

@@ -203,7 +203,7 @@ def test_a_prior_with_correlated_weights(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["weight", "local"])
-def test_the_loss_of_a_model_in_half_precision_has_the_kl_to_all_digits(estimator: str) -> None:
+def test_half_precision_loss_has_an_accurate_kl(estimator: str) -> None:
     losses = []
     for compiled in (False, True):
         m = model(estimator=estimator).float()
@@ -298,7 +298,7 @@ def test_a_captured_step_holds_back_gradients_that_are_not_finite(
 
     inner = posterity.compile_step(m, rooted, adam(m), num_data=N)
     assert isinstance(inner, TrainStep)
-    inner.learner.make_capturable()
+    inner.learner.optimizer.make_capturable()
     step = CapturedStep(inner)
     for _ in range(4):
         step(X, Y)
@@ -330,7 +330,7 @@ def test_replays_equal_the_plain_loop_through_schedules_and_ragged_batches(
         )
         assert isinstance(made_step, TrainStep)
         assert isinstance(made_step.learner, ByGradient)
-        made_step.learner.make_capturable()
+        made_step.learner.optimizer.make_capturable()
         step, losses = CapturedStep(made_step), []
         for i in range(6):
             x, y = (X[:4], Y[:4]) if i % 3 == 2 else (X, Y)

@@ -360,6 +360,22 @@ def _sliced(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) ->
     return Axis(dim, axis.units[start:end], axis.constant[start:end])
 
 
+@_rule("index_select")
+def _selected(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
+    axis, name = self.axis(named["self"]), self.held(named["index"])
+    if axis is None or named["dim"] % found.dim() != axis.dim:
+        if name is not None:
+            self.label_whole(name, INPUT)
+        return axis
+    if name is None or self.shared(name):
+        return self.freeze(node, "index_select takes some of its units")
+    places = self.value(named["index"]).tolist()
+    units = [axis.units[place] for place in places]
+    self.label(name, 0, units)
+    self.selections[name] = axis.units
+    return Axis(axis.dim, units, axis.constant[places])
+
+
 @_rule("scaled_dot_product_attention", "matmul", "bmm")
 def _attended(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
     """Heads, whose queries, keys and values go together; or the same of products of two tensors."""

@@ -3,6 +3,9 @@
 A unit (a neuron, a channel) is dead where no later weight uses it, or where it is the same for every input.
 What a constant one gave is added to the next bias. Nothing is known of architectures: the net is followed
 through the graph of ``torch.export``, and what cannot be followed stays as it is, and is named.
+
+A linear layer may use few of its inputs while all of these must stay: the net's own inputs, or the positions
+of channels that were flattened. It is then given those that it uses alone.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from posterity.compress.units import INPUT, OUTPUT, Followed, Use, used
 from posterity.posterior import DiagonalGaussian, Factorised
 from posterity.torch_private import tree_leaves
 
-_Kept: TypeAlias = Mapping[
-    str, Sequence[list[int]]
-]  # of tensors that become smaller: for every axis, what stays
+_Kept: TypeAlias = dict[str, list[list[int]]]  # of tensors that become smaller: for every axis, what stays
+# Weights that must go from a linear layer before its inputs are selected: products with fewer take less time.
+_WORTH = 10_000
 
 
 @final
@@ -95,6 +98,7 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
             followed.uses[number] = biased = _biased(graph, followed, use)
             shifts[biased] = values
     kept = _kept(followed, gone)
+    _select_inputs(graph, followed, gone, kept)
     small = callable_graph(_rebuilt(graph, followed, gone, kept, shifts), *args, *kwargs.items(), gives=want)
     compare(outputs(small, args, kwargs), want)
     shapes = {name: (tuple(followed.tensors[name].shape), tuple(map(len, kept[name]))) for name in kept}
@@ -161,6 +165,25 @@ def _kept(followed: Followed, gone: set[int]) -> _Kept:
     return kept
 
 
+def _select_inputs(graph: fx.GraphModule, followed: Followed, gone: set[int], kept: _Kept) -> None:
+    """Give linear layers that do without most of their inputs the others alone."""
+    for use in followed.uses:
+        weight = followed.tensors[use.weight]
+        if followed.title(use.node) != "linear" or followed.shared(use.weight):
+            continue
+        rows, columns = kept.get(use.weight, [list(range(size)) for size in weight.shape])
+        taken = used(weight, use)[rows][:, columns].any(0).cpu()
+        places = taken.nonzero().flatten()
+        if not len(places) or len(rows) * (len(columns) - len(places)) < _WORTH:
+            continue
+        name = followed.add(f"{use.weight}_inputs", places.to(weight.device))
+        with graph.graph.inserting_before(use.node):
+            selected = graph.graph.create_node("get_attr", name)
+            x = graph.graph.call_function(torch.index_select, (use.node.args[0], -1, selected))
+        use.node.update_arg(0, x)
+        kept[use.weight] = [rows, [columns[place] for place in places.tolist()]]
+
+
 def _constants(followed: Followed, use: Use, gone: set[int]) -> Tensor:
     """What the columns that go are multiplied with; 0 for those that stay, or are zero."""
     removed = torch.tensor([followed.units.root(unit) in gone for unit in use.columns])
@@ -171,7 +194,10 @@ def _biased(graph: fx.GraphModule, followed: Followed, use: Use) -> Use:
     """The same product with a bias to add to, zero if it had none."""
     if use.bias is not None:
         return use
-    name = followed.add(use.weight.rpartition("weight")[0] + "bias", use)
+    weight = followed.tensors[use.weight]
+    zero = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
+    name = followed.add(use.weight.rpartition("weight")[0] + "bias", nn.Parameter(zero))
+    followed.labels[name] = [use.rows]
     with graph.graph.inserting_before(use.node):
         bias = graph.graph.create_node("get_attr", name)
     use.node.args = (*use.node.args[:2], bias, *use.node.args[3:])
@@ -197,6 +223,10 @@ def _rebuilt(
         assert use.bias is not None
         shift = _summed(values[use.weight].double().cpu(), use) @ constants
         values[use.bias] = (values[use.bias].double().cpu() + shift).to(values[use.weight])
+    for counted, units in followed.selections.items():
+        numbers = {old: new for new, old in enumerate(_staying(followed, units, gone))}
+        places = [numbers.get(old, 0) for old in values[counted].tolist()]
+        values[counted] = values[counted].new_tensor(places)
     for node, number, place, units in followed.resized:
         left: Any = len(_staying(followed, units, gone))
         if place is not None:

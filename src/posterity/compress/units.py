@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 # Why units stay that no operation is to blame for.
 INPUT, OUTPUT = "it is the net's input", "it is the net's output"
@@ -130,6 +130,7 @@ class Followed(fx.Interpreter):
         uses: Every product with a weight.
         tensors: The parameters and buffers of the graph, by their first names.
         resized: Sizes in the graph that units decide: the operation, its argument, the position in it.
+        selections: By name of a tensor that counts units, which ones it counts.
     """
 
     def __init__(self, graph: fx.GraphModule, rules: Mapping[str, Rule]) -> None:
@@ -139,6 +140,7 @@ class Followed(fx.Interpreter):
         self.uses: list[Use] = []
         self.tensors: dict[str, Tensor] = {}
         self.resized: list[tuple[fx.Node, int, int | None, Sequence[int]]] = []
+        self.selections: dict[str, Sequence[int]] = {}
         self._rules = rules
         self._axes: dict[fx.Node, Axis | list[Axis] | None] = {}
         self._lost: dict[fx.Node, str] = {}  # why nothing is known of a result
@@ -186,13 +188,11 @@ class Followed(fx.Interpreter):
         axes = [self.axis(node) for node in self.module.graph.output_node().all_input_nodes]  # type: ignore[union-attr,operator]
         return all(axis is not None and bool(axis.constant.all()) for axis in axes)
 
-    def add(self, name: str, use: Use) -> str:
-        """A zero bias for a product without one; the name that it got."""
+    def add(self, name: str, tensor: Tensor) -> str:
+        """A tensor that the graph did not have; the name that it got."""
         while name in self.tensors:
             name += "_"
-        weight = self.tensors[use.weight]
-        self.tensors[name] = nn.Parameter(torch.zeros(len(weight), dtype=weight.dtype, device=weight.device))
-        self.labels[name] = [use.rows]
+        self.tensors[name] = tensor
         return name
 
     def value(self, node: fx.Node) -> Any:

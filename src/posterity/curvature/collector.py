@@ -1,10 +1,10 @@
-"""What a backward pass gathers beyond the gradient.
+"""Statistics that a backward pass collects beyond the gradient.
 
 A *term* g_i of example i is the gradient of the batch's loss in a copy of the weights that only example i
-uses. Where examples do not meet (no BatchNorm in training mode) it is the gradient of the example's own loss,
-over the batch size for a mean loss. BatchNorm makes them meet: what example i does to the others through the
-batch's statistics is then in its term, and all terms together are always the gradient. A weight that several
-layers use has the sum of what they say in its terms.
+uses. If examples do not interact (no BatchNorm in training mode) it is the gradient of the example's own
+loss, over the batch size for a mean loss. With BatchNorm they interact: the effect of example i on the others
+through the batch's statistics is then in its term. The terms always add up to the gradient. For a weight that
+several layers use, a term is the sum over these layers.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from posterity.torch_private import graph_task_id
 
 
 class Collector(ABC):
-    """Gathers from every backward pass inside ``with collector:``, for the parameters that it watches.
+    """Collects statistics from every backward pass inside ``with collector:``, for the watched parameters.
 
-    Sums go on from context to context, until :meth:`clear`. Inside, layers work on aliases of their weights:
-    ``p.grad`` has the gradient, and hooks on the weight are called, once ``backward()`` is done.
+    Sums continue over contexts until :meth:`clear`. Inside, layers use aliases of their weights: ``p.grad``
+    gets the gradient, and hooks on the weight are called, once ``backward()`` is done.
 
     Args:
-        params: A module, all of whose parameters are wanted, or tensors by name: parameters, or drawn
-            weights, with samples in front in a stacked pass. Those that need no gradient are left out.
-        batch_dim: The axis that counts examples in the inputs of linear layers, embeddings and LayerNorm,
-            where they have several axes to choose from.
-        strict: Whether to raise for a parameter that is used in a way that nothing can be collected from;
-            else it is put into ``refused``, and left out.
-        once: Whether to refuse a second backward pass through one forward pass: what it adds are squares of
-            its own gradients, not those of the sum.
+        params: A module, for all of its parameters, or tensors by name: parameters, or drawn weights, with
+            samples on the first axis in a stacked pass. Those that require no gradient are left out.
+        batch_dim: The axis of the examples in the inputs of linear layers, embeddings and LayerNorm, if these
+            have several axes.
+        strict: Whether to raise for a parameter that is used in an unsupported way; otherwise it is listed in
+            ``refused`` and left out.
+        once: Whether to refuse a second backward pass through the same forward pass, which would add the
+            squares of its own gradients, not those of the sum.
 
     Attributes:
-        sums: Σ g_i² over examples and samples, by name, of the loss as backward saw it. Put zeros of your own
-            there to have them added to.
-        blocks: Sums of Kronecker factors, where the collector has them.
-        examples: How many there were, each counted once for every sample.
+        sums: Σ g_i² over examples and samples, by name, of the loss as given to backward. Put your own zeros
+            here to accumulate into them.
+        blocks: Sums of Kronecker factors, if the collector has them.
+        examples: Number of examples, each counted once for every sample.
         refused: Reasons, by name.
     """
 
@@ -69,21 +69,23 @@ class Collector(ABC):
         self.clear()
 
     def watch(self, params: nn.Module | Mapping[str, Tensor], *, stacked: bool = False) -> Self:
-        """From here on, gather for these tensors: ``with collector.watch(drawn): …``.
+        """Watch these tensors from now on: ``with collector.watch(drawn): …``.
 
         Args:
             params: As for the collector itself.
-            stacked: Whether they are samples ``[K, …]`` for ``stacked_pass``, except those that all share.
+            stacked: Whether they are samples ``[K, …]`` for ``stacked_pass``, except shared ones.
         """
         if self._intercept is not None:
-            raise RuntimeError("a collector is inside its context: watch other parameters after it")
+            raise RuntimeError(
+                "this collector is already active: watch other parameters after leaving its context"
+            )
         named = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
         self.stacked = stacked
         self._watched = [(p, Part(name)) for name, p in named.items() if p.requires_grad]
         return self
 
     def clear(self) -> None:
-        """Forget the sums, and outside the context what was refused."""
+        """Clear the sums, and outside the context the refusals."""
         self.sums: dict[str, Tensor] = {}
         self.blocks: dict[str, Kronecker] = {}
         self.examples = 0
@@ -98,10 +100,10 @@ class Collector(ABC):
 
     def __enter__(self) -> Self:
         if self._intercept is not None:
-            raise RuntimeError("a collector was entered again inside itself")
+            raise RuntimeError("this collector is already active: enter its context once only")
         if not self._watched:
             raise RuntimeError(
-                "a collector has nothing to watch: no parameter that needs a gradient was given"
+                "the collector has nothing to watch: give it at least one parameter that requires a gradient"
             )
         current = Intercept.current()
         self._intercept, self._joined = current or Intercept(), current is not None
@@ -132,18 +134,18 @@ class Collector(ABC):
             self.refuse(names, "was changed in place")
         if not (self._collected or self.refused):
             raise NothingCollected(
-                "nothing was collected: run forward and backward inside, with the tensors that are watched"
+                "nothing was collected: run forward and backward inside the context, with the watched tensors"
             )
 
     def several(self) -> set[str]:
-        """Names that several backward passes have reported since :meth:`clear`, in the last context."""
+        """Names reported by several backward passes since :meth:`clear`, in the last context."""
         passes = Counter(name for names in self._passes for name in names)
         return {name for name, count in passes.items() if count > 1}
 
-    # What layers ask and report.
+    # The layers' interface.
 
     def begin(self, call: LayerCall) -> None:
-        """A layer is called."""
+        """Called when a layer runs."""
         run = self._run
         if run.begun:
             run = self._run = Run(self._context)
@@ -155,11 +157,11 @@ class Collector(ABC):
                 run.repeated = run.repeated or len(uses) > 1
 
     def seen_examples(self) -> int | None:
-        """How many examples the last layer of this forward pass had."""
+        """Number of examples of the last layer in this forward pass."""
         return None if self._run.begun else self._run.examples
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
-        """Parameters are used in a way that nothing can be collected from."""
+        """Refuse parameters that are used in an unsupported way."""
         if self._strict:
             raise Uncollected(f"{', '.join(map(repr, names))} {reason}")
         for name in names:
@@ -177,12 +179,12 @@ class Collector(ABC):
                 self.refused.setdefault(name, "is in one block with a parameter that is refused")
 
     def report(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
-        """A layer's inputs and its outputs' gradient; the weight's gradient, if this brings it."""
+        """Take a layer's inputs and its outputs' gradient; returns the weight's gradient if computed here."""
         run, task, names = call.run, graph_task_id(), call.names
         if run.context is not self._context:
             raise RuntimeError(
-                "a backward pass was begun after the context of its forward pass was left: call backward() "
-                "inside"
+                "backward() was called after the context of its forward pass had ended: call it "
+                "inside the context"
             )
         if task != self._task:
             self.end_pass()  # of one that nobody has seen end
@@ -202,7 +204,7 @@ class Collector(ABC):
             run.tasks = {part[::2]: task for part in call.parts if part}
             run.matched = run.counted = None
         if call.fresh and (call.examples != run.matched or call.counted != run.counted):
-            # Only now: a pass that nobody differentiates does no harm.
+            # Checked only here: a pass without a backward pass does no harm.
             self._match(call, run)
         part = call.parts[0] or call.parts[1]
         if part is not None and part.sample not in run.begun:
@@ -220,9 +222,9 @@ class Collector(ABC):
         return call.squares(x, grad, False).gradient
 
     def _match(self, call: LayerCall, run: Run) -> None:
-        """Refuse examples that are not those of the layers that reported before."""
+        """Refuse a number of examples that differs from earlier layers'."""
         if not call.examples:
-            raise ValueError("a batch has no examples: leave it out")
+            raise ValueError("a batch has no examples: skip empty batches")
         if None not in (run.counted, call.counted) and run.counted != call.counted:
             self.refuse(
                 call.names,
@@ -241,12 +243,12 @@ class Collector(ABC):
 
     @abstractmethod
     def _take(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
-        """Add what this method gathers of a layer whose weights no other layer uses."""
+        """Add the statistics of a layer whose weights no other layer uses."""
 
-    # What the methods share.
+    # Shared by the methods.
 
     def end_pass(self) -> None:
-        """A backward pass is over: add what has waited for it."""
+        """Called after a backward pass: add the statistics held until then."""
         self._add_late()
         if self.reported:
             self._passes.append(self.reported)
@@ -258,7 +260,7 @@ class Collector(ABC):
                 self._add_held()
 
     def _add_held(self) -> None:
-        """Add what reports say of weights that several layers may use."""
+        """Add the statistics of weights that several layers may use."""
         held, self._held = self._held, []
         alone, groups = gathered(held)
         for call, x, grad, fresh in alone:
@@ -276,7 +278,7 @@ class Collector(ABC):
                 self._add(part, added_squares(group))
 
     def _add_squares(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
-        """Add Σ g² of a layer; the weight's gradient, if it brings it."""
+        """Add Σ g² of a layer; returns the weight's gradient if computed here."""
         weight, bias = call.parts
         if weight is None or x is None:
             if bias is not None:
@@ -293,7 +295,7 @@ class Collector(ABC):
         return found.gradient
 
     def _add_late(self) -> None:
-        """Add what is not yet summed over examples, all layers' at once."""
+        """Add terms that are not yet summed over examples, for all layers at once."""
         alike: defaultdict[tuple[object, ...], list[tuple[LayerCall, Tensor]]] = defaultdict(list)
         for call, both in self._late:
             alike[both.device, both.dtype, both.shape[1]].append((call, both))
@@ -318,7 +320,8 @@ class Collector(ABC):
         self.sums[part.name][start:stop].add_(squares)
 
     def _mean(self, batch_size: int | None, samples: int, count: float | None) -> Curvature:
-        """Of the examples' own losses: a mean loss's gradients are theirs over the number of its terms."""
+        """Scale to the examples' own losses: a mean loss's gradients are theirs over the number of its
+        terms."""
         self._add_late()
         if samples < 1:
             raise ValueError(f"samples must be at least 1, not {samples}")
@@ -340,11 +343,11 @@ class Collector(ABC):
 
 @final
 class Squares(Collector):
-    """Σ g_i²: the squares of single examples' gradients, for the diagonal of an empirical Fisher matrix.
+    """Σ g_i²: per-example squared gradients, for the diagonal of an empirical Fisher matrix.
 
-    Exact for linear layers (over whatever positions they share their weight), convolutions, embeddings,
-    attention, and the scales and shifts of norms, biases included. Convolutions make the gradient from the
-    same products.
+    Exact for linear layers (with any positions that share the weight), convolutions, embeddings, attention,
+    and the scales and shifts of norms, including biases. Convolutions compute the gradient from the same
+    products.
 
     Example:
         >>> import torch
@@ -362,9 +365,9 @@ class Squares(Collector):
         """(1/B) Σ_i g_i² of the examples' own losses, averaged over weight samples, by name.
 
         Args:
-            batch_size: B, the examples of all passes together; if it is not given, what the layers saw.
-            samples: K, weight samples behind the sums.
-            count: Terms that the loss is a mean of, if these are not the examples (words, outputs).
+            batch_size: B, the examples of all passes together; by default the number that the layers saw.
+            samples: K, the number of weight samples in the sums.
+            count: Number of terms that the loss is a mean of, if these are not the examples (words, outputs).
         """
         return self._mean(batch_size, samples, count).diagonal
 

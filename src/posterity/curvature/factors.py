@@ -1,4 +1,4 @@
-"""Kronecker factors: what K-FAC, Noisy K-FAC and a Kronecker Laplace approximation are made of."""
+"""Kronecker factors, for K-FAC, Noisy K-FAC and a Kronecker Laplace approximation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SOME = "is used by one layer in some passes, and by several in others (watch it
 class Factors(Collector):
     """Kronecker factors of linear layers and convolutions, squares of all other parameters.
 
-    A block is a weight with its bias, if that is wanted too: inputs get a last entry 1, and the weight
+    A block is a weight with its bias, if that is watched too: inputs get a last entry 1, and the weight
     ``[W | b]``, with filters flat, is ``[O, I + 1]``. With inputs a_t and the example's gradients g_t of the
-    outputs at T positions (places in a picture, words of a text; one if nothing is shared), the factors are
+    outputs at T positions (pixels of an image, words of a text; one if nothing is shared), the factors are
 
         A = E[Σ_t a_t a_tᵀ],  S = E[Σ_t g_t g_tᵀ] / T
 
     as in KFC (Grosse & Martens 2016), with means over examples. The block of the Fisher matrix is A ⊗ S of
     the columns of [W | b] end to end, or ``torch.kron(S, A)`` of its rows, as ``flatten()`` has them. It is
-    exact for T = 1 if inputs and gradients are independent. Convolutions in groups, and weights that
-    several layers use, have squares only.
+    exact for T = 1 if inputs and gradients are independent. Grouped convolutions, and weights that several
+    layers use, have squares only.
 
     ``blocks`` has sums over examples and samples, by the weight's name (and rows, if a layer uses some only).
 
@@ -52,7 +52,7 @@ class Factors(Collector):
         return self._mean(batch_size, samples, count)
 
     def brings_gradient(self, call: LayerCall) -> bool:
-        """Whether report() gives the gradient of such a layer's weight."""
+        """Whether report() computes the gradient of such a layer's weight."""
         return call.brings_gradient and not _is_matrix(call)
 
     def _take(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
@@ -73,7 +73,7 @@ class Factors(Collector):
         return None
 
     def clear(self) -> None:
-        """Forget the sums, and outside the context what was refused."""
+        """Clear the sums, and outside the context the refusals."""
         super().clear()
         self._squared: set[str] = set()
 

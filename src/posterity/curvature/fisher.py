@@ -8,7 +8,7 @@ Jᵀ (Σ_c c cᵀ) J is
     mc          c = (p − onehot(y_m)) / √M, or eps_m / √M          M labels drawn from the model itself
     exact       c = √p_j (onehot(j) − p), or onehot(j), for all j  a root of the Hessian of the loss in f
 
-The exact one is the generalised Gauss-Newton matrix, and the expectation of the second.
+The exact one is the generalised Gauss-Newton matrix, and the expectation of ``mc``.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def fisher(
     chunk: int = 32,
     output: Pick | None = None,
 ) -> Curvature:
-    """The mean Fisher matrix of single examples, at the model's parameters and in the model's mode.
+    """The per-example Fisher matrix, averaged over a batch, at the model's parameters and in its mode.
 
-    Gradients in ``p.grad`` are left alone. Call ``model.eval()`` first, unless BatchNorm's batch statistics
-    and dropout are meant.
+    ``p.grad`` is not changed. Call ``model.eval()`` first, unless you want BatchNorm's batch statistics and
+    dropout.
 
     Args:
         model: A module that gives logits or means, ``[B, C]``.
@@ -66,12 +66,12 @@ def fisher(
         structure: ``"diagonal"`` or ``"kronecker"``, see :class:`~posterity.curvature.Factors`.
         likelihood: ``"classification"``, or ``"regression"`` with noise of variance 1.
         names: Filter of the parameters' names.
-        draws: Labels sampled for each example.
-        seed: Of sampled labels; without one they are others at each call.
-        step: Chooses, with the seed, the labels: give batches different ones.
+        draws: Number of labels sampled for each example.
+        seed: Seed of sampled labels; without one they differ at each call.
+        step: Chooses the labels together with the seed: pass different ones for different batches.
         batch_dim: As for :class:`~posterity.curvature.Squares`.
         fallback: ``"vmap"`` for the diagonal of parameters that collectors refuse, see :func:`vmap_squares`.
-        chunk: Examples at once there.
+        chunk: Examples at once in that fallback.
         output: Which of the model's outputs, as for :func:`~posterity.predict`.
 
     Example:
@@ -83,7 +83,9 @@ def fisher(
     """
     _check(kind, structure, likelihood, fallback, draws, chunk)
     if (kind == "empirical") != (y is not None):
-        raise ValueError("give y for the empirical Fisher, and for no other: they do not look at it")
+        raise ValueError(
+            "y is needed for kind='empirical' and unused by the other kinds: pass it for that kind only"
+        )
     params = chosen(model, names)
     collector = (Squares if structure == "diagonal" else Factors)(
         params, batch_dim=batch_dim, strict=fallback is None
@@ -104,7 +106,8 @@ def fisher(
     if collector.refused:
         if not isinstance(x, Tensor):
             raise TypeError(
-                "fallback='vmap' takes inputs of one tensor only: leave out what is refused by names="
+                "fallback='vmap' supports a single input tensor only: use names= to leave out the "
+                "refused parameters"
             )
         rest = {name: params[name] for name in collector.refused}
         examples = x.movedim(batch_dim, 0)
@@ -126,12 +129,12 @@ def vmap_squares(
     *,
     chunk: int = 32,
 ) -> dict[str, Tensor]:
-    """(1/B) Σ_i g_i² of any model, by ``vmap`` over examples: slow, and all of a chunk's gradients are held.
+    """(1/B) Σ_i g_i² of any model, by ``vmap`` over examples: slow, and holds all gradients of a chunk.
 
     Args:
-        model: Any module in which examples do not meet.
-        loss_fn: ``loss_fn(call, *batch)`` gives the mean loss, with ``call`` in the place of the model.
-        batch: Tensors with examples in front.
+        model: Any module in which examples do not interact.
+        loss_fn: ``loss_fn(call, *batch)`` returns the mean loss, with ``call`` in place of the model.
+        batch: Tensors with examples on the first axis.
         params: Weights by name; the model's own trainable ones if not given.
         chunk: Examples at once.
 
@@ -160,7 +163,7 @@ def vmap_squares(
         return loss_fn(call, *(each[None] for each in example))
 
     if not len(batch[0]):
-        raise ValueError("a batch has no examples: leave it out")
+        raise ValueError("a batch has no examples: skip empty batches")
     each = vmap(grad(loss), in_dims=(None, *[0] * len(batch)), randomness="different")
     weights = {name: p.detach() for name, p in params.items()}
     sums = {name: torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for name, p in weights.items()}
@@ -175,23 +178,23 @@ def vmap_squares(
 
 
 def chosen(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
-    """The parameters that a filter picks, if gradients can be had of them."""
+    """The parameters that a filter picks, among those that require a gradient."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
-        raise ValueError("no parameter of the model wants gradients: call model.requires_grad_() first")
+        raise ValueError("no parameter of the model requires a gradient: call model.requires_grad_() first")
     picked = select(params, names)
     if not picked:
-        raise ValueError("names= picks no parameter: let it match one that wants gradients")
+        raise ValueError("names= matches no parameter that requires a gradient: choose another pattern")
     if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
         raise RuntimeError(
-            "curvature needs gradients: take it outside torch.inference_mode(), of a model that was not made "
-            "there"
+            "curvature needs gradients: compute it outside torch.inference_mode(), for a model that "
+            "was built outside it"
         )
     return {name: p for name, p in params.items() if name in picked}
 
 
 def checked(out: Tensor, y: Tensor | None, likelihood: Likelihood) -> Tensor:
-    """The outputs, if they, and targets if there are any, are what the likelihood takes."""
+    """The outputs, after checking them and the targets, if any, against the likelihood."""
     classes = likelihood == "classification"
     if out.dim() != 2 or not len(out) or out.shape[1] <= classes:
         wanted = "[B, C], for two classes or more" if classes else "[B, C]"

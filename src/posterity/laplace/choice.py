@@ -1,4 +1,4 @@
-"""Which weights get a posterior: those of the last layer, of the whole net, or those that a filter picks."""
+"""The weights that get a posterior: those of the last layer, of the whole net, or picked by a filter."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def picked(model: nn.Module, names: NameFilter) -> dict[str, Tensor]:
 
 
 def last_layer(model: nn.Module, x: Inputs, output: Pick | None) -> dict[str, Tensor]:
-    """The trainable parameters of the last layer that a batch passes.
+    """The trainable parameters of the last layer that runs on a batch.
 
-    A layer is a module that owns a weight of two or more dimensions and is no norm: a scale or a temperature
-    behind it is none. Which is last, a run of the model says: modules may be registered in any order, and
-    some may have no part in the output.
+    A layer is a module that owns a weight with two or more dimensions and is not a norm; a scale or a
+    temperature behind it does not count. The last one is found by running the model: modules may be
+    registered in any order, and some may not affect the output.
     """
     params = chosen(model, "*")
     uses = _Uses(params)
@@ -62,14 +62,14 @@ def last_layer(model: nn.Module, x: Inputs, output: Pick | None) -> dict[str, Te
             if name in layer and not _is_norm(module) and any(p.dim() > 1 for p in layer.values()):
                 return layer
     raise ValueError(
-        "no layer with trainable weights, other than norm layers, was seen to run: choose weights by names=, "
-        "such as names='*'"
+        "no layer with trainable weights ran, other than norm layers: choose weights by names=, such "
+        "as names='*'"
     )
 
 
 @final
 class _Uses(TorchFunctionMode):
-    """Notes, in order, which parameters are given to operations of torch."""
+    """Records, in order, which parameters torch's operations are called with."""
 
     def __init__(self, params: dict[str, Tensor]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _Uses(TorchFunctionMode):
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """What an operation is given, without the lists, tuples and dicts around it."""
+    """An operation's arguments, without the lists, tuples and dicts around them."""
     if isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _flat(each)
@@ -98,7 +98,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _own(module: nn.Module) -> list[Tensor]:
-    """A module's own parameters, and what a parametrisation, such as a weight norm, makes them from."""
+    """A module's own parameters, including the originals of a parametrisation such as a weight norm."""
     own: list[Tensor] = [*module.parameters(recurse=False)]
     if parametrize.is_parametrized(module):
         own += cast(nn.Module, module.parametrizations).parameters()

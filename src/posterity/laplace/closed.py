@@ -1,4 +1,4 @@
-"""What is known of a linearised model without sampling: mean and variance of every output."""
+"""Mean and variance of every output of a linearised model, without sampling."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from posterity.variational import Variational
 @final
 @dataclass(frozen=True)
 class Moments:
-    """Outputs of the linearised model under a Gaussian posterior N(μ, Σ): Gaussian, too.
+    """Moments of the outputs of the linearised model under a Gaussian posterior N(μ, Σ).
 
     Attributes:
-        mean: f(x, μ), ``[B, C]``; ``[B]`` of a model that gives one number for each input.
-        variance: That of each output, the diagonal of J(x) Σ J(x)ᵀ, in the shape of the mean; for regression
-            it adds to the noise.
+        mean: f(x, μ), ``[B, C]``; ``[B]`` for a model with one number for each input.
+        variance: Variance of each output, the diagonal of J(x) Σ J(x)ᵀ, in the shape of the mean; for
+            regression add the noise's.
 
     Example:
         >>> Moments(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 0.0]])).probs
@@ -46,15 +46,15 @@ class Moments:
 
     @property
     def logits(self) -> Tensor:
-        """Logits that stand for their average over weights: mean / √(1 + π/8 · variance).
+        """Logits that account for the variance: mean / √(1 + π/8 · variance).
 
-        MacKay's probit approximation (1992) of E[sigmoid(logit)], taken for each class by itself.
+        MacKay's probit approximation (1992) of E[sigmoid(logit)], applied to each class separately.
         """
         return self.mean / (1.0 + math.pi / 8.0 * self.variance).sqrt()
 
     @property
     def probs(self) -> Tensor:
-        """Class probabilities ``[B, C]``, the softmax of ``logits``; ``[B, 2]`` of a model with one logit.
+        """Class probabilities ``[B, C]``, the softmax of ``logits``; ``[B, 2]`` for a model with one logit.
 
         Example:
             >>> Moments(torch.tensor([[2.0]]), torch.tensor([[0.0]])).probs
@@ -76,15 +76,15 @@ def moments(
 ) -> Moments:
     """Mean and variance of the outputs of the linearised model, in closed form.
 
-    Holds the Jacobian of a batch, ``batch_size`` times the outputs times the posterior's weights: meant for a
-    last layer, or for small nets. ``predict`` samples the same outputs, and takes any model.
+    Holds the Jacobian of a batch, ``batch_size`` times outputs times the posterior's weights, so it is meant
+    for a last layer or small nets. ``predict`` samples the same outputs, for any model.
 
     Args:
-        model: The module, or the :class:`~posterity.Variational` around it, which is left as it is.
+        model: The module, or the :class:`~posterity.Variational` around it, which is not changed.
         posterior: A Gaussian over its weights.
         x: Inputs, of any kind that ``predict`` takes.
-        batch_size: Inputs at once, unless a loader decides.
-        inputs: What of a loader's batch goes into the model, as for ``predict``.
+        batch_size: Inputs per batch, unless a loader decides.
+        inputs: The part of a loader's batch that goes into the model, as for ``predict``.
         output: Which of the model's outputs, as for ``predict``.
 
     Example:

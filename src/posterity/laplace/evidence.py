@@ -1,4 +1,4 @@
-"""From curvature, summed over batches, to its eigenvalues; and the posterior and evidence that follow."""
+"""Eigenvalues of the curvature summed over batches, and the posterior and evidence that follow from them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Prior: TypeAlias = float | Literal["marginal", "marginal-by-block"]
 @final
 @dataclass(frozen=True)
 class Spectrum:
-    """One block's weights, and the eigenvalues of its curvature.
+    """A block's weights, and the eigenvalues of its curvature.
 
     Attributes:
         tensors: Names of its parameters.
         mean: Their values, in single precision at least.
         values: Eigenvalues of N F / τ in double precision, in the block's shape.
-        basis: Eigenvectors among outputs and among inputs; without them, every weight is one.
+        basis: Eigenvectors among outputs and among inputs; without them, the basis is that of single weights.
         held: Mask of the weights without prior and std (the padding row of an embedding), if there are any.
 
     Example:
@@ -62,7 +62,7 @@ class Spectrum:
 
 
 def best_precision(spectra: Sequence[Spectrum]) -> float:
-    """The prior precision δ of the largest evidence, one for all the given blocks.
+    """The prior precision δ with the largest evidence, one for all given blocks.
 
     In s = log δ the evidence is concave, its slope ½ (Σ λ / (λ + δ) − δ ‖θ*‖²): Newton's steps, halving the
     bracket where they leave it.
@@ -95,7 +95,7 @@ def best_precision(spectra: Sequence[Spectrum]) -> float:
 @final
 @dataclass(frozen=True)
 class Laplace:
-    """What :func:`fit` found: the posterior, and how well model and prior explain the data.
+    """The result of :func:`fit`: the posterior, and how well model and prior explain the data.
 
     Attributes:
         spectra: Weights and curvature by the block's name.
@@ -104,7 +104,7 @@ class Laplace:
         num_data: N.
         temperature: τ.
         noise_variance: Given or estimated, for regression.
-        linearise: Whether the posterior says of itself that it is a linearisation.
+        linearise: Whether the posterior is marked as a linearisation.
 
     Example:
         >>> from posterity.laplace import fit
@@ -147,13 +147,13 @@ class Laplace:
     def log_evidence(self) -> float:
         """Log marginal likelihood log p(D), approximately: higher is better, between models of the same data.
 
-        It presumes that the weights are where likelihood and prior together are largest.
+        It assumes that the weights maximise the product of likelihood and prior.
         """
         parts = [each.log_evidence(self.prior_precision[name]) for name, each in self.spectra.items()]
         return self.log_likelihood / self.temperature + sum(parts)
 
     def with_prior(self, prior_precision: Prior) -> Laplace:
-        """The same weights and curvature under another prior, without another look at the data."""
+        """The same weights and curvature under another prior, without another pass over the data."""
         check_prior(prior_precision)
         if prior_precision == "marginal-by-block":
             chosen = {name: best_precision([each]) for name, each in self.spectra.items()}
@@ -165,7 +165,7 @@ class Laplace:
 
 
 def check_prior(prior_precision: Prior) -> None:
-    """Raise unless it is one of the ways to choose, or a number above 0."""
+    """Raise unless it is one of the allowed names, or a number above 0."""
     if not isinstance(prior_precision, str) or prior_precision not in get_args(get_args(Prior)[1]):
         if isinstance(prior_precision, str):
             raise ValueError(
@@ -183,7 +183,7 @@ def positive(name: str, value: float) -> None:
 
 @final
 class Sums:
-    """What is added up over batches, in double precision."""
+    """Sums over batches, in double precision."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
@@ -194,7 +194,7 @@ class Sums:
         self.diagonal: dict[str, Tensor] = {}
 
     def add(self, out: Tensor, y: Tensor, found: Curvature) -> None:
-        """A batch's outputs and targets, and its mean curvature."""
+        """Add a batch's outputs and targets, and its mean curvature."""
         count, self.outputs = out.shape
         self.examples += count
         if self.likelihood == "classification":
@@ -223,7 +223,8 @@ class Sums:
         num_data: int | None,
         padding: Mapping[Tensor, int],
     ) -> Laplace:
-        """Means over examples, times N / τ, and the log-likelihood of N examples; the prior is still open."""
+        """Means over examples, times N / τ, and the log-likelihood of N examples; the prior is not set
+        yet."""
         count = num_data or self.examples
         share, goodness = count / self.examples, float(self.goodness)
         scale = count / temperature
@@ -245,7 +246,7 @@ class Sums:
     def _spectra(
         self, params: Mapping[str, Tensor], scale: float, padding: Mapping[Tensor, int]
     ) -> Iterator[Spectrum]:
-        """In the order of the parameters; those that no batch used have no curvature."""
+        """Spectra in the order of the parameters; those that no batch used have zero curvature."""
         blocks = {block.weight: block for block in self.blocks.values()}
         biases = {block.bias for block in blocks.values()}
         for name, p in params.items():
@@ -284,7 +285,7 @@ def _wide(p: Tensor) -> Tensor:
 
 
 def log_probs(out: Tensor, y: Tensor, noise_variance: float | None) -> Tensor:
-    """log p(y | out), ``[..., B]``, of outputs ``[..., B, C]``; of classes if there is no noise."""
+    """log p(y | out), ``[..., B]``, of outputs ``[..., B, C]``; for classes if there is no noise."""
     if noise_variance is None:
         return out.double().log_softmax(-1)[..., torch.arange(len(y), device=y.device), y.long()]
     terms = (out.double() - y).square() / noise_variance + math.log(2.0 * math.pi * noise_variance)

@@ -1,4 +1,4 @@
-"""From a trained model and its data to a Laplace approximation."""
+"""Fitting a Laplace approximation to a trained model and its data."""
 
 from __future__ import annotations
 
@@ -74,38 +74,40 @@ def fit(
 ) -> Laplace:
     """Fit a Laplace approximation to a trained model.
 
-    The model runs in evaluation mode, and is left as it was: weights, gradients, mode, buffers, and torch's
-    random numbers. Batches go to the device of its parameters.
+    The model runs in evaluation mode, and is not changed: weights, gradients, mode, buffers; nor is torch's
+    random state. Batches are moved to the device of its parameters.
 
     Args:
         model: Any module that gives logits or means ``[B, C]``, or one mean ``[B]``, trained in any way.
         loader: The training data: a DataLoader or other iterable of batches, read once, or a pair
             ``(inputs, targets)``. A batch is ``(x, y)``, ``(x1, x2, y)`` for a model of several inputs, or a
             dict with ``"labels"``; inputs are as for :func:`~posterity.predict`. Labels are ``[B]``, targets
-            ``[B, C]``, of one output ``[B]`` as well.
+            ``[B, C]``, or ``[B]`` if there is one output.
         likelihood: ``"classification"`` or ``"regression"``.
         structure: ``"kronecker"`` for linear layers and convolutions (others have a diagonal), or
             ``"diagonal"`` for all.
         kind: Of Fisher matrix: ``"exact"``, one backward pass per output; ``"mc"``, one pass with sampled
             labels; ``"empirical"``, one with the data's. If not given, exact up to 32 outputs, mc above.
         names: Filter of the weights to give a posterior, such as ``"head.*"``; others keep their values. If
-            not given, those of the last layer, which a run of the first batch finds. ``"*"`` is the whole
-            net without its norm layers; another pattern picks those, too.
-        prior_precision: A number; ``"marginal"``, the one of the largest evidence, or one for each block with
-            ``"marginal-by-block"``; or ``"validation"``, the one of the grid that predicts best. If not
-            given, the latter where there is ``validation``; else the marginal one, raised until training data
-            cost at most 0.0005 nats per example more than with the plain net, or a standard error of that.
-        noise_variance: Of regression; the mean squared error on the training data if not given.
+            not given, those of the last layer that runs on the first batch. ``"*"`` is the whole net without
+            its norm layers; another pattern picks those, too.
+        prior_precision: A number; ``"marginal"``, the one with the largest evidence, or one for each block
+            with ``"marginal-by-block"``; or ``"validation"``, the one on the grid that predicts best. If not
+            given, the last if there is ``validation``; otherwise the marginal one, raised until training data
+            cost at most 0.0005 nats per example more than with the plain net, or one standard error of that
+            cost.
+        noise_variance: For regression; by default the mean squared error on the training data.
         temperature: Divides the likelihood: below 1 the posterior is narrower.
-        num_data: Number of training examples, if the loader has only some of them.
-        validation: Held-out data, likewise, to choose the prior precision by.
-        grid: What to choose from there.
+        num_data: Number of training examples, if the loader has only part of them.
+        validation: Held-out data, in the same forms, for choosing the prior precision.
+        grid: The prior precisions to choose from with ``validation``.
         samples: Sampled networks in predictions that choose the prior precision.
-        linearise: Whether the posterior is for the model that is linear in its weights, so that ``predict``
-            uses that; if not, the model itself, which needs much narrower posteriors of the whole net.
-        seed: Of sampled labels and networks.
-        fallback: ``"vmap"`` for layers whose curvature cannot be collected: any, slowly, with a diagonal.
-        batch_size: Examples at once, unless a loader decides.
+        linearise: Whether the posterior is for the linearised model, which ``predict`` then uses; if not, for
+            the model itself, which needs much narrower posteriors of the whole net.
+        seed: Seed of sampled labels and networks.
+        fallback: ``"vmap"`` for layers whose curvature cannot be collected: works for any layer, slowly, with
+        a diagonal.
+        batch_size: Examples per batch, unless a loader decides.
         output: Which of the model's outputs, as for :func:`~posterity.predict`.
         binary: Whether the model gives one logit, ``[B]`` or ``[B, 1]``, that of the second of two
             classes, as for :func:`~posterity.predict`; labels are 0 and 1, floats as well.
@@ -122,16 +124,7 @@ def fit(
     temperature = float(temperature)  # a fraction does not multiply a tensor
     if validation is not None and prior_precision is None:
         prior_precision = "validation"
-    if (prior_precision == "validation") != (validation is not None):
-        raise ValueError("validation= is for prior_precision='validation', which needs it: give both")
-    chosen_by = "marginal" if prior_precision is None else prior_precision
-    priors: Sequence[Prior] = grid if chosen_by == "validation" else [chosen_by]
-    if not isinstance(priors, Iterable):
-        raise TypeError(f"grid holds the prior precisions to choose from, not {described(grid)}: pass a list")
-    if not priors:
-        raise ValueError("grid is empty: give the prior precisions to choose from")
-    for each in priors:
-        check_prior(each)
+    priors = _priors(prior_precision, validation is not None, grid)
     model = evaluating(inner(model.module if isinstance(model, Variational) else model))
     params = chosen(model, "*") if names is None else picked(model, names)
     read: Callable[[tuple[Inputs, Any]], tuple[Inputs, Any]] = partial(moved, model=model)
@@ -152,13 +145,8 @@ def fit(
         for step, pair in enumerate(shown(data, "collecting curvature") if progress else data):
             x, y = read(pair)
             out = called(model, x, output)
-            if likelihood == "classification" and out.shape[1:] in ((), (1,)):
-                raise ValueError(
-                    f"outputs {list(out.shape)} are one number each: pass binary=True if it is a logit, or "
-                    'likelihood="regression"'
-                )
             y = _column(y, out)
-            out = checked(out, y, likelihood)
+            out = _checked(out, y, likelihood)
             if step == 0:
                 params = last_layer(model, x, output) if names is None else params
                 options["names"] = list(params)
@@ -188,8 +176,37 @@ def fit(
         return max(zip(scores, candidates, strict=True), key=lambda each: each[0])[1]
 
 
+def _priors(
+    given: Prior | Literal["validation"] | None, held_out: bool, grid: Sequence[float]
+) -> Sequence[Prior]:
+    """What to try for a prior precision, given whether there are data to choose by."""
+    if (given == "validation") != held_out:
+        raise ValueError("validation= is for prior_precision='validation', which needs it: give both")
+    if given == "validation":
+        priors: Sequence[Prior] = grid
+    else:
+        priors = ["marginal" if given is None else given]
+    if not isinstance(priors, Iterable):
+        raise TypeError(f"grid holds the prior precisions to choose from, not {described(grid)}: pass a list")
+    if not priors:
+        raise ValueError("grid is empty: give the prior precisions to choose from")
+    for each in priors:
+        check_prior(each)
+    return priors
+
+
+def _checked(out: Tensor, y: Any, likelihood: Likelihood) -> Tensor:
+    """Outputs ``[B, C]`` that fit the targets."""
+    if likelihood == "classification" and out.shape[1:] in ((), (1,)):
+        raise ValueError(
+            f"outputs {list(out.shape)} are one number each: pass binary=True if it is a logit, or "
+            'likelihood="regression"'
+        )
+    return checked(out, y, likelihood)
+
+
 def _two_logits(output: Pick | None, result: Any) -> Tensor:
-    """Logits ``[B, 2]`` of a model that gives one, that of the second class: the first one's is 0."""
+    """Logits ``[B, 2]`` of a model with one logit, that of the second class: the first class has 0."""
     logit = tensor_of(result, output)
     if logit.shape[1:] not in ((), (1,)):
         raise ValueError(
@@ -213,13 +230,13 @@ def _one_column(output: Pick | None, result: Any) -> Tensor:
 
 
 def _column(y: Any, out: Tensor) -> Any:
-    """Targets ``[B]`` of outputs ``[B, 1]`` as these; others as they are."""
+    """Targets ``[B]`` as ``[B, 1]`` if outputs are; others as they are."""
     return y[:, None] if isinstance(y, Tensor) and y.dim() == 1 and out.shape[1:] == (1,) else y
 
 
 @final
 class _Sample:
-    """Some of the batches that pass, evenly over all of them, with about ``_MEASURED`` examples."""
+    """A sample of the batches, spread evenly over all of them, with about ``_MEASURED`` examples."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[Inputs, Tensor]] = []
@@ -236,7 +253,7 @@ class _Sample:
 def _harmless(
     found: Laplace, data: list[tuple[Inputs, Tensor]], predicted: Callable[..., Prediction]
 ) -> Laplace:
-    """The marginal prior precision, raised as far as training data ask for."""
+    """The marginal prior precision, raised until it does no harm on training data."""
     found = found.with_prior("marginal")
     plain = _log_probs(found, data, partial(predicted, mode="mean"))
 

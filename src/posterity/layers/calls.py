@@ -1,4 +1,4 @@
-"""What one call of a known operation is: its arguments, and for a layer with weights what it reports.
+"""One call of a supported operation: its arguments, and for a layer with weights its report.
 
 Each operation of torch has a dataclass whose fields are its arguments, by their names and in their order.
 Layers see inputs and gradients as ``[N, …]``: N examples, each once for every weight sample, samples outside.
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from posterity.torch_private import any_autocast_enabled, keeps_graph
 
-# Numbers that are held at once, of examples' gradients and of what they are made of: on a CPU new memory
-# costs more than what fills it, and a GPU wants much to do.
+# Numbers that are held at once, of per-example gradients and their factors: on a CPU allocating memory costs
+# more than filling it, and a GPU needs large operations.
 AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 class Sink(Protocol):
-    """Takes the gradient of a stacked weight where it is made, so that it need not be kept."""
+    """Takes the gradient of a stacked weight where it is computed, so that it need not be stored."""
 
     def parts(self) -> list[slice]:
-        """Which samples' gradients to make and bring at once; none if they may be left to autograd."""
+        """The samples whose gradients to compute and take at once; none to leave them to autograd."""
 
     def take(self, grads: Tensor, rows: slice) -> None:
         """Take the gradients of some of the samples."""
@@ -37,7 +37,7 @@ class Call:
     """A call of an operation that has a fast form for stacks of weight samples."""
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
-        """Its result by that form, inside vmap; NotImplemented where vmap's own way will do.
+        """Its result by that form, inside vmap; NotImplemented to let vmap handle it.
 
         Args:
             sinks: By stacked weight; what they take, autograd does not return.
@@ -49,9 +49,9 @@ class Part(NamedTuple):
     """A watched parameter, or some of its rows.
 
     Attributes:
-        name: Of the parameter.
-        rows: First one, end, and how many the parameter has; None for all.
-        sample: Which of a stack's samples, where they are used one after another.
+        name: The parameter's name.
+        rows: The first row, the end, and the parameter's number of rows; None for all.
+        sample: The sample of a stack, if samples are used one after another.
     """
 
     name: str
@@ -68,14 +68,14 @@ class Part(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What single examples say of a layer's weights.
+    """Per-example statistics of a layer's weights.
 
     Attributes:
         weight: Σ g² of the weight, over examples and samples.
-        bias: Σ g² of the bias, if it was asked for.
-        gradient: The weight's Σ g, with samples in front if there are several, if the layer brings it.
-        by_example: Squares of weight and bias, which are as long, ``[2, N, n]``, in the place of sums: many
-            layers' are summed at once.
+        bias: Σ g² of the bias, if watched.
+        gradient: The weight's Σ g, with samples on the first axis if there are several, if computed here.
+        by_example: Squares of weight and bias of equal length, ``[2, N, n]``, instead of sums, so that many
+            layers can be summed at once.
     """
 
     weight: Tensor | None = None
@@ -85,12 +85,12 @@ class Found(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who watches parameters, and hears of the backward passes of their layers.
+    """Watches parameters, and gets the reports of their layers' backward passes.
 
     Attributes:
-        stacked: Whether watched tensors are stacks of samples, to be used by vmap or one by one.
-        batch_dim: The axis that counts examples, where a layer leaves a choice.
-        only: Names whose gradients the running backward pass makes; None for all.
+        stacked: Whether watched tensors are stacks of samples, used by vmap or one by one.
+        batch_dim: The axis of the examples, if a layer has several.
+        only: Names whose gradients the current backward pass computes; None for all.
         reported: Names that it has reported.
     """
 
@@ -100,22 +100,22 @@ class Listener(Protocol):
     reported: set[str]
 
     def begin(self, call: LayerCall) -> None:
-        """A layer is called."""
+        """Called when a layer runs."""
 
     def seen_examples(self) -> int | None:
-        """How many examples the last layer of this forward pass had."""
+        """Number of examples of the last layer in this forward pass."""
 
     def brings_gradient(self, call: LayerCall) -> bool:
         """Whether report() gives the gradient of such a layer's weight."""
 
     def report(self, call: LayerCall, x: Tensor | None, grad: Tensor) -> Tensor | None:
-        """A layer's inputs and its outputs' gradient, as it had them; the weight's gradient, if brought."""
+        """Take a layer's inputs and its outputs' gradient; returns the weight's gradient if computed here."""
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
-        """Parameters are used in a way that nothing can be collected from."""
+        """Refuse parameters that are used in an unsupported way."""
 
     def end_pass(self) -> None:
-        """A backward pass is over."""
+        """Called after a backward pass."""
 
 
 _FREED = torch.empty(0)
@@ -125,27 +125,27 @@ class LayerCall(Call, ABC):
     """A call of a layer with weights, and from its forward to its backward pass the hook that reports it.
 
     Attributes:
-        input: Its inputs; None if nothing will look at them.
+        input: Its inputs; None if not needed.
         weight: Its weight, if it has one; None once it has run.
         bias: Its bias, likewise.
-        listener: Whom it reports to.
+        listener: The listener to which it reports.
         run: The forward pass that it is part of.
-        parts: What the listener watches of weight and bias.
-        names: Of these.
-        examples: How many.
-        axis: Of the examples, samples aside.
-        folded: Whether they are one axis together with the positions, positions outside.
-        counted: The axis of the examples as the model has them around the layer; None if unknown.
+        parts: The watched parts of weight and bias.
+        names: Their names.
+        examples: Their number.
+        axis: The axis of the examples, not counting samples.
+        folded: Whether examples share one axis with the positions, positions outside.
+        counted: The axis of the examples in the model around the layer; None if unknown.
         samples: K, or 1.
-        x_axis: Where inputs have their samples, if they have any.
-        grad_axis: Where outputs have theirs; None outside vmap alone.
+        x_axis: The axis of the samples in inputs, if any.
+        grad_axis: That of outputs; None only outside vmap.
         from_data: Whether inputs come from outside the model.
-        fresh: Whether its backward pass has not come yet; a graph that is kept may bring several.
-        version: Of the inputs when the layer was called.
-        alias: Of the weight, to be given the gradient that the listener brings; None if autograd brings it.
+        fresh: Whether its backward pass has not run yet; a retained graph may run several.
+        version: Version of the inputs at the call.
+        alias: Alias of the weight for a gradient that the listener computes; None if autograd does.
     """
 
-    # Whether squares() brings the gradient too, so that autograd need not make it again.
+    # Whether squares() also computes the gradient, so that autograd need not.
     brings_gradient: ClassVar[bool] = False
     __match_args__: ClassVar[tuple[str, ...]]
     input: Any
@@ -155,18 +155,18 @@ class LayerCall(Call, ABC):
     fresh = True
     run: Any
 
-    # What an operation says of itself.
+    # Properties of an operation.
 
     def known(self) -> bool:
-        """Whether what it reports would be right for these arguments."""
+        """Whether its report is right for these arguments."""
         return True
 
     def leading(self) -> int:
-        """How many of the inputs' first axes may count examples; the first one does where it is 1."""
+        """How many of the inputs' first axes may hold the examples; if 1, the first one does."""
         return 1
 
     def keep(self, out: Tensor) -> None:
-        """Keep what else the report needs of the forward pass."""
+        """Save what else the report needs from the forward pass."""
 
     @abstractmethod
     def terms(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class LayerCall(Call, ABC):
         """The bias's gradient of each of some examples, ``[n, *shape]``."""
 
     def prepared(self, x: Tensor) -> Tensor:
-        """What the weight multiplies, of all examples."""
+        """The inputs that the weight multiplies, for all examples."""
         return x
 
     def held(self, x: Tensor, grad: Tensor) -> int:
@@ -185,7 +185,7 @@ class LayerCall(Call, ABC):
         return 1
 
     def squares(self, x: Tensor, grad: Tensor, bias: bool) -> Found:
-        """Of the weight, and of the bias if it is wanted too."""
+        """Σ g² of the weight, and of the bias if it is watched too."""
         total = None
         for some, own in chunks(self.held(x, grad), spread(self.prepared(x), grad), grad):
             squares = self.terms(some, own).square().sum(0)
@@ -199,7 +199,7 @@ class LayerCall(Call, ABC):
     # From the forward to the backward pass.
 
     def listened(self, listener: Listener, parts: tuple[Part | None, Part | None], samples: int) -> None:
-        """It is to report to a listener."""
+        """Register a listener."""
         self.listener, self.parts, self.samples = listener, parts, samples
         self.names = [part.name for part in parts if part is not None]
 
@@ -207,7 +207,7 @@ class LayerCall(Call, ABC):
         """Find the axis of its examples, if it has one.
 
         Args:
-            attending: Inside an attention layer how many examples there are, and their axis around it.
+            attending: Inside an attention layer, the number of examples and their axis around it.
         """
         shape, leading = self.input.shape, self.leading()
         if attending is None:
@@ -225,7 +225,7 @@ class LayerCall(Call, ABC):
         return func(*_arguments(type(self))(self))
 
     def ran(self, x: Tensor, x_axis: int | None, out: Tensor, grad_axis: int | None) -> None:
-        """Keep what the report needs of the forward pass, with samples on these axes, and nothing else."""
+        """Save only what the report needs from the forward pass, with samples on these axes."""
         self.version, self.from_data, self.x_axis, self.grad_axis = x._version, x.is_leaf, x_axis, grad_axis
         self.keep(out)
         self.input = None if self.parts[0] is None else x  # a bias has no need of inputs
@@ -239,12 +239,12 @@ class LayerCall(Call, ABC):
             alias.grad = into if alias.grad is None else alias.grad + into
 
     def report(self, grad: Tensor) -> Tensor | None:
-        """Tell the listener of the gradient in the outputs; the weight's gradient, if it brings it."""
+        """Pass the outputs' gradient to the listener; returns the weight's gradient if it computes it."""
         x = self.input
         if x is _FREED:
             raise RuntimeError(
-                "a backward pass comes a second time through a graph that was freed: pass retain_graph=True "
-                "to the first"
+                "backward() was called a second time through a graph that was freed: pass "
+                "retain_graph=True to the first call"
             )
         if x is not None and x._version != self.version:
             raise RuntimeError(
@@ -253,8 +253,8 @@ class LayerCall(Call, ABC):
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a gradient that is differentiated again (create_graph=True) is not that of single examples: "
-                "use a method that collects no curvature"
+                "create_graph=True does not work with per-example gradients: use a method that "
+                "collects no curvature"
             )
         if any_autocast_enabled() and torch.is_autocast_enabled(grad.device.type):
             with torch.autocast(grad.device.type, enabled=False):
@@ -267,7 +267,7 @@ class LayerCall(Call, ABC):
         return into
 
     def rows(self, x: Tensor, samples_axis: int | None) -> Tensor:
-        """``[N, …]`` of inputs or gradients as the layer had them; of shared ones a row for each example."""
+        """Inputs or gradients as ``[N, …]``; shared ones get a row for each example."""
         x = x.unsqueeze(0) if samples_axis is None else x.movedim(samples_axis, 0)
         x = x.reshape(x.shape[0], -1, self.examples, *x.shape[2:]) if self.folded else x
         return (x.movedim(self.axis + 1, 1) if self.axis else x).flatten(0, 1)
@@ -284,16 +284,17 @@ class Multiplying(LayerCall):
 
     @property
     def matrix(self) -> bool:
-        """Whether it is one; filters in groups are several."""
+        """Whether the weight is a single matrix; grouped filters are several."""
         return True
 
     def by_channel(self, x: Tensor) -> Tensor:
-        """Numbers ``[O]``, such as biases, so that they broadcast to outputs."""
+        """Numbers ``[O]``, such as biases, in a shape that broadcasts to outputs."""
         return x.view(-1, *[1] * (-1 - self.channel_axis))
 
     @abstractmethod
     def columns(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
-        """What the matrix multiplies at all T positions, ``[I, n·T]`` for some examples after others."""
+        """The columns that the matrix multiplies at all T positions, ``[I, n·T]``, some examples at a
+        time."""
 
     @abstractmethod
     def products(self, grad: Tensor) -> Tensor:
@@ -307,7 +308,7 @@ def _arguments(kind: type[LayerCall]) -> Callable[[LayerCall], tuple[Any, ...]]:
 
 
 def chunks(numbers: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some examples after others of tensors ``[N, …]``, if so many numbers are held for each."""
+    """Chunks of examples of tensors ``[N, …]``, given the numbers held for each example."""
     step = max(1, AT_ONCE.get(tensors[0].device.type, AT_ONCE["cuda"]) // numbers)
     if step >= len(tensors[0]):
         yield tensors
@@ -316,7 +317,7 @@ def chunks(numbers: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def spread(x: Tensor, grad: Tensor) -> Tensor:
-    """Inputs with a row for every row of gradients, though samples may share them."""
+    """Inputs with a row for every row of gradients, even if samples share them."""
     return x if len(x) == len(grad) else x.expand(len(grad) // len(x), *x.shape).flatten(0, 1)
 
 
@@ -326,5 +327,5 @@ def positions(x: Tensor) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums are kept in: never half."""
+    """The dtype of sums: never half."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -14,9 +14,7 @@ each example has an exact draw of its own, if Δ has the same distribution with 
 changed. With local only the moments of single outputs are exact: those that share a weight (at other
 positions of a picture or a text) are correlated under q, and drawn independently.
 
-A model gets *stand-ins* for its parameters. A linear layer or a convolution that is given one has its
-estimator; every other operation gets the one draw of the weight that the stand-in stands for. A stand-in has
-no numbers of its own, so nothing can use a weight at its mean by mistake.
+A layer is known by the stand-in that it has for a weight or a bias (:mod:`posterity.layers.stand_ins`).
 
 References: Kingma, Salimans, Welling: "Variational Dropout and the Local Reparameterization Trick", NIPS
 2015. Wen, Vicol, Ba, Tran, Grosse: "Flipout", ICLR 2018.
@@ -24,201 +22,19 @@ References: Kingma, Salimans, Welling: "Variational Dropout and the Local Repara
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from functools import lru_cache
-from typing import Any, Literal, Protocol, Self, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from posterity.layers.calls import LayerCall, Multiplying
 from posterity.layers.stacks import autocast_dtype
-from posterity.torch_private import (
-    DisableTorchFunctionSubclass,
-    apply_of,
-    lasting,
-    threshold_backward,
-    transforms,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
-
-Estimator: TypeAlias = Literal["weight", "local", "flipout"]
-
-
-class Draws(Protocol):
-    """The draws of some blocks in one forward pass, each made when it is first asked for.
-
-    Attributes:
-        estimator: ``"local"`` or ``"flipout"``.
-        batch_dim: The axis that counts examples, where a layer leaves a choice.
-        transforms: Levels of the transforms of torch.func that the draws are for.
-        scaled_axis: The axis of weights that each example has scales of, 0 for outputs and 1 for inputs.
-    """
-
-    estimator: Estimator
-    batch_dim: int
-    transforms: list[int]
-    scaled_axis: int | None
-
-    def values(self) -> Sequence[Tensor]:
-        """One draw of each of the blocks' tensors."""
-
-    def parts(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Mean and std of each tensor's weights with local, mean and deviation with flipout."""
-
-    def normal(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Standard normals that belong to a name."""
-
-    def signs(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Random signs that belong to a name."""
-
-    def scales(self, examples: int) -> Tensor:
-        """Scales ``[examples, size]`` of ``scaled_axis``, which ``parts`` are without."""
-
-
-@final
-class Drawn:
-    """One parameter in one forward pass: how it may be used, and how it was.
-
-    Args:
-        name: Of the parameter.
-        block: Name of its block.
-        draws: Of its block, and perhaps others.
-        index: Its number among all tensors of these.
-    """
-
-    def __init__(self, name: str, block: str, draws: Draws, index: int) -> None:
-        self.name, self.block, self.draws, self.index = name, block, draws, index
-        self.estimator, self.batch_dim = draws.estimator, draws.batch_dim
-        self._call: tuple[int, str] | None = None  # examples and signs of the layer that it served
-        self._used = False  # as one draw
-
-    @property
-    def by_example(self) -> bool:
-        """Whether it must know which axis counts examples."""
-        return self.estimator == "flipout" or self.draws.scaled_axis is not None
-
-    def serves(self, examples: int, signs: str) -> bool:
-        """Whether its estimator serves a call of a layer; if not, the call is to have the one draw.
-
-        Args:
-            examples: How many the call has.
-            signs: Name of those that it multiplies outputs with.
-        """
-        if self._used or transforms() != self.draws.transforms:
-            return False
-        if self._call is not None and self.estimator == "local":
-            raise RuntimeError(
-                f"{self.name!r} is used twice in one forward pass, and estimator='local' would draw its "
-                f"outputs as if of other weights each time: pass {self._instead()}, or estimator='flipout'"
-            )
-        if self._call not in (None, (examples, signs)):
-            raise RuntimeError(
-                f"{self.name!r} is used again in one forward pass, on other examples or with another layer's "
-                f"weight, and estimator='flipout' has no signs for both: pass {self._instead()}"
-            )
-        self._call = examples, signs
-        return True
-
-    def mean(self) -> Tensor:
-        """The weights' mean."""
-        return self.draws.parts()[self.index][0]
-
-    def spread(self) -> Tensor:
-        """The weights' stds with local, their deviation from the mean with flipout."""
-        return self.draws.parts()[self.index][1]
-
-    def normal(self, what: str, shape: Sequence[int]) -> Tensor:
-        """Standard normals of its own, for a purpose."""
-        return self.draws.normal(f"{self.name}|{what}", shape)
-
-    def signs(self, what: str, shape: Sequence[int]) -> Tensor:
-        """Random signs of its own, for a purpose."""
-        return self.draws.signs(f"{self.name}|{what}", shape)
-
-    def value(self) -> Tensor:
-        """The one draw of the weights."""
-        return self.draws.values()[self.index]
-
-    def use(self) -> None:
-        """From here on, the one draw is what all operations get."""
-        if self._call is not None:
-            raise RuntimeError(
-                f"{self.name!r} is used by a layer and then by something else, which estimator="
-                f"{self.estimator!r} cannot give the same weights: pass {self._instead()}"
-            )
-        self._used = True
-
-    def hidden(self, _: Tensor) -> None:
-        """The hook on a stand-in: no operation that was seen has used it."""
-        raise RuntimeError(
-            f"{self.name!r} is used by an operation that torch's function modes do not see (such as a "
-            f"torch.autograd.Function): pass {self._instead()}"
-        )
-
-    def _instead(self) -> str:
-        return f"estimator={{{self.block!r}: 'weight', '*': {self.estimator!r}}}"
-
-
-@final
-class StandIn(Tensor):
-    """What a model gets in the place of a parameter; all its numbers are NaN.
-
-    Attributes:
-        drawn: What it stands for.
-        origin: The tensor that it is a view of, whose hook hears of gradients that reach it.
-    """
-
-    drawn: Drawn
-    origin: Tensor
-
-    @classmethod
-    def of(cls, drawn: Drawn, shape: Sequence[int], nothing: Tensor) -> Self:
-        """A stand-in of a shape, made of a tensor that has one number, NaN.
-
-        Made where no transform of torch.func runs. A gradient that reaches it comes from an operation that
-        nobody has seen.
-        """
-        empty = nothing.detach().expand(shape)
-        if torch.is_grad_enabled():
-            empty.requires_grad_().register_hook(drawn.hidden)  # type: ignore[no-untyped-call]
-        found = empty.as_subclass(cls)
-        found.drawn, found.origin = drawn, empty
-        return found
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """An operation that has no estimator gets the draws."""
-        if func.__name__ in _ABOUT:
-            with DisableTorchFunctionSubclass():
-                found = func(*args, **(kwargs or {}))
-            if not isinstance(found, Tensor):
-                return found
-        args, kwargs, drawn = drawn_arguments(args, kwargs or {})
-        out = func(*args, **kwargs)
-        if not all(isinstance(each, int | str | torch.Size) for each in tree_leaves(out)):
-            for each in drawn:
-                each.use()
-        return out
-
-
-# Functions that may only ask what a tensor is, by name: attributes, and methods that need no numbers.
-_ABOUT = frozenset({"__get__", "__len__", "dim", "is_complex", "is_floating_point", "numel", "size"})
-
-
-def drawn_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Drawn]]:
-    """The arguments with the draws in the places of stand-ins, and what was drawn."""
-    leaves, shape = tree_flatten((args, kwargs))
-    drawn = [each.drawn for each in leaves if isinstance(each, StandIn)]
-    plain = [each.drawn.value() if isinstance(each, StandIn) else each for each in leaves]
-    args, kwargs = tree_unflatten(plain, shape)
-    return args, kwargs, drawn
+from posterity.layers.stand_ins import Drawn, StandIn
+from posterity.torch_private import apply_of, lasting, threshold_backward, transforms
 
 
 def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, int | None] | None) -> Any:
@@ -238,9 +54,12 @@ def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, in
     scales = None if weight is None else _scales(call, weight)
     out = _applied(func, call, call.input, *means, scales)
     for estimator, add in (("local", _with_noise), ("flipout", _with_signs)):
-        own = [each if each is not None and each.estimator == estimator else None for each in (weight, bias)]
-        if any(own):
-            out = add(func, call, out, own[0], own[1], scales)
+        own = weight if weight is not None and weight.estimator == estimator else None
+        shift = bias if bias is not None and bias.estimator == estimator else None
+        if own is not None:
+            out = add(func, call, out, own, None if shift is None else shift.spread(), scales)
+        elif shift is not None:
+            out = _with_bias(call, out, shift)
     return out
 
 
@@ -296,24 +115,26 @@ def _applied(
     return (scaled if bias is None else scaled + call.by_channel(bias)).to(made.dtype)
 
 
+def _with_bias(call: Multiplying, out: Tensor, bias: Drawn) -> Tensor:
+    """Outputs with noise or signs of the bias alone."""
+    local = bias.estimator == "local"
+    factor = bias.normal("out", out.shape) if local else _signs(bias, "out", call, out)
+    return out + (call.by_channel(bias.spread()) * factor).to(out.dtype)
+
+
 def _with_noise(
     func: Callable[..., Any],
     call: Multiplying,
     out: Tensor,
-    weight: Drawn | None,
-    bias: Drawn | None,
+    weight: Drawn,
+    shift: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
     """Outputs at the mean with noise of the outputs' own variance."""
-    own = None if bias is None else bias.spread()
-    if weight is None:
-        assert bias is not None
-        noise = bias.normal("out", out.shape) * call.by_channel(bias.spread())
-        return out + noise.to(out.dtype)
     x, std = call.input, weight.spread()
     narrow = torch.float16 in (x.dtype, autocast_dtype(x))
     # Squares of stds would be zero in half precision.
-    wide = [each.float() if narrow and each is not None else each for each in (std, own, scales)]
+    wide = [each.float() if narrow and each is not None else each for each in (std, shift, scales)]
     squares = (None if each is None else square(each) for each in wide)
     with torch.autocast(x.device.type, enabled=False) if narrow else nullcontext():
         variance = _applied(func, call, square(x.float() if narrow else x), *squares)
@@ -325,19 +146,14 @@ def _with_signs(
     func: Callable[..., Any],
     call: Multiplying,
     out: Tensor,
-    weight: Drawn | None,
-    bias: Drawn | None,
+    weight: Drawn,
+    shift: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
     """Outputs at the mean with each example's own signs of one deviation of all weights."""
-    own = None if bias is None else bias.spread()
-    if weight is None:
-        assert bias is not None
-        deviation = call.by_channel(bias.spread()).to(out.dtype)
-        return out + deviation * _signs(bias, "out", call, out)
     x = call.input * _signs(weight, "in", call, call.input)
     # A bias has its output channel's sign, and none of the inputs'.
-    deviation = _applied(func, call, x, weight.spread(), own, scales)
+    deviation = _applied(func, call, x, weight.spread(), shift, scales)
     return torch.addcmul(out, deviation, _signs(weight, "out", call, out))
 
 

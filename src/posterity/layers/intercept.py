@@ -1,6 +1,6 @@
-"""The one mode that sees calls of torch: fast forms for stacks of samples, and reports of watched layers.
+"""The only torch function mode: fast forms for stacks of samples, and reports of watched layers.
 
-Inside vmap a known operation takes its fast form for stacks. A layer with a watched weight gets an *alias*
+Inside vmap a supported operation uses its fast form for stacks. A layer with a watched weight gets an *alias*
 of it, a leaf in the same memory, and reports its inputs and its outputs' gradient in the backward pass; what
 becomes of the alias's gradient is in :mod:`posterity.layers.passes`.
 """
@@ -29,12 +29,13 @@ from posterity.layers.embedding import (
     shares_positions,
     with_batch_axis,
 )
-from posterity.layers.estimators import StandIn, drawn_arguments, estimate
+from posterity.layers.estimators import estimate
 from posterity.layers.linear import Linear
 from posterity.layers.losses import TERMS, Notes, of_a_guess
 from posterity.layers.norm import BatchNorm, GroupNorm, LayerNorm
 from posterity.layers.passes import Function, Passes
 from posterity.layers.stacks import CrossEntropy, MaxPool2d, inside, samples_axis, stack, stacking
+from posterity.layers.stand_ins import StandIn, drawn_arguments
 from posterity.layers.watched import Watched, tap
 from posterity.torch_private import (
     add_hook,
@@ -65,16 +66,17 @@ _NOTHING = nullcontext()
 
 @final
 class Intercept(TorchFunctionMode):
-    """Inside, known operations on stacks take their fast form, and watched layers report to listeners.
+    """A context in which supported operations on stacks use their fast form, and watched layers report to
+    listeners.
 
     Args:
         sinks: By stacked weight; what they take, autograd does not return.
-        notes: Where layers and losses are noted.
-        fused: Whether attention may run by fused operations, which have no forward derivatives. Attention
-            modules take no fused path of theirs where a mode is entered.
+        notes: Records layers and losses.
+        fused: Whether attention may use fused operations, which have no forward derivatives. Attention
+            modules do not use their own fused path inside a mode.
 
     Attributes:
-        passes: Who listens to what, and the backward passes inside.
+        passes: The listeners, and the backward passes inside.
     """
 
     def __init__(
@@ -89,13 +91,13 @@ class Intercept(TorchFunctionMode):
 
     @staticmethod
     def current() -> Intercept | None:
-        """The one that is entered in this thread, if any."""
+        """The active one in this thread, if any."""
         return next((mode for mode in function_modes() if isinstance(mode, Intercept)), None)
 
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Most calls are none of ours, and this is all that they wait for.
+        # Most calls are not ours, and this is all the overhead that they get.
         handle = _HANDLERS.get(func)
         if handle is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -140,7 +142,7 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs) if out is NotImplemented else out
 
     def _estimated(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operation that is given stand-ins: by their estimator, or at one draw of their weights."""
+        """An operation on placeholders: by their estimator, or at one draw of their weights."""
         if func is F.multi_head_attention_forward:
             return self._attention(func, args, kwargs, estimated=True)
         if func in LAYERS:
@@ -153,7 +155,7 @@ class Intercept(TorchFunctionMode):
         return _HANDLERS[func](self, func, args, kwargs)
 
     def _listened(self, func: Function, call: LayerCall, stacked: bool) -> Any:
-        """The outputs of a layer that reports; NotImplemented if nobody listens, or it cannot."""
+        """The outputs of a reporting layer; NotImplemented without a listener, or if it cannot report."""
         passes = self.passes
         weight, bias = passes.find(call.weight), passes.find(call.bias)
         if weight is None and bias is None:
@@ -182,7 +184,7 @@ class Intercept(TorchFunctionMode):
             if axis is None:  # the same for all samples, whose gradients are not
                 axis, y = 0, y.expand(samples, *y.shape).clone()
         if not (brought or shared) and y._is_view():
-            # What follows may change it in place, and a view's node would then be left out.
+            # Later operations may change it in place, which would skip a view's node.
             y = unsafe_view(y, y.shape)
         for each in calls:
             each.ran(x, x_axis, y, axis)
@@ -215,13 +217,13 @@ class Intercept(TorchFunctionMode):
     ) -> list[LayerCall]:
         """The call, once for each of its listeners; none if it cannot report to one.
 
-        A layer that cannot is given the weight itself, whose gradient is then refused.
+        A layer that cannot report gets the weight itself, whose gradient is then refused.
 
         Args:
-            call: Of the layer.
-            weight: What is watched of its weight.
-            bias: And of its bias.
-            vmap: Its level, if it is the only transform, and its samples; None if it does not run.
+            call: The layer's call.
+            weight: The watched part of its weight.
+            bias: The watched part of its bias.
+            vmap: The level of vmap, if it is the only transform, and its samples; None outside vmap.
         """
         calls: list[LayerCall] = []
         for listener in self.passes.listeners:
@@ -293,7 +295,7 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# By operation of torch, who handles its calls; all others run as they are.
+# Handlers by torch operation; all other operations run unchanged.
 _HANDLERS: dict[Any, Callable[[Intercept, Function, Sequence[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(LAYERS, Intercept._layer),
     **dict.fromkeys(OPERATIONS, Intercept._operation),

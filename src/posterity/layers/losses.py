@@ -20,7 +20,7 @@ class Notes(NamedTuple):
     Attributes:
         layer: Called with every known layer.
         loss: Called with the name of every loss that is a mean and wants gradients, its terms (NaN if it
-            repeats outputs and targets, each over the other), its value, and what it is for a guess.
+            broadcasts both outputs and targets), its value, and what it is for a guess.
     """
 
     layer: Callable[[LayerCall], None]
@@ -51,7 +51,7 @@ def of_labels(
 def of_numbers(
     input: Tensor, target: Tensor, *more: Any, reduction: str = "mean", **others: Any
 ) -> float | None:
-    """All numbers; None if the loss is no mean, NaN if it compares outputs with other examples' targets."""
+    """All numbers; None if the loss is no mean, NaN if it broadcasts both outputs and targets."""
     if reduction != "mean" or others.get("size_average") is not None or others.get("reduce") is not None:
         return None
     both = torch.broadcast_shapes(input.shape, target.shape)  # type: ignore[no-untyped-call]

@@ -255,7 +255,7 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Nothing else may hold them, or autograd would copy each.
+        # Nothing else may reference them, or autograd would copy each.
         grads = (None, *ctx.grads)
         ctx.grads = None
         return grads

@@ -57,7 +57,7 @@ class _Tap(torch.autograd.Function):
         ctx: Any, y: Tensor, alias: Tensor, call: LayerCall, axis: int | None, stacked: bool
     ) -> Tensor:
         ctx.call, ctx.dtype, ctx.how = call, alias.dtype, (axis, stacked)
-        # The same memory, but no view in the eyes of autograd: what follows may change it in place.
+        # The same memory, but not a view for autograd: later operations may change it in place.
         return y.data
 
     @staticmethod

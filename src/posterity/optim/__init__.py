@@ -1,4 +1,4 @@
-"""How q moves by rule: the shell, and one file per method."""
+"""Training q by a rule: the optimiser class, and one file per method."""
 
 from posterity.optim.bgd import BGD
 from posterity.optim.bong import BONG

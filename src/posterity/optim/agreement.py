@@ -1,4 +1,5 @@
-"""Processes that learn one posterior agree, before the first step, on what they learn and who adds up."""
+"""Checks before the first step that processes learn the same posterior, and that one place adds up
+gradients."""
 
 from __future__ import annotations
 
@@ -24,25 +25,25 @@ _UNWRAPPED = (
 def unwrapped(
     wrapper: DistributedDataParallel, rule: str, collects: bool, mesh: DeviceMesh | None
 ) -> nn.Module:
-    """The module in a wrapper that averages gradients as a rule needs them; others are refused."""
+    """The module inside a wrapper that averages gradients as a rule needs; other wrappers are refused."""
     if mesh is not None:
         raise ValueError(
-            "the model is in DistributedDataParallel, which averages gradients of all processes, as mesh= "
-            "would: pass wrapper.module, and call that, or leave mesh= out"
+            "the model is wrapped in DistributedDataParallel, which already averages gradients over "
+            "processes: leave mesh= out, or pass and call wrapper.module"
         )
     for option in ("find_unused_parameters", "static_graph"):
         if collects and getattr(wrapper, option):
             raise ValueError(
-                f"DistributedDataParallel({option}=True) follows autograd's graph, in which weights have no "
-                f"place whose layers report single examples to {rule}: leave it out, or the wrapper, and "
-                "pass mesh="
+                f"DistributedDataParallel({option}=True) follows autograd's graph, but {rule} "
+                f"collects per-example gradients outside it: leave {option} out, or use mesh= instead "
+                "of the wrapper"
             )
     module: nn.Module = wrapper.module
     return module
 
 
 def meet(opt: VariationalOptimizer) -> None:
-    """Before the first step: refuse processes that differ, and let all draw by one seed."""
+    """Before the first step: refuse processes that differ, and use one seed in all."""
     if opt.mesh is None:  # processes may have come together after this was built
         opt.world = opt.all_processes()
     opt.met = True
@@ -56,7 +57,7 @@ def meet(opt: VariationalOptimizer) -> None:
 
 
 def _refuse_unlike(opt: VariationalOptimizer) -> None:
-    """Raise in all processes if they differ in what a posterior of all of them is made of."""
+    """Raise in all processes if their rules, settings, weights or states differ."""
     settings = {
         f"{key} of group {number}": repr(value)
         for number, group in enumerate(opt.param_groups)
@@ -75,7 +76,7 @@ def _refuse_unlike(opt: VariationalOptimizer) -> None:
 
 
 def _described(tensor: Any) -> str | Fingerprint:
-    """What is the same in all processes: of a sharded tensor, how it is sharded."""
+    """The values that must be the same in all processes; for a sharded tensor, its sharding."""
     return f"{list(tensor.shape)} {tensor.placements}" if is_sharded(tensor) else fingerprint(tensor)
 
 

@@ -1,4 +1,4 @@
-"""The end of a step: its sums are judged and handed to the rule, whose results become the posterior.
+"""The end of a step: its sums are checked and passed to the rule, whose results become the posterior.
 
 What the rule returns for all groups is judged as a whole before any of it is written.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None) -> None:
-    """Judge what was absorbed, and apply it."""
+    """Check the absorbed statistics, and apply them."""
     checks.refuse_missing(opt.param_groups, opt.sums, type(opt).__name__)
     opt.cache.groups()  # a user may have changed state since the draw
     if opt.world.size > 1 and not opt.pools:
@@ -45,7 +45,7 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
     opt.settle_step()
     opt.sums.finish()
     verdict = checks.Verdict(opt.sums, None if opt.sharded is None else opt.world)
-    # What may fail in the middle of a step is not for a device alone to judge.
+    # A step that can fail halfway must be checked by the host.
     waits = bool(opt.matrices) or not checks.runs_ahead_of({flat.device for flat in opt.cache.latest})
     if waits:
         verdict.report(opt.watch, None if verdict.passed else checks.bad_gradient(opt.named()))
@@ -61,13 +61,13 @@ def learn(opt: VariationalOptimizer, batch_size: int | None, count: float | None
 
 
 class Moved(NamedTuple):
-    """What a rule has made of parameters of a group, which is not theirs yet.
+    """A rule's results for parameters of a group, not written yet.
 
     Attributes:
         flat: The group.
-        numbers: Of the parameters.
-        spans: Where they lie.
-        results: New means and states of each span; none where these are in the cache already.
+        numbers: The parameters' numbers.
+        spans: Their spans in the flat buffers.
+        results: New means and states of each span; empty if these are in the cache already.
     """
 
     flat: FlatGroup
@@ -79,32 +79,32 @@ class Moved(NamedTuple):
 def settle(
     opt: VariationalOptimizer, verdict: checks.Verdict, moved: list[tuple[FlatGroup, list[int]]]
 ) -> None:
-    """Wait for the verdict on a step that a device has judged, and raise it; what it has moved."""
+    """Wait for the device's check of a step, and raise its error; returns what the step has moved."""
     bad = None
     if not verdict.passed:  # it was held back on the device: uncount it
         for flat, numbers in moved:
             flat.count(numbers, -1)
         opt.advance(-1)
         bad = opt.ledger.not_finite(opt.named())
-    verdict.report(opt.watch, bad, opt.overshot(), " of the last step")
+    verdict.report(opt.watch, bad, checks.overshot(opt), " of the last step")
 
 
 @torch.no_grad()
 def apply(
     opt: VariationalOptimizer, behind: counting.Behind, ok: Tensor | None
 ) -> list[tuple[FlatGroup, list[int]]]:
-    """Move every parameter that has a gradient, or none; which of each group were moved.
+    """Update every parameter that has a gradient, or none; returns the updated ones of each group.
 
     What the rule returns is judged as a whole before any of it is written.
 
     Args:
         opt: The optimiser.
-        behind: The examples behind the step, and what makes of the loss a mean over these.
-        ok: A flag on the device that lets values through, if the host does not wait for it; it falls if a
-            result is not fit.
+        behind: The examples in the step, and the scale of its loss.
+        ok: A flag on the device that enables writing, if the host does not wait; cleared if a result is
+            invalid.
 
     Raises:
-        FloatingPointError: A result is not fit, and the host waits.
+        FloatingPointError: A result is invalid, and the host waits.
     """
     made = opt.blocks.made(opt, behind) if opt.matrices else None
     done = made.params if made is not None else set[Tensor]()
@@ -141,7 +141,7 @@ def apply(
 def _run_rule(
     opt: VariationalOptimizer, sums: Sums, moved: list[int], behind: counting.Behind, ok: Tensor | None
 ) -> Moved:
-    """What the rule makes of some parameters of a group."""
+    """The rule's results for some parameters of a group."""
     flat, numbers, run_move = sums.group, opt.numbers, opt.numbers.run(opt, move)
     collected = multiplies(opt) or opt.sums.collected
     group = numbers.groups[flat.number]
@@ -167,7 +167,7 @@ def _run_rule(
             accept([(mean, new_mean), *((own[key], value) for key, value in new_state.items())], None)
         else:
             results.append((new_mean, new_state))
-    # A host judges a group as a whole, not by parts that fit into a cache.
+    # The host checks a group as a whole, not in cache-sized parts.
     whole = bool(places) and similar and ok is None
     return Moved(flat, moved, [None] if whole else [span for _, span in places], results)
 
@@ -190,9 +190,9 @@ def move(
     keep: Tensor | None,
     marks: bool,
 ) -> tuple[Tensor, State]:
-    """The rule: new means and state. It is a function of numbers, so that it fuses.
+    """Run the rule: new means and state. It is a function of numbers, so that it can be fused.
 
-    With ``marks`` a mean is NaN where the state or the std is not fit, so that means alone tell of all.
+    With ``marks`` a mean is NaN where the state or the std is invalid, so that checking means is enough.
     """
     if second is None:
         new_mean, new_state = adam_update(mean, state, grad, step, group)
@@ -207,7 +207,7 @@ def move(
         new_mean, new_state = rule.update(mean, state, stats, group)
         if group["max_step"] < math.inf:
             reach = furthest(group, step) * rule.scale(state, group)
-            new_mean = mean + (new_mean - mean).clamp(-reach, reach)
+            new_mean = mean + (settled(group, step) * (new_mean - mean)).clamp(-reach, reach)
     if marks:
         unfit = [~torch.isfinite(each) for each in new_state.values()]
         if second is not None and not group["deterministic"]:
@@ -221,13 +221,22 @@ def move(
     return new_mean, new_state
 
 
+def settled(group: Group, step: int | Tensor) -> Any:
+    """What a weight's t-th step is multiplied by: 1 / sqrt(1 + t / settle_after)."""
+    return (1 + step / group["settle_after"]) ** -0.5
+
+
 def furthest(group: Group, step: int | Tensor) -> Any:
-    """How many scales a weight may move in its t-th update: max_step / sqrt(1 + t / settle_after)."""
-    return group["max_step"] / (1 + step / group["settle_after"]) ** 0.5
+    """How many scales a weight may move in update t: max_step · (1 − β1^t) / sqrt(1 + t / settle_after).
+
+    The average of the first gradients is less than those to come by 1 − β1^t, for rules that have one.
+    """
+    begun = 1 - group["betas"][0] ** step if "betas" in group else 1.0
+    return group["max_step"] * begun * settled(group, step)
 
 
 def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor | None) -> None:
-    """Write new values over old ones, all of one size, unless a flag on the device is not set."""
+    """Overwrite old values with new ones of the same size, unless a flag on the device is not set."""
     if ok is None:
         for old, new in pairs:
             old.copy_(new)
@@ -239,11 +248,11 @@ def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor | None) -> None:
 
 
 def _plain(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether all are of one type, and end to end."""
+    """Whether all have one dtype and are contiguous."""
     kinds = {(each.dtype, each.shape, each.is_contiguous()) for pair in pairs for each in pair}
     return len(kinds) == 1 and pairs[0][0].is_contiguous()
 
 
 def _part(flat: Tensor, span: slice | None) -> Tensor:
-    """What lies in a span, or all."""
+    """The part in a span, or all."""
     return flat if span is None else flat[span]

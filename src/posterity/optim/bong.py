@@ -1,4 +1,4 @@
-"""Bayesian online natural gradient: for data that comes in a stream, from single examples' gradients.
+"""Bayesian online natural gradient, for streams of data, from per-example gradients.
 
 Jones, Chang, Murphy: "Bayesian Online Natural Gradient", 2024, with a diagonal Gaussian and the empirical
 Fisher matrix. The posterior after a batch is the prior of the next, as in BGD, and a batch takes one step of
@@ -21,12 +21,12 @@ so that with κ = fan_out / ``consolidate_after`` (``state[p]["unit"]``) a step 
     r ← r + κ Σ_i E[g_i²]
     μ ← μ − lr · E[g] / r
 
-**Deviations, and why.** The paper has τ = η = 1. At the start E[g_i²] goes with 1 / fan_out, and σ₀² with
-1 / fan_in: in a layer of n weights an example raises each one's precision by a share of 1/n. So stds hardly
-fall in wide layers, and little is kept (docs/methods/bong.md). With τ in proportion to 1/n they fall by as
-much in wide layers as in narrow ones. Steps do not grow with 1/τ: the first ones are SGD's, with ``lr`` for a
-rate, and those of a weight get shorter as evidence for its value comes in. BGD estimates σ E[g_i²] by
-E[g·eps], whose noise does not let it count data many times.
+**Deviations, and why.** The paper has τ = η = 1. At the start E[g_i²] is proportional to 1 / fan_out, and σ₀²
+to 1 / fan_in: in a layer of n weights an example raises each weight's precision by a share of 1/n. So stds
+hardly fall in wide layers, and little is kept (docs/methods/bong.md). With τ proportional to 1/n they fall
+equally fast in wide and narrow layers. Steps do not grow with 1/τ: the first ones are SGD's, with rate
+``lr``, and a weight's steps get shorter as evidence for its value comes in. BGD estimates σ E[g_i²] by
+E[g·eps], which is too noisy to count data many times.
 """
 
 from __future__ import annotations
@@ -61,37 +61,37 @@ def bong_mean(mean: Tensor, evidence: Tensor, grad: Tensor, lr: float) -> Tensor
 
 @final
 class BONG(VariationalOptimizer):
-    """Bayesian online natural gradient: learning a stream without forgetting, or being told of its switches.
+    """Bayesian online natural gradient: learning a stream without forgetting and without task boundaries.
 
     For every mini-batch: draw weights, average the gradient and the sum of the examples' squared gradients;
-    the latter is evidence for each weight, by which its variance falls, and with it the length of its steps.
-    One weight sample serves. What an example counts for grows with the size of its layer, for wide nets.
+    the latter is evidence for each weight, which reduces its variance and the length of its steps. One weight
+    sample is enough. For wide nets, the weight of an example grows with the size of the layer.
 
-    Weights must be used by layers that report single examples, as for :class:`VOGN`; one that is used in
-    another way is refused by name. What is not given is in ``presets.toml``.
+    Weights must be used by layers with per-example gradients, as for :class:`VOGN`; others are refused by
+    name. Defaults are in ``presets.toml``.
 
     Args:
         params: A module, or what torch.optim takes.
-        std_scale: Std of a weight at the start, times the root of its fan-in: 1. It is the plasticity that is
-            there to be spent.
+        std_scale: Std of a weight at the start, times the square root of its fan-in: 1. It is all the
+            plasticity there is.
         std_init: Std of every weight at the start, in place of ``std_scale``.
         lr: Rate of SGD, in the first steps: 1.
-        consolidate_after: Examples after which a weight's precision is twice that of the start, as gradients
-            are there; later ones count less, since a net that has learned them has small gradients. Smaller
-            values keep more of what was learned, and leave less room for what is to come.
-        temperature: Divides the loss in what it says of a weight's precision: 1. It may change at every step.
+        consolidate_after: Examples after which a weight's precision has doubled, with gradients as at the
+            start; later examples count less, since a net that has learned them has small gradients. Smaller
+            values keep more of what was learned, and leave less room for later tasks.
+        temperature: Divides the loss in the update of the precision: 1. It may change at every step.
         mc_samples: Weight samples per step: 1.
-        max_step: The furthest that a mean moves in a step, in its present stds: 0.3.
-        settle_after: Updates after which that bound begins to fall, as ``1 / sqrt(1 + t / settle_after)``; by
-            default it stays, since stds fall themselves.
-        batch_size: Examples behind each step, where they cannot be counted from the inputs of a module and
-            ``step()`` is not told.
+        max_step: The furthest that a mean moves in a step, in its current stds: 0.3.
+        settle_after: Updates after which that bound starts to fall, as ``1 / sqrt(1 + t / settle_after)``; by
+            default it is constant, since stds themselves fall.
+        batch_size: Examples in each step, if they cannot be counted from the inputs of a module and are not
+            passed to ``step()``.
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm); the
             same rule trains them, without noise.
-        deterministic_lr: Let Adam train those, with this learning rate.
-        batch_dim: The axis of the examples in the inputs of the module and of layers that have a choice: 1
-            for ``[T, B, …]``.
-        mesh: Processes that draw weights of their own, each for its share of a batch.
+        deterministic_lr: If given, Adam trains those, with this learning rate.
+        batch_dim: The axis of the examples in the inputs of the module and of layers with several axes: 1 for
+            ``[T, B, …]``.
+        mesh: Processes that each draw their own weights for their share of a batch.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -151,7 +151,7 @@ class BONG(VariationalOptimizer):
             whole(group, "batch_size")
 
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
-        """Evidence, and what does not change: the std at the start, and what an example counts for."""
+        """Initial evidence, and two constants: the initial std, and the weight of an example."""
         start = torch.full_like(mean, start_std(group, [mean]))
         outputs = mean.shape[0] if mean.dim() else 1
         unit = torch.full_like(mean, outputs / group["consolidate_after"])
@@ -164,12 +164,12 @@ class BONG(VariationalOptimizer):
         return state["start"] * state["evidence"].rsqrt()
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
-        """What multiplies each weight's gradient of the mean loss: lr / r."""
+        """The factor on each weight's gradient of the mean loss: lr / r."""
         rate: Tensor = group["lr"] / state["evidence"]
         return rate
 
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
-        """Evidence, then the step that it allows."""
+        """Update the evidence, then the mean."""
         count = stats.batch_size / group["temperature"]
         evidence = bong_evidence(state["evidence"], state["unit"], count * stats.squares)
         return bong_mean(mean, evidence, stats.grad, group["lr"]), {"evidence": evidence}

@@ -1,4 +1,4 @@
-"""What a step refuses: foreign gradients, curvature that no layer reported, what is not finite."""
+"""Checks of a step: gradients from outside, curvature that no layer reported, non-finite values."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from posterity.curvature import Collector
 from posterity.distributed import World
 from posterity.flat import largest
 from posterity.noise import kernels
+from posterity.optim.adam import ADAM
+from posterity.optim.groups import check_all, plain
 from posterity.optim.state import Group, members
 from posterity.optim.statistics import Accumulator
 from posterity.optim.watch import UNTOUCHED, LossWatch
@@ -27,21 +29,52 @@ if TYPE_CHECKING:
 _GRADIENT = "a gradient"
 
 
+@final
+class Entries:
+    """What an optimiser's groups said when they were last checked: users and schedulers change it."""
+
+    def __init__(self, opt: VariationalOptimizer) -> None:
+        # Those that only users change, including Adam's.
+        self._keys = sorted({*opt.defaults, *ADAM} - {"steps", "blocks"})
+        self._checked = self._now(opt)
+
+    def check(self, opt: VariationalOptimizer) -> None:
+        """Refuse invalid entries, if one has changed."""
+        entries = self._now(opt)
+        try:
+            changed = bool(entries != self._checked)
+        except (RuntimeError, ValueError):  # several numbers, which are not to be compared, nor what is meant
+            changed = True
+        if changed:
+            for group in opt.param_groups:
+                group.update({key: plain(group[key]) for key in self._keys if key in group})
+            entries = self._now(opt)
+            check_all(opt, opt.param_groups)
+            self._checked = entries
+
+    def _now(self, opt: VariationalOptimizer) -> list[list[object]]:
+        return [
+            # A number may be in a tensor, and change in place.
+            [*[getattr(group[key], "_version", None) for key in opt.scheduled], *map(group.get, self._keys)]
+            for group in opt.param_groups
+        ]
+
+
 class GradientLedger:
-    """Tells gradients that a step has used up from gradients that appeared since."""
+    """Distinguishes gradients that a step has used from later ones."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, int]] = {}
 
     def remember(self, params: Iterable[Tensor]) -> None:
-        """Take note of the gradients that are there."""
+        """Remember the current gradients."""
         grads = ((p, p.grad) for p in params)
         self._known = {id(p): (id(grad), local(grad)._version) for p, grad in grads if grad is not None}
 
     def refuse_foreign(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise for a gradient that is new: it was taken at the means, and would be lost."""
+        """Raise for a new gradient: it was taken at the means, and would be lost."""
         for name, p in named:
-            # One zeroed in place has lost nothing.
+            # A gradient that was zeroed in place loses nothing.
             if p.grad is not None and not self._knows(p) and bool(p.grad.any()):
                 raise RuntimeError(
                     f"{name!r} has a gradient from outside sampled_params(): take it inside the context, "
@@ -49,7 +82,8 @@ class GradientLedger:
                 )
 
     def refuse_changed(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise for a gradient that is not as a context has left it: the next one would not see it."""
+        """Raise for a gradient that was changed after a context: the next context would not see the
+        change."""
         for name, p in named:
             if (p.grad is not None or id(p) in self._known) and not self._knows(p):
                 raise RuntimeError(
@@ -58,7 +92,7 @@ class GradientLedger:
                 )
 
     def not_finite(self, named: Iterable[tuple[str, Tensor]]) -> str | None:
-        """The first of the gradients that the last step has used up that is not finite, in words."""
+        """The first non-finite gradient among those that the last step has used, in words."""
         return bad_gradient((name, p) for name, p in named if self._knows(p))
 
     def _knows(self, p: Tensor) -> bool:
@@ -66,7 +100,7 @@ class GradientLedger:
 
 
 def bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first of some parameters' gradients that is not finite, in words."""
+    """The first non-finite gradient of some parameters, in words."""
     for name, p in named:
         grad = gradient(p)
         if grad is not None and not torch.isfinite(grad).all():
@@ -75,7 +109,7 @@ def bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def refuse_missing(groups: Sequence[Group], sums: Accumulator, optimizer: str) -> None:
-    """Raise, before anything moves, if there is no sample, or a gradient from elsewhere."""
+    """Raise, before anything changes, if there is no sample, or only a gradient from outside."""
     if sums.samples == 0 or all(p.grad is None for group in groups for p in group["params"]):
         raise RuntimeError(
             f"{optimizer}.step() has no gradient at sampled weights: put "
@@ -94,7 +128,7 @@ def refuse_missing(groups: Sequence[Group], sums: Accumulator, optimizer: str) -
 
 
 def refuse_partial(groups: Sequence[Group], sums: Accumulator, optimizer: str) -> None:
-    """Raise if the samples so far are no whole multiple of those that a step averages."""
+    """Raise if the number of samples is not a multiple of the number that a step averages."""
     batches, wanted = sums.samples * sums.weight, groups[0]["mc_samples"]
     if abs(batches - round(batches)) * wanted > 0.5:
         raise RuntimeError(
@@ -116,8 +150,9 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
     for name in collector.several() & grads.keys():
         if grads[name]._version == 0:  # else the passes' gradients were added in it
             raise RuntimeError(
-                f"the gradient of {name!r} lacks a backward pass that {rule} has curvature of: drop "
-                "gradients by the optimiser's own zero_grad(), and call torch.autograd.grad() outside"
+                f"the gradient of {name!r} was dropped or changed after {rule} had collected its "
+                "curvature: drop gradients with the optimiser's own zero_grad(), and call "
+                "torch.autograd.grad() outside the context"
             )
     # A gradient may have been lost with its report.
     wrong = {
@@ -127,18 +162,18 @@ def refuse_unreported(collector: Collector, grads: Mapping[str, Tensor], rule: s
     }
     for name, reason in wrong.items():
         raise RuntimeError(
-            f"{name!r} {reason}, from which {rule} has no single examples' gradients: {_advice(wrong, grads)}"
+            f"{name!r} {reason}, so {rule} has no per-example gradients of it: {_advice(wrong, grads)}"
         )
     for each in collector.blocks.values():
         if each.rows is not None:
             raise RuntimeError(
-                f"{each.weight!r} is used in parts of its rows, of which {rule} has no blocks: "
-                f"{_advice([each.weight], grads)}"
+                f"{each.weight!r} is used in parts (some of its rows at a time), for which {rule} has "
+                f"no blocks: {_advice([each.weight], grads)}"
             )
 
 
 def _advice(wrong: Collection[str], names: Iterable[str]) -> str:
-    """What to do about all parameters that are refused, so that the next step does not refuse another."""
+    """Advice for all refused parameters, so that the next step does not refuse another one."""
     patterns = []
     for name in wrong:
         module = name.rpartition(".")[0]
@@ -154,7 +189,7 @@ def _advice(wrong: Collection[str], names: Iterable[str]) -> str:
 
 
 def refuse_scaler(optimizer: object) -> None:
-    """Raise if a GradScaler has announced itself; it is forgotten, or every later step would be refused."""
+    """Raise if a GradScaler is in use; its mark is removed, or every later step would be refused."""
     if hasattr(optimizer, "grad_scale"):
         for name in ("grad_scale", "found_inf"):
             delattr(optimizer, name)
@@ -166,21 +201,21 @@ def refuse_scaler(optimizer: object) -> None:
 
 @final
 class Verdict:
-    """Whether all that a step has seen is finite: known to the device at once, to the host later.
+    """The finiteness check of a step: known to the device at once, to the host later.
 
     Args:
-        sums: Of the step.
-        world: The processes that have the rest of sharded parameters, if these are.
+        sums: The step's sums.
+        world: The processes with the other shards of sharded parameters, if any.
 
     Attributes:
-        ok: A flag on the device, which falls later if a result is not fit.
+        ok: A flag on the device, which is cleared later if a result is invalid.
     """
 
     def __init__(self, sums: Accumulator, world: World | None = None) -> None:
         pairs = [each.judged() for each in sums if each.both.numel() or each.group.sharded]
         second = "the mean of squared gradients" if sums.examples else "E[gradient · noise]"
         layers = [f"a Kronecker factor of {name!r}" for name in sums.layers]
-        # What each number is of, and what is named first if several are bad.
+        # The name of each number, and the order of naming if several are bad.
         self._names = [_GRADIENT, second] * len(pairs) + [name for name in layers for _ in "AS"]
         self._order = [_GRADIENT, *layers, second]
         if factors := [factor for each in sums.layers.values() for factor in (each.A, each.S)]:
@@ -196,22 +231,22 @@ class Verdict:
         self._read: Callable[[], list[float]] = self._numbers.tolist
 
     def send(self) -> None:
-        """Start to bring all there is to know to the host, which does not wait: the flag's last word, too."""
+        """Start copying everything, including the final flag, to the host, without waiting."""
         self._read = sent(torch.cat([self._numbers, self.ok.to(self._numbers.dtype).reshape(1)]))
 
     @property
     def passed(self) -> bool:
-        """Whether the step was let through, for the host, which waits for it."""
+        """Whether the step was accepted; the host waits for it."""
         *numbers, ok = [*self._values, 1.0] if len(self._values) == len(self._numbers) else self._values
         return bool(ok) and all(map(math.isfinite, numbers))
 
     def report(self, watch: LossWatch, bad: str | None, unfit: str = "", when: str = "") -> None:
-        """Raise for what is not finite, and warn of a loss that runs away.
+        """Raise for non-finite values, and warn about a diverging loss.
 
         Args:
-            watch: Looks at the losses.
-            bad: The gradient that is at fault, if it can be named.
-            unfit: What to say of a result that is at fault.
+            watch: Watches the losses.
+            bad: The offending gradient, if it can be named.
+            unfit: The message for an invalid result.
             when: Which step.
         """
         losses = self._values[len(self._names) :][: self._losses]
@@ -240,14 +275,26 @@ def refuse_unfit(
 
     Args:
         opt: The optimiser.
-        everything: What the rule made of single weights, which is in the cache.
-        blocks: What it made of blocks that are matrices, by name.
+        everything: The rule's results for single weights, in the cache.
+        blocks: Its results for matrix blocks, by name.
     """
     complaint = _first_unfit(opt, everything, blocks)
     if opt.sharded is not None and opt.world.size > 1:  # others may have nothing to complain of
         complaint = opt.world.complaint(complaint, opt.cache.latest[0].device)
     if complaint:
-        raise FloatingPointError(opt.overshot(complaint))
+        raise FloatingPointError(overshot(opt, complaint))
+
+
+def overshot(opt: VariationalOptimizer, what: str = "a mean, a state or a std that is not finite") -> str:
+    """The error message for an invalid result of a step: what is wrong, and which settings to lower."""
+    group = opt.param_groups[0]
+    wide, lr = opt.narrower, float(group["lr"])
+    if group.get("std_init") is not None:
+        wide = wide.replace("std_scale", f"std_init={group['std_init']:g}")
+    return (
+        f"{type(opt).__name__}'s step would give {what}; the posterior was not touched: lower "
+        f"lr={lr:g}, or {wide}, or look for huge values in the batch"
+    )
 
 
 def _first_unfit(
@@ -272,14 +319,14 @@ def _first_unfit(
 
 
 def _ends(values: Tensor) -> Tensor:
-    """The least and the largest; what a std is between those of a state's is monotone in each."""
+    """The smallest and the largest value; the std is monotone in each state value."""
     return torch.stack(torch.aminmax(values)) if values.numel() else values
 
 
 def unfit(
     opt: VariationalOptimizer, values: Mapping[str, Tensor], group: Group, dtype: torch.dtype
 ) -> str | None:
-    """What is wrong with a mean, of a parameter of a type, and its state."""
+    """What is wrong with the mean, for a parameter of a given dtype, and its state."""
     for key, value in values.items():
         most = torch.finfo(dtype if key == "mean" else value.dtype).max
         if not bool(largest(value) <= most):
@@ -300,13 +347,13 @@ def hold_back(
     blocks: Mapping[str, Sequence[Tensor]],
     world: World | None = None,
 ) -> None:
-    """Let a flag on the device fall if a result is not fit, as its mean says; the host does not wait.
+    """Clear a flag on the device if a result is invalid, as marked in its mean; the host does not wait.
 
     Args:
         ok: The flag.
-        everything: What the rule made of single weights, marked.
-        blocks: What it made of blocks that are matrices, by name.
-        world: The processes that have the rest of sharded parameters, if these are.
+        everything: The rule's results for single weights, marked.
+        blocks: Its results for matrix blocks, by name.
+        world: The processes with the other shards of sharded parameters, if any.
     """
     for flat, _, spans, results in everything:
         most = torch.finfo(flat.dtype).max
@@ -324,7 +371,7 @@ def hold_back(
 
 
 def finite(numbers: Tensor) -> Tensor:
-    """Whether all numbers are, as a flag where they are."""
+    """Whether all numbers are finite, as a flag on their device."""
     if kernels is not None and numbers.is_cuda:
         ok: Tensor = kernels.finite(numbers)
     else:
@@ -333,7 +380,7 @@ def finite(numbers: Tensor) -> Tensor:
 
 
 def sent(numbers: Tensor) -> Callable[[], list[float]]:
-    """Start to bring numbers to the host; calling the result waits for them."""
+    """Start copying numbers to the host; calling the result waits for them."""
     if not numbers.is_cuda:
         return numbers.tolist
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -350,5 +397,5 @@ def sent(numbers: Tensor) -> Callable[[], list[float]]:
 
 
 def runs_ahead_of(devices: Collection[torch.device]) -> bool:
-    """Whether a host need not wait for verdicts: all parameters are on one GPU."""
+    """Whether the host need not wait for checks: all parameters are on one GPU."""
     return len(devices) == 1 and all(device.type == "cuda" for device in devices)

@@ -1,4 +1,4 @@
-"""How many examples are behind a step, and how many terms its loss is a mean of.
+"""The number of examples in a step, and the number of terms that its loss is a mean of.
 
 The data's log-likelihood is a sum over N examples (``num_data``), each of which may have several terms: the
 words of a text, the outputs of a regression. Rules are written for the mean over the B examples of a step,
@@ -40,7 +40,7 @@ _UNKNOWN = (
 
 
 class CountWarning(UserWarning):
-    """A loss is a mean over something else than examples, and ``count=`` was not given.
+    """A loss is a mean over something other than examples, and ``count=`` was not given.
 
     Example:
         >>> import warnings
@@ -48,17 +48,17 @@ class CountWarning(UserWarning):
     """
 
 
-# Lengths of the axis of examples in a batch, and of the one that may be taken for it, where they are known.
+# Lengths of the axis of examples in a batch and of the other one that could hold them, None if unknown.
 Axes: TypeAlias = tuple[float | None, float | None]
 
 
 class Behind(NamedTuple):
-    """What is behind a step.
+    """The examples of a step, and the scale of its loss.
 
     Attributes:
-        batch_size: B, the examples; 0 where nobody knows and the rule does not ask. Of several processes a
-            captured step has a tensor.
-        scale: count / B, a tensor in a captured step; None where the loss is a mean over examples.
+        batch_size: B, the examples; 0 if unknown and not needed by the rule. A tensor in a captured step of
+            several processes.
+        scale: count / B, a tensor in a captured step; None if the loss is a mean over examples.
     """
 
     batch_size: float | Tensor
@@ -66,7 +66,7 @@ class Behind(NamedTuple):
 
 
 def as_count(count: float | Tensor | None) -> float | None:
-    """What a user gives as ``count=``."""
+    """A user's ``count=`` as a number."""
     if count is not None and not (
         is_number(count) or (isinstance(count, Tensor) and is_dense(count) and count.numel() == 1)
     ):
@@ -79,7 +79,7 @@ def as_count(count: float | Tensor | None) -> float | None:
 def refuse_unknown(
     opt: VariationalOptimizer, batch_size: float | None, count: float | None, runs: bool
 ) -> None:
-    """Raise, before a step begins, if nobody will know the number of its examples.
+    """Raise, before a step begins, if the number of its examples cannot be known.
 
     Args:
         opt: The optimiser.
@@ -96,12 +96,12 @@ def refuse_unknown(
 
 
 def asks_batch_size(opt: VariationalOptimizer) -> bool:
-    """Whether the rule must know the number of examples behind a step."""
+    """Whether the rule needs the number of examples in a step."""
     return opt.needs_batch_size and not all(group["deterministic"] for group in opt.param_groups)
 
 
 def behind_here(opt: VariationalOptimizer, behind: Any) -> Any:
-    """What this process's loss is a mean of: as the user says, or as many examples as were counted."""
+    """The number of terms of this process's loss: the user's, or the number of examples counted."""
     if behind is not None:
         return behind
     return opt.local.counted() or opt.local.seen_by_layers() or opt.param_groups[0].get("batch_size") or 1
@@ -110,11 +110,11 @@ def behind_here(opt: VariationalOptimizer, behind: Any) -> Any:
 def behind(
     opt: VariationalOptimizer, given: float | None, counted: float | None, count: float | None
 ) -> Behind:
-    """What is behind a step, from all who may know.
+    """The examples of a step, from all sources.
 
     Args:
-        opt: The optimiser. Its own ``batch_size`` serves where examples were not counted.
-        given: B, as the user says at this step; it overrides all others.
+        opt: The optimiser. Its own ``batch_size`` is used if examples were not counted.
+        given: B, as passed by the user at this step; overrides all others.
         counted: B, in the inputs of the module.
         count: Terms that the loss is a mean of; None if they are the examples.
     """
@@ -140,13 +140,14 @@ def behind(
     if count is None:
         return Behind(size or 0)
     if size is None and not asks:
-        raise ValueError(f"count={count:g} needs the number of examples beside it: pass batch_size=len(x)")
+        raise ValueError(f"count={count:g} also needs the number of examples: pass batch_size=len(x)")
     size = size or 1  # the rule multiplies by both
     return Behind(size, count / size)
 
 
 def examples_of(batch: object, axis: int) -> int | None:
-    """The length of an axis of the first tensor that has it, in dicts, lists and tuples; None if none has."""
+    """The length of an axis of the first tensor that has it, also in dicts, lists and tuples; None if none
+    has."""
     if isinstance(batch, Tensor):
         return batch.shape[axis] if batch.dim() > axis else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
@@ -154,7 +155,7 @@ def examples_of(batch: object, axis: int) -> int | None:
 
 
 def both_axes(batch: object, axis: int) -> tuple[int | None, int | None]:
-    """The length of the axis of the examples, and of the one that may be taken for it: 1, or else 0."""
+    """Lengths of the axis of examples and of the other one that could hold them: 1, or else 0."""
     return examples_of(batch, axis), examples_of(batch, 0 if axis else 1)
 
 
@@ -162,18 +163,18 @@ def both_axes(batch: object, axis: int) -> tuple[int | None, int | None]:
 class ModuleCalls:
     """A forward hook of a module inside one context: counts examples, and refuses a backward pass after it.
 
-    Examples count when a backward pass that brings gradients reaches the outputs of their call. Several calls
-    before one backward pass may have the same examples (a siamese net) or others: these cannot be counted.
+    Examples count when a backward pass with gradients reaches the outputs of their call. Several calls before
+    one backward pass may have the same examples (a siamese net) or others: these cannot be counted.
 
     Args:
-        axis: Of the examples, in the first tensor that the module is given.
-        params: Whose gradients.
-        sharded: Their model, if they are sharded.
+        axis: The axis of the examples, in the first tensor among the module's inputs.
+        params: The parameters whose gradients count.
+        sharded: The parameters' model, if they are sharded.
 
     Attributes:
-        inside: Whether the context is not left yet.
-        last: Examples of the last call, if known.
-        beside: Length of the axis beside theirs, 1 or else 0, in that call.
+        inside: Whether the context is active.
+        last: Number of examples of the last call, if known.
+        beside: Length of the other axis that could hold the examples, in that call.
     """
 
     def __init__(self, axis: int, params: Sequence[Tensor], sharded: ShardedModel | None = None) -> None:
@@ -195,14 +196,14 @@ class ModuleCalls:
                 add_hook(each, reached)
 
     def _hook(self, examples: int | None) -> Callable[[Tensor], None]:
-        """What the outputs of a call do when a backward pass reaches them."""
+        """The hook on the outputs of a call, for a backward pass that reaches them."""
         fresh = [True]
 
         def reached(_: Tensor) -> None:
             if not self.inside:  # autograd itself would only say that a weight was changed in place
                 raise RuntimeError(
-                    "backward() was called after sampled_params() was left, when the model has its means "
-                    "again: call it inside the context"
+                    "backward() was called after sampled_params() had ended and the means were "
+                    "restored: call it inside the context"
                 )
             task = graph_task_id()
             later = self._passes and task not in self._passes
@@ -215,7 +216,7 @@ class ModuleCalls:
         return reached
 
     def _waiting(self) -> bool:
-        """Whether gradients are there that no parameter has yet."""
+        """Whether there are gradients that no parameter has received yet."""
         return self._sharded is not None and self._sharded.holds_gradients()
 
     def reached(self) -> bool:
@@ -223,7 +224,7 @@ class ModuleCalls:
         return bool(self._passes)
 
     def examples(self) -> int | None:
-        """Those of all calls that a backward pass has reached; None if they cannot be told."""
+        """The examples of all calls that a backward pass has reached; None if they cannot be counted."""
         calls = [each for behind in self._passes.values() for each in behind]
         known = [each for each in calls if each is not None]
         return sum(known) if known and len(known) == len(calls) == len(self._passes) else None
@@ -231,16 +232,16 @@ class ModuleCalls:
 
 @final
 class LossTerms:
-    """Looks at an optimiser's first step, and warns of losses that are means over other things than examples.
+    """Checks an optimiser's first step, and warns if losses are means over something other than examples.
 
-    It warns of inputs and targets that are far from standardised, too.
+    It also warns if inputs or targets are far from standardised.
 
     Args:
         rule: The optimiser's name, for messages.
-        axis: Of the examples, where a user can change it by ``batch_dim=``.
+        axis: The axis of the examples, if the user can set it by ``batch_dim=``.
 
     Attributes:
-        guess: The mean of the first step's losses, and what it would be for a guess: infinite if unknown.
+        guess: The mean of the first step's losses, and that of a guess: infinite if unknown.
     """
 
     def __init__(self, rule: str, axis: int | None = None) -> None:
@@ -257,12 +258,16 @@ class LossTerms:
             self._scales.clear()
 
     def notes(self, axes: Callable[[], Axes]) -> Notes | None:
-        """Where to note layers and losses, given what says their examples; None after the first step."""
+        """Records layers and losses of the first step; None after it.
+
+        Args:
+            axes: Called at every loss for the lengths of both axes.
+        """
         scales = self._scales
         return None if scales is None else Notes(scales.add_layer, partial(self._add, scales, axes))
 
     def watch(self, module: nn.Module | None, axes: Callable[[], Axes]) -> AbstractContextManager[object]:
-        """Inside, losses of a module's outputs are looked at."""
+        """A context in which losses of a module's outputs are recorded."""
         notes = self.notes(axes)
         if notes is None or (module is not None and is_compiled(module)):
             return nullcontext()
@@ -282,14 +287,14 @@ class LossTerms:
         scales.add_loss(name, value)
 
     def judge(self, batch_size: float, inputs: float | None, counted: bool) -> None:
-        """Warn, once, of means over other things than examples.
+        """Warn, once, about means over something other than examples.
 
         A loss beside one that is a mean over examples is taken for a penalty: no count would suit both.
-        Examples are those of the module's inputs, or what the user says instead.
+        Examples are those of the module's inputs, or the number given by the user.
 
         Args:
-            batch_size: Examples behind the step, or 0.
-            inputs: Those of the module's inputs, if they could be counted.
+            batch_size: Examples in the step, or 0.
+            inputs: Examples in the module's inputs, if they could be counted.
             counted: Whether the user gave ``count=``.
         """
         scales, self._scales = self._scales, None
@@ -301,7 +306,7 @@ class LossTerms:
         scales.judge()
         if crossed := next((name for name, terms, _ in self._seen if math.isnan(terms)), None):
             warn(
-                f"{crossed} compares every output with every target, since it repeats both to one shape: "
+                f"{crossed} compares every output with every target, because it broadcasts both: "
                 "give outputs and targets the same shape, such as [B, 1]",
                 CountWarning,
             )

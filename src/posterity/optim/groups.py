@@ -1,4 +1,4 @@
-"""Parameter groups in torch.optim's form: every parameter has a name, every entry a meaning."""
+"""Parameter groups in torch.optim's form, with parameter names and checked entries."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _SINGLE = torch.finfo(torch.float32).max
 
 
 def named_groups(params: Params, numbered: int = 0) -> list[Group]:
-    """What a user passes, as groups whose ``params`` are (name, tensor) pairs.
+    """A user's parameters as groups whose ``params`` are (name, tensor) pairs.
 
-    A module gives its own names, as do named parameters, without the prefixes of wrappers; tensors without a
-    name are numbered, from ``numbered`` on.
+    Names come from the module or the named parameters, without prefixes of wrappers; tensors without a name
+    are numbered, starting at ``numbered``.
     """
     if isinstance(params, nn.Module):
         if any(isinstance(each, Posterior) for each in params.modules()):
             raise TypeError(
-                f"{type(params).__name__} holds a posterior that a torch optimiser trains: pass the model "
-                "that variational() was given, or take torch.optim.Adam for this one"
+                f"{type(params).__name__} has a posterior of its own, trained by any torch optimiser: "
+                "use torch.optim.Adam, or pass the plain model that variational() was given"
             )
         owned = [(name, p) for name, p in params.named_parameters() if p.requires_grad]
         if not owned:
@@ -60,7 +60,10 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
         raise ValueError("the optimiser got an empty list of parameters")
     several = isinstance(entries[0], dict)
     if several and not all(isinstance(entry, dict) for entry in entries):
-        raise TypeError("pass groups alone, each a dict with 'params', or parameters alone")
+        raise TypeError(
+            "groups and parameters were mixed: pass only groups, each a dict with 'params', or only "
+            "parameters"
+        )
     groups = [dict(entry) for entry in entries] if several else [{"params": entries}]
     unnamed = count(numbered)
     for group in groups:
@@ -77,7 +80,7 @@ def named_groups(params: Params, numbered: int = 0) -> list[Group]:
 
 
 def is_unnamed(name: object) -> bool:
-    """Whether a name is the number of a tensor that was given without one.
+    """Whether a name is only the number of an unnamed tensor.
 
     Example:
         >>> is_unnamed("param.0"), is_unnamed("param.weight")
@@ -87,7 +90,7 @@ def is_unnamed(name: object) -> bool:
 
 
 def _refuse_member(member: object) -> None:
-    """Raise for what is neither a tensor nor its name and it."""
+    """Raise for a value that is neither a tensor nor a pair of a name and a tensor."""
     pair = isinstance(member, tuple | list) and len(member) == 2 and isinstance(member[0], str)
     tensor = member[1] if pair and isinstance(member, tuple | list) else member
     if not isinstance(tensor, Tensor):
@@ -99,7 +102,7 @@ def _refuse_member(member: object) -> None:
 
 
 def unwrapped(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The same without the prefix that a wrapper has put before every name.
+    """The same names without the prefix of a wrapper.
 
     Example:
         >>> import torch
@@ -114,19 +117,19 @@ def unwrapped(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 
 
 def names_in(model: nn.Module | None, named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Each parameter's name, and the one that it has in a model that holds it."""
+    """Each parameter's name, with its name in a model."""
     if model is None:
         return {name: name for name, _ in named}
     known, found = {p: name for name, p in unwrapped(model.named_parameters())}, {}
     for name, p in named:
         if p not in known:
-            raise ValueError(f"{name!r} is no parameter of the model: pass the one that was trained")
+            raise ValueError(f"{name!r} is not a parameter of the model: pass the model that was trained")
         found[name] = known[p]
     return found
 
 
 def named_by(module: nn.Module, group: Group) -> Group:
-    """A group whose tensors have the names that they have in a module, if they are its parameters."""
+    """A group whose tensors have the names of a module's parameters, if they are these."""
     given = group.get("params")
     members = [given] if isinstance(given, Tensor) else given
     if not isinstance(members, Iterable):
@@ -140,13 +143,13 @@ def named_by(module: nn.Module, group: Group) -> Group:
 
 
 def split_groups(groups: list[Group], deterministic: set[str], without_noise: Group | None) -> list[Group]:
-    """Each group without its deterministic members, which get a group of their own.
+    """Each group without its deterministic members, which get a separate group.
 
     Args:
         groups: With named members.
         deterministic: Names.
-        without_noise: What a group for these has other than the group they come from; None if nothing of that
-            is meant for them.
+        without_noise: Entries of their group that differ from the group they come from; None if none of its
+            entries apply.
     """
     split: list[Group] = []
     for group in groups:
@@ -194,7 +197,7 @@ def check_all(opt: VariationalOptimizer, groups: Sequence[Group]) -> None:
 
 
 def checked_group(group: Group, held: list[Group]) -> Group:
-    """A group with named members that may join those an optimiser holds; otherwise an error says why not."""
+    """A checked group with named members, which can be added to an optimiser; raises if it cannot."""
     names = {name for other in held for name in other["param_names"]}
     owned = {id(p) for other in held for p in other["params"]}
     group = named_groups([group], numbered=len(names))[0]
@@ -219,11 +222,11 @@ def checked_group(group: Group, held: list[Group]) -> Group:
 
 
 def check_common(group: Group, first: Group) -> None:
-    """Refuse values of entries that all rules have in common.
+    """Refuse invalid values of entries that all rules share.
 
     Args:
         group: The group.
-        first: Of all groups of the optimiser.
+        first: The optimiser's first group.
     """
     at_least_zero(group, "lr")
     if "betas" in group:
@@ -243,9 +246,9 @@ def check_common(group: Group, first: Group) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy as one of Python, also in a tuple or list: what is saved can be loaded safely then.
+    """Convert NumPy numbers to Python's, also in a tuple or list, so that a saved state can be loaded safely.
 
-    So are fractions, and whole numbers that torch cannot take.
+    The same for fractions, and integers that torch does not accept.
 
     Example:
         >>> import numpy as np
@@ -262,27 +265,27 @@ def plain(value: Any) -> Any:
 
 
 def above_zero(group: Group, *keys: str) -> None:
-    """Refuse what is no finite number greater than 0."""
+    """Refuse a value that is not a finite number above 0."""
     for key in keys:
         if not 0 < number(group, key) < math.inf:
             raise ValueError(f"{key} must be finite and greater than 0, not {described(group[key])}")
 
 
 def moderate(what: str, value: Any) -> None:
-    """Refuse a factor with which single precision does not reckon."""
+    """Refuse a factor too large or too small for single precision."""
     if not 1e-30 < float(value) < 1e30:
-        raise ValueError(f"{what} must lie between 1e-30 and 1e30, and is {float(value):g}")
+        raise ValueError(f"{what} must lie between 1e-30 and 1e30, not {float(value):g}")
 
 
 def at_least_zero(group: Group, *keys: str) -> None:
-    """Refuse what is no finite number of at least 0."""
+    """Refuse a value that is not a finite number of at least 0."""
     for key in keys:
         if not 0 <= number(group, key) < math.inf:
             raise ValueError(f"{key} must be 0 or more, and finite, not {described(group[key])}")
 
 
 def whole(group: Group, *keys: str) -> None:
-    """Refuse what is no whole number of at least 1."""
+    """Refuse a value that is not a whole number of at least 1."""
     for key in keys:
         value = group[key]
         if not is_whole(value) or value < 1:
@@ -290,16 +293,19 @@ def whole(group: Group, *keys: str) -> None:
 
 
 def representable(precision: Tensor, rule: str) -> None:
-    """Refuse stds of which a rule keeps what is not greater than 0, or not finite."""
+    """Refuse stds for which a rule's state would not be positive and finite."""
     if not bool(((precision > 0) & torch.isfinite(precision)).all()):
-        raise ValueError(f"{rule} needs a std that is positive, and neither tiny nor huge, of every weight")
+        raise ValueError(
+            f"{rule} needs a positive std for every weight, neither tiny nor huge: change std_init or "
+            "std_scale"
+        )
 
 
 def number(group: Group, key: str) -> Any:
-    """A value that is a number, or a tensor of one; else an error says so."""
+    """A value that is a number or a one-element tensor; raises otherwise."""
     value = group[key]
     if is_number(value) and _SINGLE < abs(value) < math.inf:
-        raise ValueError(f"{key} must be a number that single precision holds, not {value:g}")
+        raise ValueError(f"{key} must fit in single precision, not {value:g}")
     if is_number(value) or (is_dense(value) and value.numel() == 1):
         return value
     raise ValueError(f"{key} must be a number, not {described(value)}")

@@ -1,4 +1,4 @@
-"""The posterior that an optimiser's state is, and the state that a posterior makes."""
+"""Converting an optimiser's state to a posterior, and a posterior to state."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def leaves(opt: VariationalOptimizer, called: Mapping[str, str]) -> dict[Key, Le
 
 
 def unfit(opt: VariationalOptimizer, leaves: Iterable[Leaf]) -> str | None:
-    """Why an optimiser's posterior should not be sampled, and what to do about it; None if it can be.
+    """Why an optimiser's posterior should not be sampled, with advice; None if it can be.
 
-    Losses at sampled weights that have come down say that it is. Without them, stds that outweigh weights
-    say that it is not.
+    Falling losses at sampled weights show that it can be. Without them, stds that outweigh weights show that
+    it cannot.
     """
     if not opt.param_groups[0]["steps"] or (opt.draws and opt.watch.learned):
         return None
@@ -61,10 +61,7 @@ def unfit(opt: VariationalOptimizer, leaves: Iterable[Leaf]) -> str | None:
 
 
 def slow(opt: VariationalOptimizer) -> str:
-    """Advice on a learning rate far below the usual ones, as if meant for another optimiser, or on such stds.
-
-    Empty where both are as usual.
-    """
+    """Advice on a learning rate or stds far below the usual ones; empty if neither is."""
     group = opt.param_groups[0]
     if group.get("lr_unit") == 1.0:  # a paper's own
         return ""
@@ -73,12 +70,12 @@ def slow(opt: VariationalOptimizer) -> str:
 
 
 def noise(opt: VariationalOptimizer) -> float:
-    """‖std‖ / ‖mean‖ of the weights that losses are taken at."""
+    """‖std‖ / ‖mean‖ of the weights at which losses are taken."""
     return watch.noise_of(leaves(opt, {name: name for name, _ in opt.named()}).values()) if opt.draws else 0.0
 
 
 def take_up(opt: VariationalOptimizer, posterior: Factorised) -> None:
-    """Give an optimiser the means and the state that make its posterior this one."""
+    """Set an optimiser's means and state so that it has the given posterior."""
     params = {name: (p, group) for name, p, group in opt.stochastic()}
     fresh = states_from(posterior, params, opt)
     opt.blocks.displace(posterior.tensors.values(), fresh)
@@ -92,17 +89,21 @@ def take_up(opt: VariationalOptimizer, posterior: Factorised) -> None:
 def states_from(
     posterior: Factorised, params: Mapping[str, tuple[Tensor, Group]], rule: VariationalOptimizer
 ) -> dict[Tensor, State]:
-    """New states, with means, of the parameters that a posterior names; what does not fit is refused.
+    """New states, with means, of the parameters that a posterior names; raises if they do not fit.
 
     Args:
-        posterior: Where means, stds and masks come from; nothing of it is shared.
+        posterior: The source of means, stds and masks, which are copied.
         params: The optimiser's parameters and their groups, by name.
-        rule: Says what its state for a leaf is; one without matrices takes blocks of one tensor.
+        rule: The optimiser, which defines its state for a leaf; one without matrices takes blocks of one
+            tensor.
     """
     for block, leaf in posterior.blocks.items():
         names = posterior.tensors[block]
         if any(name not in params for name in names):
-            raise ValueError(f"the posterior has a block {block!r} that this optimiser does not have")
+            raise ValueError(
+                f"the posterior has a block {block!r} that this optimiser does not have: load the "
+                "posterior of the same model"
+            )
         if len(names) > 1 and not rule.matrices:
             raise ValueError(
                 f"the posterior has a block {block!r} of several tensors, and all weights of this optimiser "
@@ -113,14 +114,15 @@ def states_from(
             if params[name][0].shape != shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(shape)} in the posterior and "
-                    f"{tuple(params[name][0].shape)} in this optimiser"
+                    f"{tuple(params[name][0].shape)} in this optimiser: load the posterior of the "
+                    "same model"
                 )
         if len({id(params[name][1]) for name in names}) > 1:
-            raise ValueError(f"{block!r} is one block, whose tensors are in different groups here")
-        if not bool(torch.isfinite(leaf.mean()).all()):
             raise ValueError(
-                f"the posterior's means of {block!r} are not finite: nothing could go on from them"
+                f"{block!r} is one block, but its tensors are in different groups here: put them in one group"
             )
+        if not bool(torch.isfinite(leaf.mean()).all()):
+            raise ValueError(f"the posterior's means of {block!r} are not finite: load an earlier one")
     states = {}
     for block, leaf in posterior.blocks.items():
         names = posterior.tensors[block]

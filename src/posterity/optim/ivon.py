@@ -21,7 +21,8 @@ is Effective for Large Deep Networks", ICML 2024. Algorithm 1, with g the gradie
 | samples | ``mc_samples`` | g and ĥ are averaged over them |
 | 1 | ``second_every`` | steps from one ĥ to the next; h then moves with β2 to that power |
 
-**Deviations.** Steps are bounded by ``max_step`` stds, which ``preset="shen2024"`` does not do.
+**Deviations.** Steps fall (``settle_after``) and are bounded by ``max_step`` stds, which they are not with
+``preset="shen2024"``.
 ``clip_radius`` bounds each weight's preconditioned step before the learning rate, as the authors' code does.
 ``second_every`` leaves ĥ out of steps between.
 With their β2 of 0.99999 the Hessian moves over 100,000 steps, with 0.9999 over 10,000: 1 − 1/steps fits a
@@ -71,8 +72,8 @@ class IVON(VariationalOptimizer):
         num_data: Training examples (N).
         preset: Where settings come from that are not given: ``"default"``, or ``"shen2024"``, the authors'
             for CIFAR-10.
-        lr: Learning rate: 1. The gradient is averaged, not summed, so this is about ten times what SGD with
-            momentum 0.9 takes.
+        lr: Learning rate: 3. The gradient is averaged, not summed, so 1 is about SGD's 0.1 with momentum 0.9;
+            it falls, see ``settle_after``.
         std_scale: Std of a weight at the start, times the root of its fan-in, on average: 0.05.
         std_init: Std of every weight at the start, in place of ``std_scale``.
         hess_init: Diagonal Hessian of the mean loss that the posterior starts from; by default, that of the
@@ -80,8 +81,10 @@ class IVON(VariationalOptimizer):
         prior_precision: Precision of the prior N(0, ·): 1.
         temperature: 1 is Bayes; smaller values give a sharper posterior.
         betas: Averaging of the gradient and of the Hessian: (0.9, 0.9999).
-        max_step: The furthest that a weight moves in a step, in stds without data: 0.24.
-        settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 125.
+        max_step: The furthest that a weight moves in a step, in stds without data: 0.34. Infinite, steps do
+            not fall either.
+        settle_after: Updates after which steps and their bound fall, as ``1 / sqrt(1 + t / settle_after)``:
+            60.
         clip_radius: Bound on each weight's preconditioned step, as the authors' code has it.
         second_every: Steps from one update of the Hessian to the next: 1. With ``mesh=`` others send half as
             much, the gradient alone.

@@ -40,8 +40,8 @@ cost no second backward pass, and die away with the residuals where a model fits
 
 **Deviations.** Damping is part of the posterior's precision, as in VOGN, so that one inverse serves both;
 Noisy K-FAC draws with γ = δ̃. The decay is δ̃ M; the paper has δ̃ W at the drawn weights, whose mean it is.
-In place of a trust region by a quadratic model, a block's step is shortened until its root mean square is at
-most ``max_step`` stds, of those without data.
+In place of a trust region by a quadratic model, a block's step, which falls with its updates, is shortened
+until its root mean square is at most ``max_step`` stds, of those without data.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from posterity.curvature import Factors
-from posterity.optim.apply import furthest
+from posterity.optim.apply import furthest, settled
 from posterity.optim.entries import constructor
 from posterity.optim.groups import Params, whole
 from posterity.optim.matrices import Moving, Refused
@@ -215,6 +215,7 @@ class KroneckerNewton(GaussNewton):
             step = rows @ (rows.mT @ momentum @ columns) @ columns.mT
             if group["max_step"] < math.inf:
                 most = furthest(group, stats.step) * self.scale({}, group) * step.numel() ** 0.5
+                step = settled(group, stats.step) * step
                 length = out * torch.linalg.vector_norm(step)
                 step = step * (most / length).clamp(max=1.0).nan_to_num(1.0)
             natural.append(step)

@@ -1,6 +1,6 @@
 """A step in a loop: contexts in which the model has drawn weights, and closures that run in them.
 
-How weights are drawn and gradients absorbed is in :mod:`posterity.optim.step`, what is made of the sums in
+Drawing weights and absorbing gradients are in :mod:`posterity.optim.step`, applying the sums is in
 :mod:`posterity.optim.apply`.
 """
 
@@ -33,7 +33,7 @@ def step(
     batch_size: int | None,
     count: float | Tensor | None,
 ) -> Tensor | None:
-    """Learn from the contexts since the last step, or from those that a closure is run in; its loss."""
+    """Learn from the contexts since the last step, or from a closure run in contexts; returns its loss."""
     if closure is not None and not callable(closure):
         raise TypeError(f"step() takes a function that computes the loss, not {described(closure)}")
     if closure is None and _asked_for_state(opt):
@@ -101,15 +101,15 @@ def sampled(opt: VariationalOptimizer) -> Iterator[None]:
 def _one_sample(
     opt: VariationalOptimizer, number: int, weight: float, flight: Flight | None = None
 ) -> Iterator[None]:
-    """Inside, the model has drawn weights; gradients that were taken there are absorbed.
+    """A context in which the model has drawn weights; the gradients taken there are absorbed.
 
-    Whatever is raised inside, the means come back, and nothing is absorbed. So it is without a weight.
+    If anything raises inside, the means are restored, and nothing is absorbed; likewise with weight 0.
 
     Args:
         opt: The optimiser.
-        number: Of the sample.
-        weight: Of the sample; 0 if nothing is to be learned from it.
-        flight: What sends gradients as soon as they are there.
+        number: The sample's number.
+        weight: Its weight; 0 to learn nothing from it.
+        flight: Sends gradients as soon as they are ready.
     """
     params = opt.parameters()
     before = [p.grad for p in params]
@@ -170,7 +170,7 @@ def _take(
     weight: float,
     flight: Flight | None,
 ) -> bool:
-    """Absorb a sample's gradients; whether there are any."""
+    """Absorb a sample's gradients; returns whether there are any."""
     grads = list(map(gradient, opt.parameters()))
     if any(grad.is_sparse for grad in grads if grad is not None):
         raise TypeError("sparse gradients are not supported: build the Embedding with sparse=False")
@@ -196,13 +196,13 @@ def _take(
 
 @contextmanager
 def sending(opt: VariationalOptimizer, behind: float | None = None) -> Iterator[Flight | None]:
-    """Around the last context of a step: its gradients are sent as they are made, with ``overlap=True``.
+    """Around the last context of a step with ``overlap=True``: its gradients are sent as they are computed.
 
-    If this process raises then, it sends the rest all the same, and all others raise: so they stay in step.
+    If this process raises, it still sends the rest, and all others raise, so they stay in step.
 
     Args:
         opt: The optimiser.
-        behind: What the loss is a mean of, if the user says so.
+        behind: Number of terms of the loss, if given by the user.
     """
     flight = _flight(opt, behind)
     try:
@@ -225,12 +225,12 @@ def _next_sample(opt: VariationalOptimizer, flight: Flight | None) -> AbstractCo
     if opt.taken() == 0:
         opt.refuse_foreign()
     elif weight != (opt.local if opt.local.samples else opt.sums).weight:
-        raise RuntimeError("mc_samples was changed while samples wait: call step() or zero_grad() first")
+        raise RuntimeError("mc_samples was changed in the middle of a step: call step() or zero_grad() first")
     return _one_sample(opt, opt.taken(), weight, flight)
 
 
 def _run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behind: float | None) -> Tensor:
-    """Run a closure under ``mc_samples`` weight samples; its mean loss, over ``behind`` terms."""
+    """Run a closure under ``mc_samples`` weight samples; returns its mean loss, over ``behind`` terms."""
     params = opt.parameters()
     losses: list[Tensor] = []
     for left in reversed(range(opt.own_samples())):
@@ -257,7 +257,7 @@ def _run(opt: VariationalOptimizer, closure: Callable[[], Tensor | float], behin
 
 
 def _close(opt: VariationalOptimizer) -> None:
-    """After the contexts of a step: add up what no_sync() has kept back, and refuse an unfinished step."""
+    """After the contexts of a step: add up sums held back by no_sync(), and refuse an unfinished step."""
     if opt.local is not opt.sums and opt.local.samples:
         pool(opt, [], flight=_flight(opt))
         opt.sums.publish()
@@ -265,7 +265,7 @@ def _close(opt: VariationalOptimizer) -> None:
 
 
 def _asked_for_state(opt: VariationalOptimizer) -> bool:
-    """Whether torch.distributed.checkpoint makes this step, only to have the state created."""
+    """Whether this step is torch.distributed.checkpoint's, which only wants the state to be created."""
     if opt.state or opt.taken() or any(group["lr"] for group in opt.param_groups):
         return False
     return all(grad is not None and not bool(grad.any()) for grad in map(gradient, opt.parameters()))

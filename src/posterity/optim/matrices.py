@@ -1,8 +1,8 @@
 """Tensors that a rule treats as one matrix: a layer's weight and bias together, as K-FAC does.
 
 Layers report which tensors belong together in the first pass in which curvature is collected, and the group
-remembers it, under ``"blocks"``. What a rule keeps of the matrix as a whole (factors of its curvature) is in
-the optimiser's state of the block's first tensor; what it keeps of single weights is with each, as ever.
+remembers it, under ``"blocks"``. A rule's state of the whole matrix (factors of its curvature) is in the
+optimiser's state of the block's first tensor; its state of single weights is with each tensor, as usual.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Moving: TypeAlias = tuple[Tensor, State, Statistics, Group]
 
 
 class Refused(ValueError):
-    """A rule cannot move a block.
+    """A rule cannot update a block.
 
     Args:
         reason: Why, and what to do.
-        number: Which of those that it was given.
+        number: The block's number among those given.
     """
 
     def __init__(self, reason: str, number: int) -> None:
@@ -43,12 +43,12 @@ class Refused(ValueError):
 
 
 class Member(NamedTuple):
-    """A parameter that a block may have.
+    """A parameter that can be in a block.
 
     Attributes:
-        number: Of its group.
+        number: Its group's number.
         p: The parameter.
-        state: The optimiser's state of it.
+        state: Its state in the optimiser.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Member(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Parameters of one block have this in common."""
+        """The properties that parameters of one block share."""
         return self.number, self.p.device, self.p.dtype
 
 
@@ -66,7 +66,7 @@ class Block:
     """Parameters with the same first dimension, flattened to rows and put side by side: ``[O, I + 1]``.
 
     Args:
-        names: Of the parameters.
+        names: The parameters' names.
         among: All parameters, by name.
         matrices: Keys of the state that are not values of single weights.
     """
@@ -92,11 +92,11 @@ class Block:
         return [part.reshape(*matrix.shape[:-2], *p.shape) for part, p in places]
 
     def means(self) -> list[Tensor]:
-        """The parameters, or what is kept of half-precision ones."""
+        """The parameters, or the stored means of half-precision ones."""
         return [part.state.get("mean", part.p.detach()) for part in self.parts]
 
     def keep(self) -> Tensor | None:
-        """The mask of the weights that move, if some do not."""
+        """The mask of the weights that are updated, if some are not."""
         if not any("keep" in part.state for part in self.parts):
             return None
         return self.join(
@@ -104,7 +104,7 @@ class Block:
         )
 
     def gather(self) -> tuple[Tensor, Tensor, State]:
-        """Mean, gradient and state, as a rule sees them: parameters without a gradient are zero in all."""
+        """Mean, gradient and state for a rule: parameters without a gradient are zero in all."""
         means, keep = self.means(), self.keep()
         still = [p.grad is None for p in self.params]
         grads = [m if p.grad is None else p.grad.to(m.dtype) for p, m in zip(self.params, means, strict=True)]
@@ -125,9 +125,10 @@ class Block:
         return joined(means), grad if keep is None else grad * keep, state
 
     def put(self, mean: Tensor, state: State) -> list[tuple[Tensor, Tensor]]:
-        """Take what a rule has made of them: what is to be written where, others being as they are.
+        """Convert a rule's results to values and the tensors to write them to.
 
-        Parameters without a gradient stay, and so does what the rule has left out or given back.
+        Parameters without a gradient do not change, nor do entries that the rule left out or returned
+        unchanged.
         """
         keep = self.keep()
         pairs, single = [], {"mean": mean}
@@ -156,11 +157,11 @@ class Block:
 
 
 class Made(NamedTuple):
-    """What a rule has made of blocks, which is not theirs yet.
+    """A rule's results for blocks, not written yet.
 
     Attributes:
-        old: Blocks that are none any more.
-        blocks: Those that there are from here on.
+        old: Blocks that no longer exist.
+        blocks: The blocks from now on.
         moving: Those of them that have a gradient.
         results: New mean and state of each of these.
     """
@@ -176,7 +177,7 @@ class Made(NamedTuple):
         return {p for block in self.blocks for p in block.params}
 
     def values(self) -> dict[str, list[Tensor]]:
-        """What is new of each block, by its name."""
+        """The new values of each block, by name."""
         return {
             "+".join(block.names): [mean, *(v for key, v in new.items() if v is not block.state.get(key))]
             for block, (mean, new) in zip(self.moving, self.results, strict=True)
@@ -185,12 +186,12 @@ class Made(NamedTuple):
 
 @final
 class Matrices:
-    """The blocks of an optimiser that are matrices, as its groups remember them.
+    """The matrix blocks of an optimiser, as stored in its groups.
 
     Args:
-        groups: The optimiser's.
-        states: The optimiser's.
-        keys: Those of the state that are not values of single weights; a rule that has none has no blocks.
+        groups: The optimiser's groups.
+        states: The optimiser's state.
+        keys: Keys of the state that are not values of single weights; a rule without any has no blocks.
     """
 
     def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, State], keys: Sequence[str]) -> None:
@@ -198,15 +199,15 @@ class Matrices:
         self.renew()
 
     def renew(self) -> None:
-        """Look up the blocks again, where states were replaced."""
+        """Look up the blocks again after states were replaced."""
         known = [names for group in self._groups for names in group.get("blocks", ())]
         parts = self._parts() if known else {}  # which would give a state to every parameter
         self._blocks = [self._block(names, parts) for names in known]
 
     def expect(self, opt: VariationalOptimizer) -> None:
-        """Make room for matrices to be loaded: torch.distributed.checkpoint reads only what is there already.
+        """Allocate matrices to be loaded: torch.distributed.checkpoint only reads entries that already exist.
 
-        They belong to no block, so that a step without loading takes no notice of them.
+        They belong to no block, so a step without loading ignores them.
         """
         if opt.module is None or not self._keys:
             return
@@ -251,13 +252,13 @@ class Matrices:
         _copy(list(zip(targets, parts, strict=True)))
 
     def made(self, opt: VariationalOptimizer, behind: Behind) -> Made:
-        """What the rule makes of the blocks that have a gradient; nothing is written.
+        """The rule's results for the blocks that have a gradient; nothing is written.
 
-        What layers have reported is a block from here on, whatever its parameters were before.
+        Tensors that layers have reported together are a block from now on, whatever they were before.
 
         Args:
             opt: The optimiser.
-            behind: The examples behind the step, and what makes of the loss a mean over these.
+            behind: The examples in the step, and the scale of its loss.
         """
         numbers, (size, scale) = opt.numbers, behind
         factors, old, blocks = self._reported(opt.sums)
@@ -283,7 +284,7 @@ class Matrices:
         return Made(old, blocks, moving, results)
 
     def write(self, made: Made, ok: Tensor | None) -> None:
-        """Let blocks be what a rule has made of them, unless a flag on the device is not set."""
+        """Write a rule's results to the blocks, unless a flag on the device is not set."""
         for block in made.old:
             block.forget()
         pairs = [
@@ -297,7 +298,7 @@ class Matrices:
             self._remember(made.blocks)
 
     def _reported(self, sums: Accumulator) -> tuple[dict[Names, Kronecker], list[Block], list[Block]]:
-        """Factors by block, blocks that are none any more, and those that there are from here on."""
+        """Factors by block, blocks that no longer exist, and the blocks from now on."""
         if not sums.layers:
             return {}, [], self._blocks
         parts = self._parts()
@@ -317,7 +318,7 @@ class Matrices:
         )
 
     def displace(self, blocks: Iterable[Names], fresh: Mapping[Tensor, State]) -> None:
-        """Let parameters have other states, and other blocks where these have matrices.
+        """Replace parameters' states, and the blocks of states with matrices.
 
         Args:
             blocks: Names of parameters that belong together.
@@ -352,7 +353,7 @@ class Matrices:
 def by_block(layers: Iterable[Kronecker], parts: Mapping[str, Member]) -> dict[Names, Kronecker]:
     """The factors of blocks that layers have reported.
 
-    A weight and a bias that differ in group or dtype are blocks of their own, each with its own columns.
+    A weight and a bias that differ in group or dtype are separate blocks, each with its own columns.
     """
     found: dict[Names, Kronecker] = {}
     for layer in layers:

@@ -1,9 +1,9 @@
-"""What a user calls: the shell of every learning rule, and what a rule supplies.
+"""The public optimiser class of every learning rule, and the interface that a rule implements.
 
 One training step is: draw weights around the means (:meth:`VariationalOptimizer.sampled_params`), run forward
-and backward there, put the means back, add up the statistics; after the last sample, hand them to the
-method's rule (:meth:`VariationalOptimizer.step`). How that is done is in :mod:`posterity.optim.loop` and
-:mod:`posterity.optim.step`; what becomes of state is in :mod:`~posterity.optim.handover` and
+and backward there, restore the means, add up the statistics; after the last sample, pass them to the method's
+rule (:meth:`VariationalOptimizer.step`). This is implemented in :mod:`posterity.optim.loop` and
+:mod:`posterity.optim.step`; conversions of state are in :mod:`~posterity.optim.handover` and
 :mod:`~posterity.optim.saved`.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet, proxy
@@ -30,7 +30,6 @@ from posterity.distributed import World, several
 from posterity.names import NameFilter, padding_rows, select
 from posterity.noise import new_seed
 from posterity.optim import apply, checks, counting, groups, handover, loop, saved, watch
-from posterity.optim.adam import ADAM
 from posterity.optim.agreement import meet, unwrapped
 from posterity.optim.matrices import Matrices, Moving
 from posterity.optim.state import FlatGroup, Group, State, StateCache, members
@@ -50,35 +49,35 @@ class VariationalOptimizer(Optimizer, ABC):
     """A torch optimiser whose state is a posterior over the parameters it was given.
 
     The model's parameters are the posterior's means whenever no sample is drawn, so evaluation, saving and
-    everything else that reads a model works as ever.
+    everything else that reads a model works as usual.
 
-    A method supplies pure functions of one block, ``init``, ``std``, ``update`` and ``check``, and attributes
-    that say what its rule wants. What a function needs it is given, or has from its class: compiled, it
-    serves all optimisers of a kind.
+    A method supplies pure functions of one block, ``init``, ``std``, ``update`` and ``check``, and class
+    attributes that declare what its rule needs. The functions use only their arguments and the class, because
+    their compiled form is shared by all optimisers of the class.
 
     Args:
-        params: A module, or what torch.optim takes: (named) parameters or groups of them. The padding rows
-            of a module's embeddings have no std, and do not move.
+        params: A module, or what torch.optim takes: (named) parameters or groups of them. The padding rows of
+            a module's embeddings have a std of 0, and do not change.
         defaults: The method's hyper-parameters, for groups that do not set their own; ``mc_samples``, weight
             samples per step, and ``max_step`` among them.
         seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
             layer is built; training never draws from it.
         deterministic: Filter of parameter names that get no posterior.
-        deterministic_lr: Learning rate of Adam, which trains those; None if the rule itself does.
-        batch_dim: The axis that counts examples in the module's inputs and in those of its layers.
-        mesh: Processes that each draw weights of their own for their share of a batch, where no wrapper
+        deterministic_lr: Learning rate of Adam for those; None if the rule itself trains them.
+        batch_dim: The axis of the examples in the inputs of the module and of its layers.
+        mesh: Processes that each draw their own weights for their share of a batch, without a wrapper that
             averages gradients; see :mod:`posterity.distributed`.
-        overlap: Whether these send gradients while the backward pass runs.
+        overlap: Whether to send gradients of a mesh during the backward pass.
 
     Attributes:
-        needs_batch_size: Whether the rule asks for the number of examples behind a step.
-        collects: The curvature that it consumes, instead of E[g·eps].
-        draws: Whether gradients are wanted at drawn weights; else at the means.
-        matrices: Keys of a state that are no values of single weights, but matrices of a block of tensors.
-        scheduled: Entries of a group that may change at every step; a captured step reads them anew.
-        derived: Entries that follow from others where they are not given, in the order in which they do.
-        widths: Entries that say how wide the posterior is at the start, the most decisive last.
-        without_noise: What differs in groups without a posterior, if the rule itself can train these.
+        needs_batch_size: Whether the rule needs the number of examples in a step.
+        collects: The curvature that it uses instead of E[g·eps].
+        draws: Whether gradients are taken at drawn weights; else at the means.
+        matrices: Keys of a state that are matrices of a block of tensors instead of values per weight.
+        scheduled: Entries of a group that may change at every step, also in a captured one.
+        derived: Entries computed from others if not given, in order of computation.
+        widths: Entries that set the std at the start; a later one overrides those before it.
+        without_noise: Entries that differ in groups without a posterior, if the rule itself can train these.
         narrower: What a user can do about stds that are too large, by the names of its settings.
 
     Example:
@@ -125,7 +124,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not isinstance(batch_dim, int) or batch_dim < 0:
             raise ValueError(f"batch_dim must be a whole number of at least 0, not {batch_dim}")
         if overlap and mesh is None:
-            raise ValueError("overlap=True is for processes with mesh=: a wrapper sends gradients by itself")
+            raise ValueError("overlap=True needs mesh=: a wrapper sends gradients by itself")
         if isinstance(params, DistributedDataParallel):
             params = unwrapped(params, type(self).__name__, self.collects is not None, mesh)
         self.module = params if isinstance(params, nn.Module) else None
@@ -148,7 +147,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def init(self, mean: Tensor, std: Tensor | None, group: Group) -> State:
-        """State of a block at the start, or, given a std, such that the posterior has it."""
+        """Initial state of a block; given a std, a state such that the posterior has it."""
 
     @abstractmethod
     def std(self, state: State, group: Group) -> Tensor:
@@ -160,14 +159,14 @@ class VariationalOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def check(self, group: Group) -> None:
-        """Raise ValueError, in one sentence, for a hyper-parameter out of range."""
+        """Raise ValueError for a hyper-parameter out of range."""
 
     def scale(self, state: State, group: Group) -> Any:
-        """The std that ``max_step`` is a multiple of: the present one, or that without data."""
+        """The std that ``max_step`` multiplies: the current one, or that without data."""
         return self.std(state, group)
 
     def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
-        """The value of an entry that a group leaves open (None), from its others and its parameters."""
+        """The value of an entry that a group leaves as None, from its other entries and its parameters."""
         raise NotImplementedError(key)
 
     def leaf(self, mean: Sequence[Tensor], state: State, keep: Tensor | None, group: Group) -> Leaf:
@@ -175,11 +174,11 @@ class VariationalOptimizer(Optimizer, ABC):
         return DiagonalGaussian(mean[0], self.std(state, group), keep=keep)
 
     def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
-        """State of a block such that the posterior is a leaf, whose mean and std are given."""
+        """State of a block for which the posterior is a given leaf, with its mean and std."""
         return self.init(mean, std, group)
 
     def captures(self) -> bool:
-        """Whether the step that comes next may be a CUDA graph."""
+        """Whether the next step may be a CUDA graph."""
         return True
 
     # And if its blocks are matrices:
@@ -189,27 +188,28 @@ class VariationalOptimizer(Optimizer, ABC):
         return self.std(state, group) * noise
 
     def updates(self, blocks: Sequence[Moving]) -> list[tuple[Tensor, State]]:
-        """``update`` for all blocks that are matrices; what is left out of a state stays."""
+        """``update`` for all blocks that are matrices; entries left out of a state do not change."""
         return [self.update(*block) for block in blocks]
 
     # One training step.
 
     def sampled_params(self) -> AbstractContextManager[None]:
-        """Inside, the model has weights drawn from the posterior; afterwards, its means again.
+        """A context in which the model has weights drawn from the posterior; afterwards it has the means
+        again.
 
-        Backwards add, inside a context and across contexts, and the sum is divided by ``mc_samples``: a loop
-        that accumulates with ``loss / n`` may have one context, or one for each micro-batch. Whatever is
-        raised inside, the means come back and the sample is not counted. Under ``torch.no_grad`` every
-        context has weights of its own, which training never sees.
+        Gradients add up, inside a context and across contexts, and the sum is divided by ``mc_samples``: a
+        loop that accumulates with ``loss / n`` may use one context, or one for each micro-batch. If anything
+        raises inside, the means are restored and the sample is not counted. Under ``torch.no_grad`` every
+        context has its own weights, with no effect on training.
         """
         return loop.sampled(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, contexts of an optimiser with ``mesh=`` add up in this process alone.
+        """A context in which an optimiser with ``mesh=`` adds up gradients in this process only.
 
-        As with torch's wrappers: put all micro-batches of a step but the last inside, and their gradients
-        travel once. Without a mesh it changes nothing.
+        As with torch's wrappers: put all micro-batches of a step but the last inside, and their gradients are
+        sent once. Without a mesh it has no effect.
         """
         before, self.apart = self.apart, True
         try:
@@ -218,11 +218,11 @@ class VariationalOptimizer(Optimizer, ABC):
             self.apart = before
 
     def taken(self) -> int:
-        """Samples that wait for the step."""
+        """Number of samples taken for the next step."""
         return self.sums.samples + (0 if self.local is self.sums else self.local.samples)
 
     def own_samples(self) -> int:
-        """Weight samples that this process takes of its share of a batch."""
+        """Number of weight samples that this process draws for its share of a batch."""
         return self.world.share(int(self.param_groups[0]["mc_samples"]))  # 2.0 equals a 2 that was checked
 
     @torch.no_grad()
@@ -238,25 +238,25 @@ class VariationalOptimizer(Optimizer, ABC):
         Args:
             closure: Computes the mean loss, with or without calling ``backward()``. It runs ``mc_samples``
                 times, each time under its own weights.
-            batch_size: Examples behind the step. By default those of the module's inputs are counted.
-            count: Terms that the loss is a mean of, where these are not the examples: words, outputs, labels
-                that are not ignored. Like ``batch_size`` it counts all micro-batches, once for all samples.
+            batch_size: Examples in the step. By default counted from the module's inputs.
+            count: Number of terms that the loss is a mean of, if they are not the examples: words, outputs,
+                labels that are not ignored. Like ``batch_size`` it is the sum over micro-batches, counted
+                once for all samples.
 
         Returns:
             The closure's loss, averaged over the samples.
 
         Raises:
             FloatingPointError: A loss, a gradient or another statistic is not finite, or the rule's result is
-                not, or a std would not be above 0. Nothing has moved then.
-                Where all parameters are on one GPU, the host does not wait for what the device finds: the
-                step that was bad moves nothing, and the next call of this method, or of what shows or saves
-                the posterior, raises, and drops what was gathered for a step of its own.
+                not, or a std would not be above 0. Then nothing has changed. If all parameters are on one
+                GPU, the host does not wait for the device: the bad step changes nothing, and the next call of
+                this method, or one that reads or saves the posterior, raises and drops its own gradients.
         """
         self.refuse_inside("step()")
         return loop.step(self, closure, batch_size, count)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients: inside a sampling context what it has added so far, outside everything."""
+        """Drop gradients: inside a sampling context those it has added so far, outside all of them."""
         if set_to_none:
             for p in self.parameters():
                 p.grad = None  # torch's own way takes longer than this
@@ -270,16 +270,17 @@ class VariationalOptimizer(Optimizer, ABC):
     # The posterior, described and taken up.
 
     def posterior(self, model: nn.Module | None = None) -> Factorised:
-        """The posterior as it stands, as a copy that training no longer changes.
+        """A copy of the current posterior, which training does not change.
 
-        Of a sharded model it is whole in every process, and all processes make the call.
+        For a sharded model it is gathered in every process: call it in all of them.
 
-        A :class:`~posterity.diagnostics.PosteriorWarning` says if its stds outweigh its weights and nothing
-        shows that sampled networks are any good: the rule takes gradients at the means, or the loss at
-        sampled weights has not come down.
+        Gives a :class:`~posterity.diagnostics.PosteriorWarning` if its stds outweigh its weights and nothing
+        shows that sampled networks are good: the rule takes gradients at the means, or the loss at sampled
+        weights has not fallen.
 
         Args:
-            model: Whose names the tensors get, where the optimiser was given parameters without names.
+            model: The module whose names the tensors get, if the optimiser was built from parameters without
+                names.
         """
         self.refuse_inside("posterior()")
         self.check_changed()
@@ -293,7 +294,7 @@ class VariationalOptimizer(Optimizer, ABC):
     @torch.no_grad()
     @takes(posterior=instance("a Factorised posterior", Factorised))
     def load_posterior(self, posterior: Factorised) -> None:
-        """Go on from a posterior: its means, its stds, and its pruned weights, which stay zero."""
+        """Continue from a posterior: its means, its stds, and its pruned weights, which stay zero."""
         self.refuse_inside("load_posterior()")
         self.check_changed()
         self.settle()
@@ -309,7 +310,10 @@ class VariationalOptimizer(Optimizer, ABC):
         if built:
             self.refuse_inside("add_param_group()")
             if self.taken():
-                raise RuntimeError("samples are waiting: call step() or zero_grad() before add_param_group()")
+                raise RuntimeError(
+                    "the current step already has samples: call step() or zero_grad() before "
+                    "add_param_group()"
+                )
             self.settle()
         super().add_param_group(groups.completed(self, param_group))
         if built:
@@ -318,7 +322,7 @@ class VariationalOptimizer(Optimizer, ABC):
             self.unfrozen = watch.Unfrozen(self.module, self.parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to resume from."""
+        """The complete state, to resume from."""
         self.refuse_inside("state_dict()")
         self.settle()
         found = super().state_dict()
@@ -327,7 +331,8 @@ class VariationalOptimizer(Optimizer, ABC):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume; what does not fit is refused, and state is never cast to the parameters' dtype."""
+        """Resume from a state; one that does not fit is refused, and it is never cast to the parameters'
+        dtype."""
         self.refuse_inside("load_state_dict()")
         saved.resume(self, state_dict, super().load_state_dict)
 
@@ -367,36 +372,14 @@ class VariationalOptimizer(Optimizer, ABC):
         self.ok = self.pending = None
         self.peeks = count(_PEEKS)  # sampling contexts without gradients
         self.ledger = checks.GradientLedger()
-        self._checked = self._entries_now()
+        self.entries = checks.Entries(self)
         self.reset()
 
     # What groups say.
 
     def check_changed(self) -> None:
-        """Refuse entries for which a rule is undefined, if one has changed since they were last checked."""
-        entries = self._entries_now()
-        try:
-            changed = bool(entries != self._checked)
-        except (RuntimeError, ValueError):  # several numbers, which are not to be compared, nor what is meant
-            changed = True
-        if changed:
-            for group in self.param_groups:
-                group.update({key: groups.plain(group[key]) for key in self._keys if key in group})
-            entries = self._entries_now()
-            groups.check_all(self, self.param_groups)
-            self._checked = entries
-
-    def _entries_now(self) -> list[list[object]]:
-        return [
-            # A number may be in a tensor, and change in place.
-            [*[getattr(group[key], "_version", None) for key in self.scheduled], *map(group.get, self._keys)]
-            for group in self.param_groups
-        ]
-
-    @cached_property
-    def _keys(self) -> list[str]:
-        """Names of entries that only users change, Adam's among them."""
-        return sorted({*self.defaults, *ADAM} - {"steps", "blocks"})
+        """Refuse invalid entries, if one has changed since the last check."""
+        self.entries.check(self)
 
     def by_adam(self, group: Group) -> bool:
         """Whether Adam trains a group, not the rule."""
@@ -420,10 +403,12 @@ class VariationalOptimizer(Optimizer, ABC):
     def refuse_inside(self, call: str) -> None:
         """Raise inside a sampling context."""
         if self.entered is not None:
-            raise RuntimeError(f"{call} inside sampled_params() would see sampled weights: leave it first")
+            raise RuntimeError(
+                f"{call} inside sampled_params() would see sampled weights: call it outside the context"
+            )
 
     def refuse_foreign(self) -> None:
-        """Raise, before the first sample of a step, for gradients that it would lose."""
+        """Raise, before the first sample of a step, for existing gradients that would be lost."""
         self.refuse_inside("a training step")
         if torch.is_inference_mode_enabled():
             raise RuntimeError("torch.inference_mode() keeps no gradients: take training steps outside of it")
@@ -432,16 +417,16 @@ class VariationalOptimizer(Optimizer, ABC):
         self.ledger.refuse_foreign(self.named())
 
     def all_processes(self) -> World:
-        """The processes that learn together, as there are now."""
+        """The current group of processes that learn together."""
         return World(self.mesh, None if self.sharded is None else self.sharded.shares)
 
     def advance(self, by: int = 1) -> None:
-        """Count steps: the next one draws other noise."""
+        """Count steps: the next one draws new noise."""
         for group in self.param_groups:
             group["steps"] += by
 
     def reset(self) -> None:
-        """Start the next step: pending samples are dropped, gradients that are there are used up."""
+        """Start the next step: pending samples are dropped, existing gradients count as used."""
         self.sums.clear()
         self.local.clear()
         self.terms.clear()
@@ -450,24 +435,14 @@ class VariationalOptimizer(Optimizer, ABC):
         self.ledger.remember(self.parameters())
 
     def settle_step(self) -> None:
-        """Wait for the verdict on the last step that was no replay of a graph, and raise it, once."""
+        """Wait for the finiteness check of the last step that was not a graph replay, and raise its error
+        once."""
         pending, self.pending = self.pending, None
         if pending is not None:
             apply.settle(self, *pending)
 
-    def overshot(self, what: str = "a mean, a state or a std that is not finite") -> str:
-        """The sentence for a step whose result is not fit: what it is, and which settings make it smaller."""
-        group = self.param_groups[0]
-        wide, lr = self.narrower, float(group["lr"])
-        if group.get("std_init") is not None:
-            wide = wide.replace("std_scale", f"std_init={group['std_init']:g}")
-        return (
-            f"{type(self).__name__}'s step would give {what}; the posterior was not touched: lower "
-            f"lr={lr:g}, or {wide}, or look for huge values in the batch"
-        )
-
     def settle(self) -> None:
-        """Wait for the verdicts on all steps, and raise them, once."""
+        """Wait for the finiteness checks of all steps, and raise their errors once."""
         self.settle_step()
         for graph in list(self.graphs):
             graph.wait()

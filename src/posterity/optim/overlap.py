@@ -1,9 +1,9 @@
-"""Sums of a step that travel while the backward pass runs, for ``overlap=True`` beside a mesh.
+"""Sending the sums of a step during the backward pass, for ``overlap=True`` with a mesh.
 
-All processes send the same pieces in the same order: those of the last layers first, whose gradients are made
-first, and counts in the end. A piece is sent as soon as it and all before it are complete, and what is not
-sent when a context is left is sent then. So a process without examples, or without gradients of some
-parameters, sends what others send, only later.
+All processes send the same pieces in the same order: those of the last layers first, whose gradients are
+computed first, and counts at the end. A piece is sent as soon as it and all before it are complete; the rest
+is sent at the end of the context. So a process without examples, or without gradients of some parameters,
+sends the same as others, only later.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _runs(layout: Layout, itemsize: int) -> Iterator[tuple[int, int]]:
 
 @final
 class Flight:
-    """The pieces of a step on their way.
+    """The pieces of a step while they are sent.
 
     Args:
         opt: The optimiser.
@@ -112,7 +112,7 @@ class Flight:
         return self._route
 
     def listen(self, drawn: Sequence[Draw], examples: Callable[[], int | None], weight: float) -> None:
-        """Send what the backward passes to come complete.
+        """Send pieces as the coming backward passes complete them.
 
         Args:
             drawn: The weights that the model has.
@@ -135,7 +135,7 @@ class Flight:
 
     @torch.no_grad()
     def _arrived(self, p: Tensor) -> None:
-        """A parameter's gradient is there, and all that are complete with it may go."""
+        """Called when a parameter's gradient is ready; sends all pieces that are now complete."""
         grad = p.grad
         if self._opt.apart or grad is None or grad.is_sparse:  # which is refused when the context is left
             return
@@ -170,12 +170,12 @@ class Flight:
         self.sent += 1
 
     def land(self, rest: Sequence[Tensor]) -> None:
-        """Send the rest, and wait until all are sums over all processes."""
+        """Send the rest, and wait until all are summed over processes."""
         self.works += [(tensor, self._opt.world.begin(tensor)) for tensor in rest]
         self._opt.world.end(self.works)
 
     def changed(self, here: float) -> bool:
-        """Whether something is not as it was when it was sent.
+        """Whether anything has changed since it was sent.
 
         Args:
             here: The weight of this process, as it is known in the end.

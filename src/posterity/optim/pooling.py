@@ -4,8 +4,8 @@ With b examples in a process and B in all, the loss of the step is Σ (b / B) lo
 products with the noise, have the weights b / B. An example's share of the gradient changes by that factor:
 squares and factors of gradients by its square. Counts are sums.
 
-Sums travel times b, and are divided by B afterwards: so they need not wait for B, nor does the host. What a
-process sends does not depend on whether it replays a graph.
+Sums are sent times b, and divided by B afterwards, so neither they nor the host wait for B. A process sends
+the same whether or not it replays a graph.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def pool(
     flight: Flight | None = None,
     failed: bool = False,
 ) -> list[Tensor]:
-    """Add what all processes have gathered since this was last called to the sums of the step.
+    """Add up the statistics of all processes since the last call, in the sums of the step.
 
-    Every process calls it, also one that has seen no example.
+    Every process calls it, even one without examples.
 
     Args:
         opt: The optimiser.
@@ -75,7 +75,7 @@ def pack(
     flight: Flight | None = None,
     failed: bool = False,
 ) -> list[Tensor]:
-    """What a process brings to a sum over all: counts and its loss, then the sums of each group.
+    """This process's terms of a sum over all: counts and its loss, then the sums of each group.
 
     Args:
         opt: The optimiser.
@@ -106,11 +106,11 @@ def pack(
 def unpack(
     opt: VariationalOptimizer, sent: list[Tensor], losses: list[Tensor]
 ) -> tuple[list[Tensor], float | Tensor]:
-    """Add what all processes have brought to the sums of the step; in a captured one the host does not look.
+    """Write the totals of all processes to the sums of the step; in a captured step the host reads nothing.
 
     Args:
         opt: The optimiser.
-        sent: What :func:`pack` gave, once it is added up.
+        sent: The result of :func:`pack`, added up.
         losses: Of this process's samples, where they are known.
 
     Returns:
@@ -166,7 +166,7 @@ def meeting(
     poisons: Sequence[Tensor] = (),
     row: Callable[..., Tensor] = row,
 ) -> Tensor:
-    """What processes tell each other of a step.
+    """The numbers that processes exchange about a step.
 
     It is what is behind the step; that times its mean loss; NaN if a sum is not finite, of which a captured
     step would not know otherwise; and numbers.
@@ -192,7 +192,8 @@ def meeting(
 
 
 def refuse_unreached(names: Sequence[str], params: Sequence[Tensor], used: Collection[int]) -> None:
-    """Raise, in a capture, for a parameter that other processes may move: a graph always moves the same."""
+    """Raise, in a capture, for a parameter that only other processes may update: a graph always updates the
+    same ones."""
     for i, (name, p) in enumerate(zip(names, params, strict=True)):
         if p.requires_grad and i not in used:
             raise RuntimeError(f"{name!r} has no gradient in this process, and may have one in others")
@@ -200,7 +201,7 @@ def refuse_unreached(names: Sequence[str], params: Sequence[Tensor], used: Colle
 
 @torch.no_grad()
 def complete(opt: VariationalOptimizer) -> None:
-    """Where a wrapper has averaged the gradients, add up what it knows nothing of: curvature and counts."""
+    """With a wrapper that averages gradients, add up the rest: curvature and counts."""
     world, sums = opt.world, opt.sums
     if opt.collects is None and not asks_batch_size(opt):
         return
@@ -221,9 +222,9 @@ def complete(opt: VariationalOptimizer) -> None:
 
 @torch.no_grad()
 def mean_loss(opt: VariationalOptimizer, losses: list[Tensor]) -> list[Tensor]:
-    """The mean loss of all processes, where a wrapper gives each the same weight.
+    """The mean loss of all processes, with equal weights, as a wrapper has them.
 
-    Only so do all know of a loss that is not finite but has gradients that are.
+    This way all processes see a non-finite loss even if its gradients are finite.
     """
     loss = torch.stack([each.double() for each in losses]).mean().to(opt.cache.latest[0].device)
     opt.world.add_up(loss)
@@ -240,7 +241,7 @@ def summed(opt: VariationalOptimizer, number: float | None) -> float | None:
 
 
 def share_buffers(world: World, module: nn.Module) -> None:
-    """Give a module's buffers, such as BatchNorm's statistics, the values that the first process has."""
+    """Set a module's buffers, such as BatchNorm's statistics, to the first process's values."""
     shared = SharedBuffers(world, module)
     world.add_up(*shared.joined)
     shared.spread()

@@ -1,4 +1,4 @@
-"""What a rule takes for settings that a user does not give: one table, ``presets.toml``, for all of them."""
+"""Default settings and presets of all rules, from one table, ``presets.toml``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TABLE: Mapping[str, Mapping[str, Group]] = tomllib.loads(
 
 
 def settings(rule: str, preset: str, given: Group, widths: Sequence[str]) -> Group:
-    """A rule's settings: those that were given, else the preset's, else the default's, else None.
+    """A rule's settings: the user's, else the preset's, else the default's, else None.
 
     Args:
         rule: A name in the table.
-        preset: ``"default"``, or another of the rule's.
-        given: What a user has given, None for what was left out.
+        preset: ``"default"``, or another preset of the rule.
+        given: The user's settings, None where left out.
         widths: As for :func:`overridden`.
 
     Example:
@@ -40,18 +40,18 @@ def settings(rule: str, preset: str, given: Group, widths: Sequence[str]) -> Gro
         found["betas"] = tuple(found["betas"])
     own = {key: value for key, value in given.items() if value is not None}
     if len(several := [key for key in widths if key in own]) > 1:
-        raise ValueError(f"{' and '.join(several)} say how wide the posterior is at the start: give one")
+        raise ValueError(f"{' and '.join(several)} set the std at the start: give only one of them")
     return overridden(found, own, widths)
 
 
 def overridden(settings: Group, given: Group, widths: Sequence[str]) -> Group:
-    """Settings with some that a user gives in their place.
+    """Settings, overridden by some of the user's.
 
     Args:
-        settings: As they are.
+        settings: The settings.
         given: The user's.
-        widths: Those that say how wide a posterior is at the start; each decides over those before it, so a
-            user's sets aside what comes after it.
+        widths: Names of those that set the std at the start; each overrides those before it, so one from the
+            user removes those after it.
 
     Example:
         >>> overridden({"std_scale": 0.1, "std_init": 0.2}, {"std_scale": 0.3}, ("std_scale", "std_init"))
@@ -63,11 +63,11 @@ def overridden(settings: Group, given: Group, widths: Sequence[str]) -> Group:
 
 
 def far_below(rule: str, lr: float) -> str:
-    """What to do about a learning rate that is far below those of all presets whose unit is the default's.
+    """Advice for a learning rate far below those of all presets with the default's unit.
 
     Example:
         >>> far_below("IVON", 0.001)
-        'raise lr: it is 0.001, and the default is 1'
+        'raise lr: it is 0.001, and the default is 3'
         >>> far_below("IVON", 0.2)
         ''
     """
@@ -79,7 +79,7 @@ def far_below(rule: str, lr: float) -> str:
 
 
 def too_narrow(rule: str, group: Group, params: Collection[Tensor]) -> str:
-    """What to do about stds that begin far below those of all presets: steps are bounded by stds.
+    """Advice on stds that start far below those of all presets, which keep steps short; else empty.
 
     Example:
         >>> import torch
@@ -100,17 +100,17 @@ def too_narrow(rule: str, group: Group, params: Collection[Tensor]) -> str:
 
 
 def fan_in(p: Tensor) -> int:
-    """How many numbers a weight's products are summed over; of a bias or a norm's scale, its own length.
+    """The number of products summed with a weight's; for a bias or a norm's scale, its own length.
 
-    What a bias adds to is as large as a sum of that many products in a net of even width.
+    In a net of even width, a bias is added to a sum of that many products.
     """
     return p.shape[1:].numel() if p.dim() > 1 else p.numel()
 
 
 def start_std(group: Group, params: Collection[Tensor]) -> float:
-    """One std for the weights of a group at the start: ``std_init``, or ``std_scale / sqrt(fan_in)``.
+    """One initial std for the weights of a group: ``std_init``, or ``std_scale / sqrt(fan_in)``.
 
-    The fan-in is the weights' own on average, so that narrow layers have less noise than they would alone.
+    The fan-in is the average over weights, so narrow layers have less noise than by their own fan-in.
     """
     if group["std_init"] is not None:
         return float(group["std_init"])
@@ -121,11 +121,9 @@ def start_std(group: Group, params: Collection[Tensor]) -> float:
 
 
 def above_prior(std: float, ess: float, decay: float) -> float:
-    """What to add to the prior's part of a curvature so that ``1 / sqrt(ess · (it + decay))`` is a std."""
+    """The curvature to add to the prior's so that ``1 / sqrt(ess · (it + decay))`` is a std."""
     if not ess * std * std > 1e-30:
-        raise ValueError(
-            f"a std of {std:g} at the start is too small for a precision: raise std_init or std_scale"
-        )
+        raise ValueError(f"a std of {std:g} at the start is too small to invert: raise std_init or std_scale")
     found = 1.0 / (ess * std * std) - decay
     if not found > 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""State from elsewhere: of a checkpoint, or of a posterior."""
+"""Loading state from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES = {"param_names", "blocks"}
 def resume(
     opt: VariationalOptimizer, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Let torch's own ``load_state_dict`` load what fits an optimiser, and copy its state as it was saved."""
+    """Load a matching state through torch's ``load_state_dict``, and copy its tensors without casts."""
     _refuse_foreign(state_dict)
     opt.settle()
     used: list[dict[str, Any]] = []
@@ -63,11 +63,11 @@ def _saved_states(groups: Sequence[Group], state_dict: dict[str, Any]) -> Iterat
 
 
 def _with_names(groups: Sequence[Group], state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state under the names of an optimiser's parameters, if theirs are mere numbers in it.
+    """The state with an optimiser's parameter names, if its own are only numbers.
 
     Args:
-        groups: Of the optimiser.
-        state_dict: Of one that was given the same tensors in the same order, without their names.
+        groups: The optimiser's groups.
+        state_dict: State of an optimiser built from the same tensors in the same order, without names.
     """
     saved = state_dict["param_groups"]
     names = [name for group in saved for name in group.get("param_names", [])]
@@ -98,7 +98,10 @@ def _refuse_mismatch(
     _refuse_foreign(state_dict)
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
-        raise ValueError(f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}")
+        raise ValueError(
+            f"the state has {len(saved)} parameter groups and this optimiser {len(groups)}: build it with "
+            "the same groups"
+        )
     for mine, theirs in zip(groups, saved, strict=True):
         for key in defaults:
             if key in mine and key not in theirs:
@@ -133,7 +136,7 @@ def _refuse_mismatch(
 
 
 def _refuse_blocks(group: Group, matrices: Collection[str], states: Mapping[Any, State]) -> None:
-    """Raise for blocks that are none of a group's, or whose matrices are missing."""
+    """Raise for blocks that are not a group's, or whose matrices are missing."""
     blocks, index = group.get("blocks", ()), dict(zip(group["param_names"], group["params"], strict=True))
     if not isinstance(blocks, tuple | list):
         raise ValueError(f"the state has a group whose 'blocks' are {described(blocks)}")
@@ -144,17 +147,18 @@ def _refuse_blocks(group: Group, matrices: Collection[str], states: Mapping[Any,
             and all(isinstance(name, str) and name in index for name in names)
         ):
             raise ValueError(
-                f"the state has a block {described(names)}, which names no parameters of its group"
+                f"the state has a block {described(names)}, which does not name parameters of its group"
             )
         if missing := {*matrices} - states.get(index[names[0]], {}).keys():
             raise ValueError(
-                f"the state of {names[0]!r} has no {min(missing)!r}: it is another rule's, or cut, as by "
-                "torch.distributed.checkpoint, which reads what a fresh optimiser has: use torch.save"
+                f"the state of {names[0]!r} has no {min(missing)!r}: it is from another rule, or "
+                "incomplete, as with torch.distributed.checkpoint, which only reads what a fresh "
+                "optimiser has: use torch.save"
             )
 
 
 def _refuse_foreign(state_dict: object) -> None:
-    """Raise for what no ``state_dict()`` has returned."""
+    """Raise for a state that is not from a ``state_dict()``."""
     if not isinstance(state_dict, dict):
         raise TypeError(f"a state is what state_dict() returns, a dict, not a {type(state_dict).__name__}")
     for key, kind in (("param_groups", list), ("state", dict)):
@@ -164,31 +168,31 @@ def _refuse_foreign(state_dict: object) -> None:
         if not (isinstance(group, dict) and isinstance(group.get("params"), list)):
             raise ValueError("the state has a group without 'params': pass what state_dict() has returned")
         if not isinstance(group.get("param_names", []), list):
-            raise ValueError("the state has a group whose 'param_names' are no list")
+            raise ValueError("the state has a group whose 'param_names' is not a list")
         steps = group.get("steps", 0)
         if not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"the state has a group whose 'steps' are {described(steps)}, no count")
+            raise ValueError(f"the state has a group whose 'steps' is {described(steps)}, not a count")
     # torch.distributed.checkpoint has names in the place of numbers.
     indices = (index for group in state_dict["param_groups"] for index in group["params"])
     known = {index for index in indices if is_whole(index) or isinstance(index, str)}
     for index, each in state_dict["state"].items():
         if not isinstance(each, dict) or index not in known:
             raise ValueError(
-                f"the state has {described(each)} for {described(index)}, no state of a parameter"
+                f"the state has {described(each)} for {described(index)}, not the state of a parameter"
             )
     taken = max((group.get("steps", 0) for group in state_dict["param_groups"]), default=0)
     if taken and not any(state_dict["state"].values()):
         raise ValueError(
-            f"the state is empty, after {taken} steps: save what state_dict() returns, by torch.save"
+            f"the state is empty after {taken} steps: save the whole result of state_dict(), with torch.save"
         )
 
 
 def _refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> None:
-    """Raise, naming the parameter, for a state with which no step can be taken.
+    """Raise, naming the parameter, for a state with which no step is possible.
 
     Args:
-        rule: The optimiser, which says what its state is.
-        state_dict: Of its parameters and settings.
+        rule: The optimiser, which defines its state.
+        state_dict: State of its parameters and settings.
     """
     saved, groups = state_dict["param_groups"], rule.param_groups
     given = iter(list(_saved_states(groups, state_dict)))
@@ -201,11 +205,11 @@ def _refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> Non
                 continue
             if missing := {"step", *wanted} - state.keys():
                 raise ValueError(
-                    f"the state of {name!r} has no {min(missing)!r}: it is another rule's, or cut"
+                    f"the state of {name!r} has no {min(missing)!r}: it is from another rule, or incomplete"
                 )
             for key in state.keys() & {*COUNTS}:
                 if state[key].numel() != 1 or not 0 <= float(state[key]) < math.inf:
-                    raise ValueError(f"{key!r} of {name!r} is no count of updates in the state")
+                    raise ValueError(f"{key!r} of {name!r} is not a count of updates in the state")
             parts = {key: local(value) for key, value in state.items()}
             values = {key: value for key, value in parts.items() if key not in (*COUNTS, "keep")}
             if bad := _unfit(rule, values, theirs, parts.get("keep"), state_dtype(p)):
@@ -219,7 +223,7 @@ def _refuse_unfit(rule: VariationalOptimizer, state_dict: dict[str, Any]) -> Non
 def _refuse_block(
     rule: VariationalOptimizer, names: Sequence[str], params: Mapping[str, Tensor], state_dict: dict[str, Any]
 ) -> None:
-    """Raise, naming the block, unless its matrices make a posterior of it."""
+    """Raise, naming the block, unless its matrices define a posterior."""
     states = {id(p): state for p, state in _saved_states(rule.param_groups, state_dict)}
     state = states[id(params[names[0]])]
     means = [torch.zeros_like(params[name], device="cpu") for name in names]
@@ -235,7 +239,7 @@ def _refuse_block(
 def _unfit(
     rule: VariationalOptimizer, values: State, group: Group, keep: Tensor | None, dtype: torch.dtype
 ) -> str | None:
-    """What is wrong with a parameter's state, if something is; weights that are pruned do not count."""
+    """What is wrong with a parameter's state, if anything; pruned weights do not count."""
     single = {key: value for key, value in values.items() if key not in rule.matrices}
     if keep is not None:
         single = {key: value[keep.bool()] for key, value in single.items()}

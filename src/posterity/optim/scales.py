@@ -1,4 +1,4 @@
-"""Whether inputs and targets are about as large as default settings take them to be: looked at once."""
+"""A check in the first step that inputs and targets are about as large as default settings assume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NORMS = (BatchNorm, GroupNorm, LayerNorm)
 
 
 class ScaleWarning(UserWarning):
-    """Inputs or targets are far from standardised, for which default settings are not made.
+    """Inputs or targets are far from standardised, and default settings do not suit them.
 
     Example:
         >>> import warnings
@@ -30,9 +30,9 @@ class ScaleWarning(UserWarning):
 
 @final
 class Scales:
-    """Looks at what the first layer gets and at a regression's first errors, and warns of large ones.
+    """Checks the first layer's inputs and a regression's first errors, and warns if they are large.
 
-    A norm among the first two layers makes up for any scale of inputs, and embeddings have none.
+    A norm among the first two layers compensates for any scale of inputs, and embeddings have none.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Scales:
         self._errors: Tensor | None = None
 
     def add_layer(self, call: LayerCall) -> None:
-        """Look at a layer, if it is one of the first two without frozen weights; norms may have none."""
+        """Check a layer, if it is one of the first two without frozen weights; norms may have no weights."""
         if len(self._layers) == 2 or not (call.weight is None or innermost(call.weight).requires_grad):
             return
         if not self._layers and isinstance(call, Linear | Conv) and type(call.input) is Tensor:
@@ -53,25 +53,25 @@ class Scales:
         self._layers.append(type(call))
 
     def add_loss(self, name: str, value: Tensor) -> None:
-        """Look at a loss, if it is the first that is a mean of squared errors."""
+        """Check a loss, if it is the first mean of squared errors."""
         if name == "mse_loss" and self._errors is None:
             self._errors = innermost(value).detach().float().mean()
 
     def judge(self) -> None:
-        """Warn of what is large; a device is waited for here."""
+        """Warn if values are large; this waits for the device."""
         inputs, errors = (
             0.0 if each is None else float(each) ** 0.5 for each in (self._inputs, self._errors)
         )
         if _LARGE < inputs < math.inf and not any(issubclass(each, _NORMS) for each in self._layers):
             warn(
                 f"the inputs of the first layer have a root mean square of {inputs:.3g}, and default "
-                "settings are made for about 1: standardise inputs by the mean and the std of the training "
-                "data, or divide pixels by 255",
+                "settings are meant for about 1: standardise inputs by the mean and std of the "
+                "training data, or divide pixels by 255",
                 ScaleWarning,
             )
         if _LARGE < errors < math.inf:  # what is not finite is refused
             warn(
                 f"mse_loss begins with a root mean square error of {errors:.3g}, and default settings "
-                "are made for about 1: standardise targets by the mean and the std of the training data",
+                "are meant for about 1: standardise targets by the mean and std of the training data",
                 ScaleWarning,
             )

@@ -1,8 +1,8 @@
-"""State of a rule: tensors of its own for every parameter, and a flat cache of them for speed.
+"""State of a rule: separate tensors for every parameter, and a flat cache of them for speed.
 
-``optimizer.state[p]`` is what is saved, loaded, shown and changed by users. A rule would take a launch for
-each of these tensors and each of its operations, so :class:`FlatGroup` keeps a copy of them end to end, works
-on that, and writes what has changed back. It can be dropped and made again at any time.
+``optimizer.state[p]`` is what users save, load, read and change. A rule would need a launch for each of these
+tensors and each operation, so :class:`FlatGroup` keeps a copy of them in one buffer, works on that, and
+writes changes back. It can be dropped and rebuilt at any time.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _generations = count()
 
 @final
 class FlatGroup:
-    """Parameters of one group, device and dtype: what a rule does, it does to all of them at once.
+    """Parameters of one group, device and dtype, which a rule updates all at once.
 
-    Of sharded parameters a process has its own parts here, and draws those slices of the noise.
+    For sharded parameters it holds this process's parts, and draws those slices of the noise.
 
     Args:
-        number: Of the group.
+        number: The group's number.
         names: Of the parameters.
         params: The parameters.
         states: The optimiser's state.
-        apart: Keys of tensors that do not have a value for every weight.
-        align: Blocks start at multiples of this; by default as kernels like it.
+        apart: Keys of tensors that do not have one value per weight.
+        align: Blocks start at multiples of this; by default the kernels' alignment.
 
     Attributes:
-        parts: What of each parameter is in this process: all, unless they are sharded.
-        weights: The parameters' values, while samples take their place in the model.
+        parts: This process's part of each parameter: all of it, unless sharded.
+        weights: The parameters' values while the model holds samples.
         state: The state's tensors, flat, by key.
-        steps: How often each parameter was updated, as ``states`` has it.
+        steps: Number of updates of each parameter, from ``states``.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class FlatGroup:
         self._weights = self.layout.views(self.weights)
         self.room = Room()
         self._fused = kernels is not None and self.device.type == "cuda"
-        # Where tensors lie; captured graphs read all places that ever were.
+        # Addresses of tensors; captured graphs read these.
         self._at: tuple[int, ...] = ()
         self._fits, self._plain = True, False
         self._places: dict[tuple[int, ...], Tensor] = {}
         self.steps = [states[p]["step"] for p in params]
         keys = [key for key in states[params[0]] if key not in (*COUNTS, *apart)]
         self._own = {key: [local(states[p][key]) for p in params] for key in keys}
-        # Between the blocks masks keep nothing; all else is 1, since a std of 0 would be taken for a bad one.
+        # In the padding masks are 0, and all other values 1, since a std of 0 would count as invalid.
         self.state: State = {
             key: torch.full(
                 (self.layout.size,), own[0].dtype != torch.bool, dtype=own[0].dtype, device=self.device
@@ -101,13 +101,13 @@ class FlatGroup:
     # The cache.
 
     def load(self) -> None:
-        """Take the state as the optimiser holds it."""
+        """Copy the optimiser's state into the buffers."""
         for key, own in self._own.items():
             foreach_copy_(self._views[key], own)
         self.keep_in_mind()
 
     def keep_in_mind(self) -> None:
-        """Take the state for known as it is now, although others have written to it."""
+        """Mark the state as read, although others have written to it."""
         self._known = self._versions()
 
     def current(self) -> bool:
@@ -115,7 +115,7 @@ class FlatGroup:
         return self._known == self._versions()
 
     def save(self, keys: Collection[str], moved: Sequence[int]) -> None:
-        """Write what a rule has changed for some parameters to the optimiser's own tensors."""
+        """Write a rule's changes for some parameters to the optimiser's own tensors."""
         everything = len(moved) == len(self.params)
         for key in keys:
             own, views = self._own[key], self._views[key]
@@ -135,7 +135,7 @@ class FlatGroup:
     # The parameters.
 
     def locate(self) -> bool:
-        """Look where the parameters lie, which users may change; whether they still belong here."""
+        """Look up the parameters' memory, which users may change; returns whether they still belong here."""
         if self.sharded:
             self.parts = list(map(local, self.params))
         at = tuple(map(Tensor.data_ptr, self.parts))
@@ -147,13 +147,13 @@ class FlatGroup:
 
     @property
     def mean(self) -> Tensor:
-        """The means: the weights as they were last read, or what is kept of half-precision ones."""
+        """The means: the weights as last read, or the stored means of half-precision ones."""
         return self.state.get("mean", self.weights)
 
     # These three want the parameters to be where they were last located.
 
     def read(self) -> None:
-        """Take the parameters' values."""
+        """Read the parameters' values."""
         if self._plain:
             self._transfer(self.parts, self.weights, read=True)
         else:
@@ -176,7 +176,8 @@ class FlatGroup:
         foreach_copy_([self.parts[i] for i in moved], [means[i] for i in moved])
 
     def _transfer(self, tensors: Sequence[Tensor], flat: Tensor, *, read: bool) -> None:
-        """Copy contiguous tensors of one type by one kernel; torch takes a program for 65,536 numbers."""
+        """Copy contiguous tensors of one dtype with one kernel; torch's takes one program per 65,536
+        numbers."""
         at = tuple(map(Tensor.data_ptr, tensors))
         if at not in self._places:
             self._places[at] = addresses(at, self.device)
@@ -190,7 +191,7 @@ class FlatGroup:
         """The parameters' gradients, flat, in the precision of the state; overwritten by the next call.
 
         Args:
-            number: A zero, which becomes a number that is not finite if a gradient is not.
+            number: A zero, which becomes non-finite if a gradient is.
         """
         flat, views = self._gathered
         grads = [gradient(p) for p in self.params]
@@ -209,7 +210,7 @@ class FlatGroup:
 
     @cached_property
     def between(self) -> Tensor:
-        """Places in a flat buffer that are in no block."""
+        """The padding between blocks in a flat buffer."""
         free = torch.ones(self.layout.size, dtype=torch.bool)
         for view in self.layout.views(free):
             view.fill_(False)
@@ -227,8 +228,8 @@ class FlatGroup:
         Args:
             values: By block.
             flat: The buffer.
-            weight: Of what is added.
-            poison: A number, which is not finite any more if a sum is not.
+            weight: Weight of the added tensors.
+            poison: A number, which becomes non-finite if a sum is.
         """
         # A graph would read the addresses from a place that may be another's by then; kernels have weights in
         # single precision.
@@ -245,9 +246,10 @@ class FlatGroup:
         poison += largest(flat) * 0.0
 
     def spans(self, moved: Sequence[int] | None) -> Iterator[tuple[int, slice | None]]:
-        """Where some parameters lie, or, in parts that a CPU's cache holds, all; each with one of them.
+        """Spans of some parameters, or of all in parts that fit into a CPU's cache; each with one of its
+        parameters.
 
-        None is everywhere: a view for each buffer would take longer than many an operation.
+        None means everywhere: a view for each buffer would take longer than many operations.
         """
         if moved is not None:
             yield from ((i, self.layout.span(i)) for i in moved)
@@ -260,13 +262,13 @@ class FlatGroup:
 
 @final
 class StateCache:
-    """All flat groups of an optimiser, made anew whenever its state lies elsewhere than before.
+    """All flat groups of an optimiser, rebuilt whenever its state has moved in memory.
 
     Args:
         opt: The optimiser.
 
     Attributes:
-        latest: The flat groups, as :meth:`groups` has found or made them last.
+        latest: The flat groups from the last call of :meth:`groups`.
     """
 
     def __init__(self, opt: VariationalOptimizer) -> None:
@@ -281,12 +283,12 @@ class StateCache:
 
     @property
     def generation(self) -> int:
-        """A number that is new whenever state lies elsewhere: captured steps hold on to it."""
+        """A number that changes whenever state moves in memory; captured steps compare it."""
         self.groups()
         return self._generation
 
     def groups(self) -> Sequence[FlatGroup]:
-        """Parameters and state end to end, after giving a state to parameters that have none."""
+        """Parameters and state in flat buffers, after initialising the state of parameters without one."""
         opt, held = self._opt, self.tensors()
         if (
             self.latest
@@ -300,8 +302,8 @@ class StateCache:
             return self.latest
         if opt.sums.samples:
             raise RuntimeError(
-                "parameters or tensors of the state were replaced while samples wait: call step() or "
-                "zero_grad() first"
+                "parameters or tensors of the state were replaced in the middle of a step: call "
+                "step() or zero_grad() first"
             )
         opt.settle_step()  # it would uncount steps of these groups
         with torch.inference_mode(False), torch.no_grad():
@@ -319,13 +321,13 @@ class StateCache:
         return list(chain.from_iterable(map(dict.values, self._opt.state.values())))
 
     def reread(self) -> None:
-        """Look at the parameters again, which a user may have changed since weights were drawn."""
+        """Read the parameters again, which a user may have changed since weights were drawn."""
         for flat in self.latest:
             flat.locate()
             flat.read()
 
     def _begin(self, p: Tensor, state: State, group: Group) -> None:
-        """Give a parameter its state, if it has none, and one in half precision its mean."""
+        """Initialise a parameter's state if it has none, and the mean of a half-precision one."""
         if state_dtype(p) == p.dtype:
             state.pop("mean", None)  # of when it was in half precision
         elif "mean" not in state:
@@ -342,7 +344,7 @@ class StateCache:
                 own.fill_(False)
 
     def _made(self) -> Iterator[FlatGroup]:
-        """The flat groups of an optimiser whose parameters all have their state."""
+        """Build the flat groups of an optimiser whose parameters all have a state."""
         states, apart = self._opt.state, self._opt.matrices
         for number, group in enumerate(self._opt.param_groups):
             similar: dict[tuple[object, ...], list[tuple[str, Tensor]]] = {}

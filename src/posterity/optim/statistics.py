@@ -20,17 +20,17 @@ from posterity.sharding import beside, gradient, local
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a rule sees of one step, averaged over the weight samples.
+    """The statistics of one step for a rule, averaged over the weight samples.
 
     Attributes:
-        grad: E[g], the gradient of the mean loss per example: what clipping and hooks left in ``p.grad``, by
-            count / B where the loss is a mean over ``count`` terms.
+        grad: E[g], the gradient of the mean loss per example: ``p.grad`` after clipping and hooks, times
+            count / B if the loss is a mean over ``count`` terms.
         grad_noise: E[g·eps]; empty for a rule that collects curvature instead.
-        batch_size: B, the examples behind the step, where the rule asks for it.
-        step: How often this block was updated, this time included.
+        batch_size: B, the examples in the step, if the rule needs it.
+        step: Number of updates of this block, including this one.
         squares: E[(1/B) Σ_i g_i²] of the B examples' own gradients, for a rule that collects them; empty in
             a step that does not.
-        factors: Of a block that is a matrix, in a step that collects them.
+        factors: Kronecker factors of a matrix block, in a step that collects them.
     """
 
     grad: Tensor
@@ -47,14 +47,14 @@ class Sums:
     """Two weighted sums of a group over the samples of a step, in the precision of the posterior's state.
 
     Attributes:
-        group: Whose gradients.
+        group: The group of the gradients.
         both: Σ g, and Σ g·eps or the squares that were collected, flat.
-        numbers: Finite if E[g], as :meth:`judged` finds it, and the sums are.
+        numbers: Finite if the sums and the E[g] that :meth:`judged` reads are.
         poison: The second of them: on a GPU, NaN if a sum is not finite.
         used: Numbers of the blocks that had a gradient.
-        factor: What the second sum is still to be multiplied by: the rule does it, which reads it anyway.
-        published: E[g] as it was put into ``p.grad``, if it was: flat, and its views.
-        overwritten: Whether blocks without a gradient, and what lies between blocks, may hold anything.
+        factor: A pending factor of the second sum, which the rule applies when it reads the sum.
+        published: E[g] as written to ``p.grad``, if it was: flat, and its views.
+        overwritten: Whether blocks without a gradient, and padding, may be uninitialised.
     """
 
     group: FlatGroup
@@ -68,7 +68,7 @@ class Sums:
 
     @classmethod
     def empty(cls, group: FlatGroup, overwritten: bool) -> Sums:
-        """Nothing yet; anything, where all will be written before it is read."""
+        """Sums of zero; uninitialised if everything will be written before it is read."""
         size, dtype = group.layout.size, state_dtype(group.weights)
         if overwritten:
             both = torch.empty(2, size, dtype=dtype, device=group.device)
@@ -92,7 +92,7 @@ class Sums:
     ) -> None:
         """Add gradients ``[k, ...]`` by block, taken under the given noise of some of its samples.
 
-        Those of the only sample may lack the leading dimension. Noise brings its own weight. Gradients of
+        Gradients of a single sample may lack the leading dimension. Noise has its own weight. Gradients of
         deterministic parameters are one tensor, a sum over samples.
         """
         known = self.used.intersection(grads)
@@ -109,7 +109,7 @@ class Sums:
             self.group.add(whole, self.grad, weight, self.poison)
 
     def clean(self) -> None:
-        """Write zeros where there may be anything."""
+        """Write zeros to uninitialised parts."""
         if not self.overwritten:
             return
         self.both.index_fill_(1, self.group.between, 0.0)
@@ -117,10 +117,10 @@ class Sums:
             self.both[:, self.group.layout.span(i)] = 0.0
 
     def publish(self, last: bool) -> None:
-        """Put E[g] into ``p.grad``, where clipping, hooks and logging expect it.
+        """Write E[g] to ``p.grad``, for clipping, hooks and logging.
 
         Args:
-            last: Whether no more samples come, so that the sum itself may be given away.
+            last: Whether this is the last sample, so that the sum itself can be used.
         """
         flat = self.grad.to(self.group.dtype, copy=not last)
         views = self.group.layout.views(flat)
@@ -131,7 +131,7 @@ class Sums:
 
     @cached_property
     def mean_grad(self) -> Tensor:
-        """E[g], flat, as ``p.grad`` has it when this is first asked for."""
+        """E[g], flat, as in ``p.grad`` at the first access."""
         if self.published is None:
             return self.group.gather()
         flat, views = self.published
@@ -142,7 +142,7 @@ class Sums:
         return flat.to(self.grad.dtype)
 
     def judged(self) -> Tensor:
-        """The numbers, finite if E[g], as ``p.grad`` has it now, and the sums are."""
+        """Numbers that are finite if the current ``p.grad`` and the sums are."""
         if self.published is None:
             self.mean_grad = self.group.gather(self.numbers[0])
         else:
@@ -157,14 +157,14 @@ class Accumulator:
     """The sums of all groups since the last step.
 
     Attributes:
-        samples: How many were absorbed: contexts, or the samples of a stack.
-        weight: Of each.
-        scale: What sums of gradients are multiplied by as they are made; squares by its square.
-        parts: Of the batch, of which every sample has seen one.
-        losses: Of the samples, where they are known.
-        examples: Seen by layers in all samples together, where a rule collects curvature; of several
-            processes' captured step a tensor, as ``inputs``.
-        inputs: In the inputs of the module, in all samples together; None if they cannot be counted.
+        samples: Number of absorbed samples: contexts, or the samples of a stack.
+        weight: Weight of each.
+        scale: Factor of gradients when they are added; squares get its square.
+        parts: Number of parts of the batch; every sample has seen one.
+        losses: The samples' losses, if known.
+        examples: Examples that layers saw in all samples together, if a rule collects curvature; in a
+            captured step of several processes a tensor, like ``inputs``.
+        inputs: Examples in the module's inputs, in all samples together; None if they cannot be counted.
         layers: Weighted sums of Kronecker factors, by the layer's weight.
     """
 
@@ -182,11 +182,11 @@ class Accumulator:
         self._scaled = self._pooled = False
 
     def of(self, group: FlatGroup, noise: Noise | None, *, overwritten: bool = False) -> Sums:
-        """The sums of one group, to add gradients to that were taken under some noise.
+        """The sums of one group, for adding gradients that were taken under some noise.
 
         Args:
-            group: Whose.
-            noise: Behind the gradients, if they are those of drawn weights.
+            group: The group.
+            noise: The noise of the drawn weights, if any.
             overwritten: Whether all of them will be written before they are read.
         """
         if group not in self._sums:
@@ -194,7 +194,7 @@ class Accumulator:
         return self._sums[group]
 
     def skip(self, weight: float) -> None:
-        """Count a sample that has seen no example."""
+        """Count a sample without examples."""
         self.samples, self.weight = self.samples + 1, weight
 
     def take(self, sums: Sums, used: set[int], share: Any, factor: Any) -> None:
@@ -202,8 +202,8 @@ class Accumulator:
 
         Args:
             sums: Of the group.
-            used: Numbers of these blocks.
-            share: What the first sum is multiplied by.
+            used: Numbers of the blocks with a gradient.
+            share: Factor of the first sum.
             factor: The same for the second.
         """
         sums.used, self._pooled = used, True
@@ -226,29 +226,30 @@ class Accumulator:
         return isinstance(self.examples, Tensor) or bool(self.examples)
 
     def counted(self) -> float | None:
-        """Examples behind the step, in the inputs of the module."""
+        """The number of examples in the step, from the module's inputs."""
         return None if not self.inputs else _whole(float(self.inputs) * self.weight)
 
     def seen_by_layers(self) -> float | None:
-        """The same, as layers saw them."""
+        """The number of examples in the step, as seen by layers."""
         return _whole(float(self.examples) * self.weight * self.parts) if self.examples else None
 
     def missing(self, here: Any, squares: bool) -> tuple[Any, Any]:
-        """What both sums are still to be multiplied by, so that they weigh as what is behind the step.
+        """The pending factors of both sums, given the examples of the step.
 
         Args:
-            here: What is behind it.
-            squares: Whether the second is of squares. Others may have cut their batches into more parts.
+            here: The examples of the step.
+            squares: Whether the second sum is of squares. Other processes may have more parts of their
+                batches.
         """
         more = here / self.scale
         return more, more * more / self.parts if squares else more
 
     def add_layers(self, layers: Mapping[str, Kronecker]) -> None:
-        """Add factors of the loss as the backward pass saw it."""
+        """Add factors of the loss as given to the backward pass."""
         self.add_weighted(times(layers, self.weight, self.weight))
 
     def add_weighted(self, layers: Mapping[str, Kronecker]) -> None:
-        """Add factors that have their weights already."""
+        """Add factors that are already weighted."""
         for key, layer in layers.items():
             if before := self.layers.get(key):
                 A, S, seen = before.A + layer.A, before.S + layer.S, before.examples + layer.examples
@@ -299,7 +300,7 @@ def _whole(number: float) -> float:
 
 @final
 class Sink(NamedTuple):
-    """Takes the gradient of a drawn weight where a layer's backward pass makes it.
+    """Takes the gradient of a drawn weight from a layer's backward pass.
 
     Attributes:
         sums: Of all groups.
@@ -314,7 +315,7 @@ class Sink(NamedTuple):
     block: int
 
     def parts(self) -> list[slice]:
-        """Which samples' gradients to make and take at once; none if they may be left to autograd."""
+        """The samples whose gradients to compute and take at once; none to leave them to autograd."""
         return self.noise.parts(self.block)
 
     def take(self, grads: Tensor, rows: slice) -> None:

@@ -1,8 +1,8 @@
-"""The samples of a step: weights are drawn, and the gradients taken there absorbed.
+"""The samples of a step: drawing weights, and absorbing the gradients taken there.
 
 A sample is :func:`draw`, a forward and a backward pass inside :func:`collecting`, and :func:`absorb`. After
 the last one the statistics go to the rule, in :mod:`posterity.optim.apply`. Loop, stack and CUDA graph all
-run these functions; they differ in who calls them, and in where :class:`Numbers` come from.
+use these functions; they differ in the caller, and in the source of :class:`Numbers`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Draw(NamedTuple):
     """Weights drawn for the parameters of a group.
 
     Attributes:
-        group: Whose.
-        noise: Behind them.
+        group: The group.
+        noise: Their noise.
         flat: All of them, each block stacked over the samples, in the parameters' dtype.
     """
 
@@ -42,9 +42,9 @@ class Draw(NamedTuple):
 
 
 class Numbers:
-    """What changes from step to step without a tensor being replaced, and how a rule is run on it.
+    """The numbers that change from step to step, and how a rule is run on them.
 
-    These are an eager step's: Python's own numbers. Those of a captured step are tensors.
+    This class is for an eager step, with Python numbers. In a captured step they are tensors.
 
     Attributes:
         groups: The optimiser's groups.
@@ -59,19 +59,19 @@ class Numbers:
         return int(self.groups[0]["steps"])
 
     def updates(self, p: Tensor, count: int) -> int | Tensor:
-        """The number of the update that a parameter is having, which the host has counted."""
+        """The number of a parameter's current update, counted by the host."""
         return count
 
     def read(self, sums: Tensor) -> list[Any]:
-        """What processes have added up, number by number."""
+        """The numbers that processes have added up."""
         return list(sums.tolist())
 
     def row(self, values: Sequence[float], device: torch.device) -> Tensor:
-        """Numbers that processes are to add up, in one tensor."""
+        """Numbers for processes to add up, in one tensor."""
         return row(values, device)
 
     def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of a rule and more, as it is run for this rule."""
+        """Run a function of a rule and other arguments."""
         return partial(function, rule)
 
 
@@ -85,12 +85,12 @@ def row(values: Sequence[float], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]:
-    """Weights of every stochastic parameter, with their noise; the parameters' own are kept.
+    """Draw weights of every stochastic parameter, with their noise; the parameters' own values are saved.
 
     Args:
         opt: The optimiser.
         samples: Numbers of the samples.
-        weight: Of each in the statistics.
+        weight: Weight of each in the statistics.
     """
     drawn, numbers = [], opt.numbers
     for flat in opt.cache.groups():
@@ -123,7 +123,7 @@ def draw(opt: VariationalOptimizer, samples: range, weight: float) -> list[Draw]
 def expect(opt: VariationalOptimizer, drawn: Sequence[Draw], examples: float | None, weight: float) -> None:
     """Weight a step's gradients by their number of examples, before the first of them are added.
 
-    If the weight turns out to be another, sums are corrected before they are sent.
+    If the weight turns out to be different, sums are corrected before they are sent.
     """
     if opt.pools and not opt.local.samples:
         opt.local.scale = float(examples or 1.0)
@@ -134,11 +134,11 @@ def expect(opt: VariationalOptimizer, drawn: Sequence[Draw], examples: float | N
 def collecting(
     opt: VariationalOptimizer, drawn: Mapping[Tensor, Tensor] | None = None, *, stacked: bool = False
 ) -> AbstractContextManager[object]:
-    """What forward and backward passes are run inside: layers report the curvature that the rule wants.
+    """A context for forward and backward passes, in which layers report the curvature that the rule needs.
 
     Args:
         opt: The optimiser.
-        drawn: Tensors in the place of parameters, if any.
+        drawn: Tensors in place of parameters, if any.
         stacked: Whether these are ``[samples, ...]``.
     """
     if opt.collector is None or not due(opt.param_groups[0]):
@@ -152,13 +152,13 @@ def collecting(
 
 
 def due(group: Group) -> bool:
-    """Whether the step that comes next has the second of a rule's statistics, as the first group says."""
+    """Whether the next step has the second of a rule's statistics, by the settings of the first group."""
     every = group.get("factors_every", group.get("second_every", 1))
     return bool(group["steps"] % every == 0)
 
 
 def multiplies(opt: VariationalOptimizer) -> bool:
-    """Whether the step that comes next wants products of gradients and noise, E[g·eps]."""
+    """Whether the next step needs products of gradients and noise, E[g·eps]."""
     return opt.collects is None and due(opt.param_groups[0])
 
 
@@ -172,16 +172,16 @@ def absorb(
 ) -> None:
     """Add gradients ``[samples, ...]`` taken at drawn weights to the statistics.
 
-    Those of one sample lack the leading dimension, as do those of deterministic parameters, which are sums
-    over the samples.
+    Gradients of one sample lack the leading dimension, as do those of deterministic parameters, which are
+    sums over the samples.
 
     Args:
         opt: The optimiser.
-        grads: Of its parameters, in their order.
+        grads: Gradients of its parameters, in order.
         drawn: The weights.
-        samples: How many.
-        weight: Of each.
-        done: Parameters whose gradients are added already.
+        samples: Their number.
+        weight: Weight of each.
+        done: Parameters whose gradients have been added already.
     """
     sums, collector = opt.local, opt.collector
     found = {p: grad for p, grad in zip(opt.parameters(), grads, strict=True) if grad is not None}

@@ -41,7 +41,8 @@ the step, at once. That is what the momentum correction of Goyal et al. 2017 doe
 While α stays, both are the same; when α goes from a to b, v stays and dies away by β1, as if m were
 multiplied by a / b.
 
-**Deviations.** Steps are bounded by ``max_step`` stds, which ``preset="osawa2019"`` does not do. ĥ is exact
+**Deviations.** Steps fall (``settle_after``) and are bounded by ``max_step`` stds, which they are not with
+``preset="osawa2019"``. ĥ is exact
 for biases of convolutions and for BatchNorm, which the authors approximate. Parameters without a posterior
 are trained by the same rule at their values, with no prior, as the authors do.
 """
@@ -308,7 +309,7 @@ class VOGN(GaussNewton):
         params: A module, or what torch.optim takes.
         num_data: Training examples (N).
         preset: Where other settings come from.
-        lr: Learning rate: 1, in units of ``lr_unit``.
+        lr: Learning rate: 3, in units of ``lr_unit``; it falls, see ``settle_after``.
         lr_unit: What ``lr`` is multiplied by; by default (1 − betas[0]) · (hess_init + damping + δ̃).
         std_scale: Std of a weight without data, times the root of its fan-in, on average: 0.05.
         std_init: Std of every weight without data, in place of ``std_scale``.
@@ -320,8 +321,10 @@ class VOGN(GaussNewton):
         temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
         betas: Momentum, and averaging of the curvature: (0.9, 0.999). 0.001 follows each batch's, near 1
             averages many.
-        max_step: The furthest that a weight moves in a step, in stds without data: 0.24.
-        settle_after: Updates after which that bound falls, as ``1 / sqrt(1 + t / settle_after)``: 125.
+        max_step: The furthest that a weight moves in a step, in stds without data: 0.34. Infinite, steps do
+            not fall either.
+        settle_after: Updates after which steps and their bound fall, as ``1 / sqrt(1 + t / settle_after)``:
+            60.
         augmentation: By how much data augmentation multiplies the number of examples.
         keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
         mc_samples: Weight samples per step: 1.

@@ -1,4 +1,4 @@
-"""Looks at a run and at its posterior, and warns by the name of the setting to change."""
+"""Checks of a run and its posterior, with warnings that name the setting to change."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ UNTOUCHED = (
     "the posterior was not touched: look for bad values in the batch, or lower the learning rate or the "
     "initial std"
 )
-# Steps behind the loss at first, and behind an average of it.
+# Numbers of steps in the average of the first losses, and in the running one.
 _FIRST, _RECENT = 10, 50
-# After so many a run that has learned nothing is told so: one whose learning rate is far too small; any; one
-# that was noise and stands still.
+# Steps after which a run that has learned nothing gets a warning: with a learning rate far too small; any
+# run; one whose first losses were high because of noise.
 _SOON, _PATIENCE, _LONG = 100, 300, 500
-# Looking for the root of a user's own backward pass takes time at every operation: after the first steps one
-# in so many is looked at, and stands for the others. On a GPU it is read so many steps later at most.
+# Looking for the root of a user's own backward pass takes time at every operation: after the first steps only
+# one in _EVERY is watched. On a GPU it is read at most _AT_ONCE steps later.
 _EVERY, _AT_ONCE = 5, 100
-# By this share a loss comes down in _PATIENCE steps where a learning rate is not far too small.
+# A loss falls by at least this share in _PATIENCE steps if the learning rate is not far too small.
 _LITTLE = 0.1
-# Steps of a posterior's means after which its stds should have moved, too.
+# Updates of a variational() model's means after which its stds should have changed, too.
 _MOVES = 3
-# Below this loss there may be nothing to learn: a net that was trained before.
+# Below this loss there may be nothing to learn, as in a net that is already trained.
 _LOW = 0.25
 
 
 class DivergenceWarning(UserWarning):
-    """The loss has run away from where it began, or has not come down at all.
+    """The loss has risen far above its start, or has not fallen at all.
 
     Example:
         >>> import warnings
@@ -46,7 +46,7 @@ class DivergenceWarning(UserWarning):
 
 
 class PosteriorWarning(UserWarning):
-    """A posterior that has not moved, whose noise does nothing, or whose noise is all there is.
+    """A posterior that has not moved, or whose stds are negligible or outweigh the weights.
 
     Example:
         >>> import warnings
@@ -56,20 +56,20 @@ class PosteriorWarning(UserWarning):
 
 @final
 class Average:
-    """Of a number over the steps so far, and over the latest of them.
+    """Averages of a number over the first and the latest steps.
 
     Attributes:
-        count: Of steps.
+        count: Number of steps.
         first: Mean of the first ten.
-        recent: Mean of the latest fifty or so, which weigh less the older they are.
-        lowest: That mean when it was lowest, fifty steps being over.
+        recent: Running mean of about the latest fifty, with less weight for older ones.
+        lowest: The lowest running mean after the first fifty steps.
     """
 
     def __init__(self) -> None:
         self.count, self.first, self.recent, self.lowest, self._variance = 0, 0.0, 0.0, math.inf, 0.0
 
     def add(self, value: float) -> None:
-        """One more step's."""
+        """Add one step's value."""
         self.count += 1
         if self.count <= _FIRST:
             self.first += (value - self.first) / self.count
@@ -80,11 +80,12 @@ class Average:
             self.lowest = min(self.lowest, self.recent)
 
     def fallen(self, noisy: bool, share: float = 0.01) -> bool:
-        """Whether it was ever by a share below the first, and, if steps are noisy, more than by chance."""
+        """Whether it was ever below the first mean by a share, and, if steps are noisy, by more than
+        chance."""
         return self.lowest < self.first - max(self._chance() if noisy else 0.0, share * abs(self.first))
 
     def risen(self) -> bool:
-        """Whether it is two hundredths above the first, and more than by chance."""
+        """Whether it is above the first mean by two hundredths, and by more than chance."""
         return self.recent > self.first + max(self._chance(), 0.02 * abs(self.first))
 
     def _chance(self) -> float:
@@ -94,10 +95,10 @@ class Average:
 
 @final
 class Roots(TorchFunctionMode):
-    """Inside, keeps what ``backward()`` is called on: a user's own loss.
+    """Records the tensors on which ``backward()`` is called: a user's own losses.
 
     Attributes:
-        found: Single numbers, without their graphs.
+        found: Scalars, without their graphs.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class Roots(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run what was called."""
+        """Run the function."""
         kwargs = kwargs or {}
         if func is Tensor.backward and kwargs.get("gradient") is None:
             root = args[0]
@@ -118,21 +119,21 @@ class Roots(TorchFunctionMode):
 
 @final
 class LossWatch:
-    """Looks at every loss of one optimiser, and warns of a run that goes wrong, once.
+    """Watches the losses of one optimiser, and warns once if a run goes wrong.
 
-    In contexts around a user's own backward passes losses are those passes' roots, until a fresh run has
-    learned something; then, and where roots are not seen, the largest gradient stands in.
+    In contexts around a user's own backward passes, losses are the roots of those passes, until a fresh run
+    has learned something. After that, and if roots are not seen, the largest gradient is watched instead.
 
     Args:
         name: The optimiser's, for messages.
         narrower: What to do about stds that are too large.
-        noise: Gives ‖std‖ / ‖mean‖ of the weights that losses were taken at.
-        fresh: Whether training begins here: what goes on may have nothing to learn.
-        slow: Says what is wrong with a learning rate that is far below the usual one, if it is.
-        otherwise: What to do about a loss that has not come down, where nothing else is the matter.
+        noise: Returns ‖std‖ / ‖mean‖ of the weights at which losses were taken.
+        fresh: Whether training starts here; a continued run may have nothing left to learn.
+        slow: Returns advice if the learning rate is far below the usual one.
+        otherwise: Advice for a loss that has not fallen, if no other cause is found.
 
     Attributes:
-        guess: The mean of the first step's known losses, and what it would be for a guess.
+        guess: The mean of the first step's known losses, and that of a guess.
     """
 
     def __init__(
@@ -155,18 +156,18 @@ class LossWatch:
         self._heard: list[tuple[int, Sequence[tuple[float, Tensor]]]] = []
 
     def wanted(self) -> bool:
-        """Whether the loss of the step under way is to be looked at, where that takes time."""
+        """Whether to watch the loss of the current step, which takes time."""
         if self._step >= _FIRST and self._step % _EVERY:
             return False
         return self.fresh and not (self._diverged or (self.losses.count >= _LONG and self.learned))
 
     def listen(self, module: nn.Module | None) -> AbstractContextManager[Roots | None]:
-        """A context that gives the roots of backward passes, where this step's are wanted."""
+        """A context that records the roots of backward passes, if this step's are wanted."""
         deaf = module is None or not self.wanted() or is_compiled(module)
         return nullcontext() if deaf else Roots()
 
     def follow(self, loss: Tensor) -> None:
-        """Take the loss of a step that begins, if it is wanted; the one before is over."""
+        """Start watching the loss of a new step, if wanted; the previous step is over."""
         self.close()
         if self.wanted():
             self.hear([loss.detach().clone()], 1.0)
@@ -176,7 +177,7 @@ class LossWatch:
         self._roots += [(weight, root) for root in roots]
 
     def forget(self) -> None:
-        """Drop what was heard since the last step."""
+        """Drop the roots recorded since the last step."""
         self._roots = []
 
     def close(self) -> None:
@@ -196,7 +197,7 @@ class LossWatch:
                 self(loss)
 
     def __call__(self, loss: float | None, gradient: float = 0.0) -> None:
-        """Take a step's mean loss, if it is known, and its largest gradient, if that is.
+        """Add a step's mean loss and its largest gradient, each if known.
 
         Raises:
             FloatingPointError: The loss is not finite.
@@ -241,7 +242,7 @@ class LossWatch:
             little = _LITTLE * (seen.count - _RECENT) / (_PATIENCE - _RECENT)  # a recent loss is that old
             stuck = not fallen or bool(advice and not seen.fallen(noisy, little)) or self._guesses()
             done = f"has {'hardly' if fallen else 'not'} lowered its loss"
-            done = "has got no further than a guess" if fallen and self._guesses() else done
+            done = "has a loss no better than a guess" if fallen and self._guesses() else done
             told = f"{done} in {seen.count} steps ({seen.first:.3g} at first,"
         else:  # noise alone may have made the first losses high, and steps have lowered them to chance
             stuck = noisy and seen.lowest > 0.85 * self._halfway
@@ -257,7 +258,7 @@ class LossWatch:
             warn(f"{self.name} {told} {seen.recent:.3g} now): {advice}", DivergenceWarning)
 
     def _guesses(self) -> bool:
-        """Whether the loss, if it is nothing but those of which that is known, is still that of a guess."""
+        """Whether the loss is still that of a guess, if it consists of known losses only."""
         value, guess = self.guess
         alone = self._begin is not None and math.isclose(value, self._begin, rel_tol=1e-3)
         return alone and guess < math.inf and self.losses.lowest > 0.99 * guess
@@ -269,18 +270,19 @@ class LossWatch:
 
     @property
     def learned(self) -> bool:
-        """Whether the loss has come down in spite of noise, or is not known for long enough to tell."""
+        """Whether the loss has fallen in spite of noise, or has not been known for long enough."""
         seen = self.losses
         return seen.count < _RECENT or (seen.fallen(True) and seen.lowest < 0.85 * self._stuck)
 
 
 @final
 class Unfrozen:
-    """Warns, once, of parameters that were frozen when an optimiser was built, and that nobody trains since.
+    """Warns, once, about parameters that were frozen when an optimiser was built, and that nothing trains
+    now.
 
     Args:
-        module: Whose, if it is known.
-        params: Those that the optimiser has.
+        module: Their module, if known.
+        params: The optimiser's parameters.
     """
 
     def __init__(self, module: nn.Module | None, params: Sequence[Tensor]) -> None:
@@ -289,7 +291,8 @@ class Unfrozen:
         self._versions: dict[str, int] = {}
 
     def look(self, rule: str) -> None:
-        """At a step, gradients being there: two of them at one value, and no other optimiser has it."""
+        """Check gradients at a step: a second gradient at an unchanged value means that no optimiser trains
+        it."""
         for name, p in self._named:
             if p.grad is None or not p.requires_grad:
                 continue
@@ -305,11 +308,11 @@ class Unfrozen:
 
 @final
 class Untrained:
-    """Warns, once, of a posterior whose means move, while nobody moves what else it learns from gradients.
+    """Warns, once, if an optimiser trains a posterior's means, but not its stds and others with gradients.
 
     Args:
-        means: Its means, which are a module's parameters.
-        others: Its stds, and what else is no parameter of that module.
+        means: The posterior's means, which are the module's parameters.
+        others: Its stds, and all others of its parameters that the module does not have.
     """
 
     def __init__(self, means: Sequence[Tensor], others: Sequence[Tensor]) -> None:
@@ -317,7 +320,7 @@ class Untrained:
         self._begin, self._last, self._moves = _versions(others), _versions(means), 0
 
     def look(self) -> None:
-        """At a step, before its backward pass: gradients are those of the last."""
+        """Check at a step, before its backward pass, when gradients are those of the step before."""
         if not self._others or _versions(self._others) != self._begin:
             self._others = ()
             return
@@ -326,7 +329,7 @@ class Untrained:
         if self._moves >= _MOVES:
             self._others = ()
             warn(
-                "the means of the variational() model are trained, and its stds have gradients that no "
+                "the means of the variational() model are trained, but its stds have gradients that no "
                 "optimiser uses: build the optimiser from the parameters() of what variational() returned, "
                 "not of the module inside it"
             )
@@ -338,9 +341,9 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 @torch.no_grad()
 def noise_of(leaves: Iterable[Leaf]) -> float:
-    """‖std‖ / ‖mean‖ of all weights of matrices: by how much sampling changes them; 0 if there are none.
+    """‖std‖ / ‖mean‖ of all weights of matrices, the relative change by sampling; 0 if there are none.
 
-    Biases and scales are left out: they may well be zero, or larger than all else.
+    Biases and scales are left out: they may be zero, or larger than everything else.
     """
     norms = [
         torch.linalg.vector_norm(each, dtype=torch.float64)

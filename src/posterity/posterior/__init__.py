@@ -1,7 +1,7 @@
 """What q is: posteriors, priors, and the divergence between them."""
 
 from posterity.posterior import formulas as formulas  # registers them
-from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.base import Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.divergence import kl, register_kl
 from posterity.posterior.eigen import EigenGaussian
@@ -9,6 +9,7 @@ from posterity.posterior.factorised import Factorised
 from posterity.posterior.flow import mnf
 from posterity.posterior.groups import GroupHorseshoe, GroupNormalJeffreys, GroupPrior, ghs, gnj
 from posterity.posterior.kernel import KernelGaussian, cfg
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian, ScaleMixture, around
 from posterity.posterior.scaled import ScaledGaussian

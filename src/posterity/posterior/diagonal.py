@@ -1,4 +1,4 @@
-"""The diagonal Gaussian: every weight its own mean and standard deviation (mean field, FFG)."""
+"""The diagonal Gaussian: a mean and a standard deviation for every weight (mean field, FFG)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from posterity.arguments import TENSOR, Kind, is_dense, is_number, takes
 from posterity.flat import Layout, concatenate
-from posterity.posterior.base import Leaf
+from posterity.posterior.leaf import Leaf
 
 _STD = Kind("a number, or a dense tensor of real numbers", lambda std: is_number(std) or is_dense(std))
 
@@ -27,8 +27,8 @@ class DiagonalGaussian(Leaf):
     """Independent normals, one per weight: ``w = mean + std · noise``.
 
     A trainable one stores ρ with ``std = softplus(ρ)`` (Blundell et al. 2015) and makes mean and ρ
-    parameters; given an ``nn.Parameter`` as mean it uses that very object, so a model and its posterior can
-    share the means. One that is not trainable stores mean and std as buffers.
+    parameters; given an ``nn.Parameter`` as mean it uses that same object, so a model and its posterior can
+    share the means. If it is not trainable, mean and std are buffers.
 
     Args:
         mean: Means; they give the block its shape, dtype and device.
@@ -87,15 +87,15 @@ class DiagonalGaussian(Leaf):
         std: Tensor | None = None,
         stores_raw: bool = True,
     ) -> Self:
-        """A leaf whose means and ρ are these very tensors, which may be part of a graph, as are its masks.
+        """A leaf with these same tensors as means, ρ and masks; means and ρ may be part of a graph.
 
         Args:
             loc: Means.
             raw: ρ, or stds.
             keep: Mask of the weights that are not pruned.
-            held: Mask of the weights that are certain.
+            held: Mask of the weights that are fixed at their means.
             std: Stds, if they were computed from ρ already.
-            stores_raw: Whether ``raw`` is ρ, and not the std itself.
+            stores_raw: Whether ``raw`` is ρ rather than the std itself.
         """
         leaf = cls.__new__(cls)
         Leaf.__init__(leaf, loc.shape)
@@ -117,7 +117,7 @@ class DiagonalGaussian(Leaf):
 
     @property
     def stores_raw(self) -> bool:
-        """Whether it stores ρ, so that gradients can reach it, and not the std itself."""
+        """Whether it stores a trainable ρ rather than the std itself."""
         return self._trainable
 
     def std(self) -> Tensor:
@@ -125,7 +125,8 @@ class DiagonalGaussian(Leaf):
         return self.masked(self.filled_std())
 
     def filled_std(self) -> Tensor:
-        """The same with more than 0 for weights that do not vary: logarithms and quotients stay finite."""
+        """The std with a positive value for weights that do not vary, so logarithms and quotients stay
+        finite."""
         if self._std is not None:
             return self._std
         return softplus(self.raw) if self._trainable else self.raw
@@ -136,14 +137,14 @@ class DiagonalGaussian(Leaf):
         logs = -0.5 * ((value - self.loc) / std) ** 2 - torch.log(std) - 0.5 * math.log(2.0 * math.pi)
         if self._trainable:
             return self.total(logs)
-        # Of a weight that is known exactly: infinite at its mean, and nothing elsewhere.
+        # For a weight with std 0: infinite at its mean, and zero elsewhere.
         hit, missed = value == self.loc, self.varying & (std == 0) & (value != self.loc)
         logs = torch.where(std > 0, logs, torch.where(hit, math.inf, 0.0))
         nowhere = self.total(missed.to(logs.dtype)) > 0
         return torch.where(nowhere, -math.inf, self.total(logs))
 
     def trainable(self) -> Self:
-        """This leaf if gradients reach it, else a copy that they reach."""
+        """This leaf if it is trainable, else a trainable copy."""
         if self._trainable:
             return super().trainable()
         if not bool((self.filled_std() > 0).all()):
@@ -166,7 +167,7 @@ class DiagonalGaussian(Leaf):
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        """Build the leaf again; bit for bit, because ρ itself is stored."""
+        """Rebuild the leaf, bit for bit, because ρ itself is stored."""
         leaf = cls(tensors["loc"], 1.0, trainable=bool(config["trainable"]), keep=tensors.get("keep"))
         leaf.load_state_dict(dict(tensors))
         std = leaf.std()

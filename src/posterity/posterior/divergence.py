@@ -1,8 +1,8 @@
 """``kl(q, p)``: a sum over weights, by formula where there is one, by Monte Carlo otherwise.
 
 Pairs of families register their formula with :func:`register_kl`, as torch.distributions does; a formula may
-ask for a draw of its own. A pair without a formula falls back to Monte Carlo, which needs log-densities only.
-The library's own formulas are in :mod:`posterity.posterior.formulas`.
+ask for its own draw. A pair without a formula falls back to Monte Carlo, which needs log-densities only. The
+library's own formulas are in :mod:`posterity.posterior.formulas`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch import Tensor
 
 from posterity import noise
 from posterity.arguments import TENSORS, WHOLE, instance, takes
-from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.base import Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.end_to_end import Joined
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.matching import matched
 from posterity.posterior.priors import ByName, Density
 
 Formula: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Formula)
-# By pair of families: the formula, and whether it wants a draw.
+# By pair of families: the formula, and whether it needs a draw.
 _FORMULAS: dict[tuple[type, type], tuple[Formula, bool]] = {}
 
 
@@ -74,18 +75,18 @@ def kl(
 ) -> Tensor:
     """KL(q ‖ p), summed over all weights of q; differentiable.
 
-    It is taken block by block. Where q holds several tensors as one block, p may hold the same block, or each
-    of the tensors by itself; where p does, q may hold each as a diagonal Gaussian.
+    It is computed block by block. If q holds several tensors as one block, p may hold the same block, or each
+    of the tensors separately; if p does, q may hold each as a diagonal Gaussian.
 
     Args:
         q: A posterior, or the leaf of one block.
         p: Another posterior, or a prior.
         weights: Draws of q (as ``q.sample`` gives them) on which blocks without a formula are estimated;
-            those of the likelihood term may be used again. Without them ``samples`` new ones are drawn.
-        samples: How many, then; and how many a formula gets that needs a draw.
-        seed: Makes what is drawn a pure function of it; without one every call draws anew.
-        step: Chooses, with the seed, what is drawn.
-        joined: Blocks of q that are there as one leaf, some with its weights, which ``weights`` then lacks.
+            those of the likelihood term can be reused. Without them ``samples`` new ones are drawn.
+        samples: Number of these new draws, and of the draws for a formula that needs them.
+        seed: Makes the draws a pure function of it; without one every call gives new draws.
+        step: Chooses the draws together with the seed.
+        joined: Blocks of q that are joined in one leaf, some with its weights, which ``weights`` then lacks.
 
     Example:
         >>> from posterity import DiagonalGaussian, IsotropicGaussian
@@ -105,7 +106,7 @@ def kl(
     pairs = {name: (leaf, prior) for name, leaf, prior in matched(q, p)}
     terms, given = [], dict[str, Tensor]()
     for each in joined:
-        # A block of several tensors of the prior takes these leaves together already.
+        # A block of several tensors in the prior already joins these leaves.
         alone = all(pairs.get(name, (None,))[0] is leaf for name, leaf in each.blocks.leaves.items())
         priors = {name: pairs[name][1] for name in each.blocks.leaves} if alone else {}
         if alone and (whole := one_prior(each, priors)) is not None:
@@ -126,7 +127,7 @@ def kl(
 
 
 def one_prior(joined: Joined, priors: Mapping[str, Leaf | Density]) -> Leaf | Density | None:
-    """The prior of blocks that are one leaf; None where it must be taken block by block."""
+    """The common prior of blocks joined in one leaf; None if the KL must be computed block by block."""
     whole = joined.blocks.prior([priors[name] for name in joined.blocks.leaves], joined.leaf)
     if whole is None:
         return None
@@ -136,7 +137,7 @@ def one_prior(joined: Joined, priors: Mapping[str, Leaf | Density]) -> Leaf | De
 
 
 def elementwise(prior: Leaf | Density) -> bool:
-    """Whether a KL to it is a sum over single weights, of diagonal leaves: these may then lie end to end."""
+    """Whether its KL from diagonal leaves is a sum over single weights, so that they can be joined."""
     formula, needs_draw = formula_of(DiagonalGaussian, type(prior))
     gaussian = type(prior) is DiagonalGaussian and formula is not None
     return not needs_draw and (gaussian or isinstance(prior, Density))
@@ -145,7 +146,7 @@ def elementwise(prior: Leaf | Density) -> bool:
 def leaf_kl(
     q: Leaf, p: Leaf | Density, weights: Tensor | None, draw: Callable[[], Mapping[str, Tensor]]
 ) -> Tensor:
-    """KL(q ‖ p) of one block: at the weights, or else at a draw of its noise, if it must be estimated."""
+    """KL(q ‖ p) of one block; if estimated, at the given weights or else at a draw from its noise."""
     refuse_misfit(q, p)
     formula, needs_draw = formula_of(type(q), type(p))
     if formula is not None:

@@ -1,11 +1,11 @@
 """The eigenbasis Gaussian: a layer's weight and bias together, independent along products of eigenvectors.
 
-What a Kronecker-factored Laplace approximation ends in. With S = Q_S Λ_S Q_Sᵀ of gradients, A = Q_A Λ_A Q_Aᵀ
-of inputs, the precision N · (A ⊗ S) + δ I of the block W̃ = [W | b], ``[O, I + 1]``, is
+The posterior of a Kronecker-factored Laplace approximation. With S = Q_S Λ_S Q_Sᵀ of gradients, A = Q_A Λ_A
+Q_Aᵀ of inputs, the precision N · (A ⊗ S) + δ I of the block W̃ = [W | b], ``[O, I + 1]``, is
 
     (Q_A ⊗ Q_S) diag(N λ_A λ_S + δ) (Q_A ⊗ Q_S)ᵀ        of vec(W̃), columns stacked
 
-which no product of two factors is, so a matrix Gaussian has it only approximately. Here it is exact:
+which is not a product of two factors, so a matrix Gaussian only approximates it. Here it is exact:
 
     W̃ = M + Q_S (noise / √precision) Q_Aᵀ              precision_oi = N λ_S,o λ_A,i + δ, ``[O, I + 1]``
 
@@ -68,14 +68,15 @@ class EigenGaussian(KroneckerGaussian):
 
     @full_precision
     def std(self) -> Tensor:
-        """Standard deviation of each weight, whatever the others are."""
+        """Marginal standard deviation of each weight."""
         variance = self.rows.square() @ self.scale.square() @ self.columns.square().mT
         return self.masked(variance.sqrt())
 
     def product(self) -> MatrixGaussian:
         """The matrix Gaussian with the same means, eigenvectors and volume, and the nearest stds along them.
 
-        Nearest is meant by squares of logarithms: a scale that is a product of two vectors is kept as it is.
+        Nearest is in squared differences of logarithms: a scale that is a product of two vectors stays the
+        same.
 
         Example:
             >>> leaf = EigenGaussian(torch.zeros(2, 2), torch.eye(2), torch.eye(2), torch.full((2, 2), 0.1))
@@ -106,7 +107,7 @@ class EigenGaussian(KroneckerGaussian):
             return
         wide = factor.double()
         excess = (wide.mT @ wide - torch.eye(len(wide), dtype=wide.dtype, device=wide.device)).abs()
-        # Far above what rounding to half precision does, far below what a basis that is none has.
+        # Far above the error of rounding to half precision, far below that of an invalid basis.
         if not bool((excess < 0.05).all()):  # NaN is not, either
             raise ValueError(f"{name} must hold orthonormal vectors as columns: see torch.linalg.eigh")
 

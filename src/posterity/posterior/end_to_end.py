@@ -16,15 +16,15 @@ from torch import Tensor
 
 from posterity.flat import Layout, apart
 from posterity.noise import Domain, Noise
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.priors import Density, IsotropicGaussian
 from posterity.torch_private import lasts
 
 L = TypeVar("L", bound=Leaf)
-# Numbers that a CPU works on at once: of more, its cache would hold none when the next operation comes.
+# Numbers that a CPU works on at once: more would be evicted from its cache before the next operation.
 _IN_CACHE = 1 << 18
-# What all masks of a group are made of, and the versions of these.
+# The tensors from which a group's masks are made, and their versions.
 _Masks = tuple[Sequence[Tensor | None], list[int]]
 
 

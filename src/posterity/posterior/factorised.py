@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from posterity import noise
 from posterity.arguments import MODULE, PATH, TENSORS, Kind, described, takes
 from posterity.disk import replacing, write_tensors
-from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.base import Posterior
+from posterity.posterior.leaf import Leaf
 
 Key: TypeAlias = str | tuple[str, ...]
 
@@ -39,13 +40,13 @@ class Factorised(Posterior):
     """A product of leaves, one per block.
 
     A block is a parameter tensor, or several that one leaf holds together, as K-FAC does a layer's weight and
-    bias. Whatever goes in or out is by the parameters' names; ``blocks`` alone is by the blocks', where a
-    block of several tensors is called ``"fc.weight+fc.bias"``.
+    bias. All inputs and outputs use parameter names; only ``blocks`` uses block names, where a block of
+    several tensors is called ``"fc.weight+fc.bias"``.
 
     Args:
         blocks: Leaf of every block, by the parameter's name in the model, or a tuple of names in the order
             of the leaf's ``shapes``.
-        linearised: Whether it belongs to the model that is linear in its weights around the means.
+        linearised: Whether it is a posterior of the model linearised around the means.
 
     Attributes:
         tensors: The names of every block's tensors, by the block's name.
@@ -97,7 +98,7 @@ class Factorised(Posterior):
 
     @property
     def blocks(self) -> dict[str, Leaf]:
-        """The leaves by their blocks' names: that of the tensor, or those of several joined by ``+``."""
+        """The leaves by block name: the tensor's name, or several joined by ``+``."""
         return dict(zip(self.tensors, cast("list[Leaf]", list(self._leaves)), strict=True))
 
     @takes(name=_KEY)
@@ -114,7 +115,7 @@ class Factorised(Posterior):
         return self.blocks[called]
 
     def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One value per weight, given by block, by tensor; leading dimensions stay."""
+        """Convert one value per weight, given by block, to values by tensor; leading dimensions stay."""
         return {
             name: part
             for block, leaf in self.blocks.items()
@@ -123,7 +124,7 @@ class Factorised(Posterior):
 
     @takes(values=TENSORS)
     def join(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One value per weight, given by tensor, by block: the inverse of :meth:`split`."""
+        """Convert one value per weight, given by tensor, to values by block: the inverse of :meth:`split`."""
         leads: dict[torch.Size, str] = {}
         for name, shape in self.shapes().items():
             if name not in values:
@@ -171,7 +172,7 @@ class Factorised(Posterior):
         return torch.stack([leaf.log_prob(values[block]) for block, leaf in self.blocks.items()]).sum(0)
 
     def frozen(self) -> Factorised:
-        """A detached copy, for use as the next prior or for keeping."""
+        """A detached copy, to keep or to use as the next prior."""
         return self.rebuilt({name: leaf.copy() for name, leaf in self.blocks.items()}).requires_grad_(False)
 
     def rebuilt(self, leaves: Mapping[str, Leaf]) -> Factorised:
@@ -181,7 +182,7 @@ class Factorised(Posterior):
 
     @takes(path=PATH)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, whole or not at all."""
+        """Write a safetensors file atomically."""
         tensors = {
             f"{name}|{key}": value
             for name, leaf in self.blocks.items()
@@ -207,8 +208,8 @@ class Factorised(Posterior):
     def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Factorised:
         """Read a saved posterior; with a model, refuse one that does not fit it.
 
-        A file that was changed since it was written, by so much as a bit, is refused by its digest, and so is
-        one whose means or stds no posterior has. Files of before there were digests are read without.
+        A file in which even one bit has changed is refused by its digest, and so is one with invalid means or
+        stds. Older files without a digest are read without that check.
 
         Example:
             >>> import tempfile, pathlib
@@ -269,7 +270,7 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _refuse_changed(header: dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raise unless a file is as it was written; the digest is taken out of the header."""
+    """Raise if a file has changed since it was written; removes the digest from the header."""
     version, digest = header["version"], header.pop("digest", None)
     if type(version) is not int or version < 1:
         raise ValueError(f"its version is {version!r}, which no Posterity has written")
@@ -281,13 +282,13 @@ def _refuse_changed(header: dict[str, Any], tensors: Mapping[str, Mapping[str, T
 
 
 def _restored(header: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Leaf]:
-    """The leaves of a file, from what its header says of blocks and the tensors of each."""
+    """The leaves of a file, from its header and its tensors."""
     families = {family.__name__: family for family in _families(Leaf)}
     blocks: dict[Key, Leaf] = {}
     for name, config in header.items():
         if config["family"] not in families:
-            raise ValueError(f"{name!r} is of the family {config['family']}, unknown here")
-        # Files of before there were blocks of several tensors do not name them.
+            raise ValueError(f"{name!r} has the family {config['family']}, which is unknown here")
+        # Older files, without blocks of several tensors, do not have these names.
         names = tuple(config.get("tensors", [name]))
         if "+".join(names) != name:
             raise ValueError(f"the block {name!r} says that it holds {', '.join(names)}")

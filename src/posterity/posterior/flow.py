@@ -1,4 +1,4 @@
-"""Scales by a normalising flow: multiplicative normalising flows (MNF).
+"""Scales from a normalising flow: multiplicative normalising flows (MNF).
 
 Louizos, Welling: "Multiplicative Normalizing Flows for Variational Bayesian Neural Networks", ICML 2017;
 Kochurov et al.: "Bayesian Incremental Learning for Deep Neural Networks", 2018. Given scales z, weights are
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
 from posterity.posterior.algebra import full_precision
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
 from posterity.posterior.flows import Flows, auxiliary_logs, base_logs, gated, through
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.scaled import Conv, Dense, ScaledGaussian, Scales, scale_shape
 
 _GATE = 2.0  # the bias of g at the start: a step then changes little
@@ -53,16 +53,16 @@ def mnf(
     hidden: int = 50,
     z_std: float = 0.1**0.5,
 ) -> Leaf:
-    """The family MNF: weights with scales by a flow; biases and other vectors are diagonal.
+    """The family MNF: weights with scales from a flow; biases and other vectors are diagonal.
 
     Args:
         mean: Means of the parameter.
         std: Standard deviations of its weights given the scales, at the start.
-        conv: What has a scale of its own in a convolution, which is any weight of three or more dimensions:
-            an output map (the weight's first dimension), an input map (its second), or a kernel (one pair of
+        conv: What has its own scale in a convolution, which is any weight with three or more dimensions: an
+            output map (the weight's first dimension), an input map (its second), or a kernel (one pair of
             both). Flows grow with the number of scales.
-        dense: What has one in other matrices: an input or an output.
-        steps: Of the flow, and of that of r.
+        dense: What has its own scale in a matrix: an input or an output.
+        steps: Number of steps of the flow, and of that of r.
         hidden: Units in each step; r has twice as many.
         z_std: Std of the scales at the start, about 1.
 
@@ -109,7 +109,7 @@ class Step(nn.Module):
 
     @torch.no_grad()
     def start(self, mask: Tensor) -> Self:
-        """Take on a mask, and draw weights that change little, and next to nothing at z = 1."""
+        """Set a mask, and draw weights with which the step changes little, and almost nothing at z = 1."""
         self.mask.copy_(mask)
         bound = len(mask) ** -0.5
         for each in (self.inner, self.inner_bias):
@@ -189,7 +189,7 @@ class Auxiliary(nn.Module):
 class Flow(Scales):
     """Scales z = NF(z0), z0 independent normals, with an auxiliary density r(z | w) for the bound.
 
-    Made with weights that are not set: :meth:`start` draws them from torch's generator.
+    Its weights are not initialised: :meth:`start` draws them from torch's generator.
 
     Args:
         shape: Of z.
@@ -216,7 +216,7 @@ class Flow(Scales):
 
     @property
     def kind(self) -> object:
-        """Steps and hidden units; and sizes, so that padding stays small or is at most as much again."""
+        """Steps and hidden units, and sizes such that padding stays small, at most as large as the data."""
         return len(self.steps), self.hidden, max(_NARROW, (self.shape.numel() - 1).bit_length())
 
     @classmethod

@@ -137,7 +137,7 @@ class Flows(Scales):
     @full_precision
     def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
         """log r(z | w), ``[n]``, of weights ``[n, size]``."""
-        sums: Tensor = _Sums.apply(weights, self.places)  # type: ignore[no-untyped-call]
+        sums: Tensor = _Across.apply(weights, self.places, False)  # type: ignore[no-untyped-call]
         own = [self.values[name] for name in ("c", "mean", "b1", "precision", "b2")]
         return _auxiliary(
             z.transpose(0, 1), sums, self.of_auxiliary, own, self.places.share, self.places.real
@@ -145,7 +145,7 @@ class Flows(Scales):
 
     def spread(self, z: Tensor) -> Tensor:
         """The scale of each weight, ``[n, size]``."""
-        each: Tensor = _Spread.apply(z.transpose(0, 1), self.places)  # type: ignore[no-untyped-call]
+        each: Tensor = _Across.apply(z.transpose(0, 1), self.places, True)  # type: ignore[no-untyped-call]
         return each
 
 
@@ -243,7 +243,7 @@ class Places:
         return self.rows(torch.cat(found, 1))
 
 
-# By the first of the flows: indices on a device go when its model goes.
+# Keyed by the first flow, so that indices on a device are freed with its model.
 _HELD: WeakKeyDictionary[Any, tuple[tuple[object, ...], Places]] = WeakKeyDictionary()
 
 
@@ -270,7 +270,7 @@ def _shapes(count: int, wide: int, form: Form) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_VECTORS, (count, 1, wide))
     for step in range(form.steps + form.auxiliary_steps):
         hidden = form.hidden if step < form.steps else form.auxiliary_hidden
-        # As products want them, so that gradients come as they lie.
+        # In the layout of the products, so that gradients have it, too.
         shapes[f"{step}.inner"], shapes[f"{step}.inner_bias"] = (count, wide, hidden), (count, 1, hidden)
         shapes[f"{step}.outer"], shapes[f"{step}.outer_bias"] = (
             (count, hidden, 2 * wide),
@@ -318,40 +318,25 @@ class _Padded(torch.autograd.Function):
         sizes = zip(grads, places.sizes, strict=True)
         every = [like.new_zeros(size) if grad is None else grad.reshape(-1) for grad, size in sizes]
         views = ctx.layout.views(torch.cat(every).index_select(0, places.back))
-        # What nothing has used has no gradient, as the auxiliary density with a prior that has scales too.
+        # Unused parts have no gradient, such as the auxiliary density if the prior also has scales.
         used = (grads[owner] is not None for owner in places.owners)
         return None, None, *(view if own else None for view, own in zip(views, used, strict=True))
 
 
 @final
-class _Spread(torch.autograd.Function):
+class _Across(torch.autograd.Function):
+    """The scale of each weight, or the sum of weights of each scale: either is the other's gradient."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(z: Tensor, places: Places) -> Tensor:
-        return places.spread(z)
+    def forward(values: Tensor, places: Places, to_weights: bool) -> Tensor:
+        return places.spread(values) if to_weights else places.sums(values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.places = inputs[1]
+        ctx.places, ctx.to_weights = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sums.apply(grad, ctx.places), None  # type: ignore[no-untyped-call]
-
-
-@final
-class _Sums(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, places: Places) -> Tensor:
-        return places.sums(values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.places = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Spread.apply(grad, ctx.places), None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Across.apply(grad, ctx.places, not ctx.to_weights), None, None  # type: ignore[no-untyped-call]

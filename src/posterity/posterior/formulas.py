@@ -15,13 +15,13 @@ from torch import Tensor
 
 from posterity.fusing import fusible
 from posterity.posterior.algebra import divided
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.divergence import register_kl
 from posterity.posterior.eigen import EigenGaussian
 from posterity.posterior.groups import GroupPrior
 from posterity.posterior.kernel import KernelGaussian
 from posterity.posterior.kronecker import KroneckerGaussian
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.matrix import MatrixGaussian
 from posterity.posterior.priors import Density, IsotropicGaussian
 from posterity.posterior.scaled import ScaledGaussian
@@ -29,9 +29,9 @@ from posterity.posterior.sparse import LogUniform, SparsityPrior
 from posterity.torch_private import functorch
 
 Gaussian: TypeAlias = DiagonalGaussian | IsotropicGaussian
-# What says of each weight by itself how near its marginal is.
+# Priors whose KL depends on each weight's marginal only.
 OfMarginals: TypeAlias = Gaussian | SparsityPrior
-# Of what has no scales, or is multiplied by them.
+# The prior of weights without scales, or before scaling.
 _STANDARD = IsotropicGaussian(1.0)
 # Numbers that a CPU works on at once.
 _IN_CACHE = 1 << 16
@@ -117,7 +117,7 @@ class _SpreadGap(torch.autograd.Function):
 def _gap(std: Tensor, theirs: Any, look: bool = False) -> Tensor:
     # In place, since all of a posterior's weights may be here at once.
     growth = (std - theirs).div_(theirs)
-    # The logarithm of r itself: 1 + growth has no digits of a std that is far below the other.
+    # The logarithm of r itself: 1 + growth has no digits left if one std is far below the other.
     far: Tensor = (growth + 2.0).mul_(growth).sub_((std / theirs).log_(), alpha=2.0)
     small = growth.abs() < _SMALL
     if look and not bool(small.any()):  # what is left takes eight times as long

@@ -1,8 +1,8 @@
-"""Scales that decide over groups of weights: group normal-Jeffreys and group horseshoe.
+"""Scales of groups of weights: group normal-Jeffreys and group horseshoe.
 
 Louizos, Ullrich, Welling: "Bayesian Compression for Deep Learning", NIPS 2017. The weights of a group, such
 as those that leave an input or reach an output map, share a scale: w = z · w̃ with w̃ ~ N(μ, σ²), and the
-prior of each w̃ is N(0, 1). A group that the data do not need ends as noise.
+prior of each w̃ is N(0, 1). A group that the data do not need becomes noise.
 
     GNJ   p(z) ∝ 1/|z|, q(z) = N(μz, σz²)
           KL = Σ_groups KL_log-uniform(α = σz²/μz²) + Σ_weights ½ (σ² + μ² − 1 − log σ²)
@@ -21,8 +21,8 @@ prior of each w̃ is N(0, 1). A group that the data do not need ends as noise.
 | z and outputs drawn for each example | ``estimator="local"``; not with ``conv="kernel"`` |
 | cuts by eye, layer by layer, of log α of z (GNJ) or of its mode (GHS) | one log α for all, of w |
 
-Deviations: ``prune(log_alpha=…)`` counts the noise of z and of w̃, 1 + α_w = (1 + α_z)(1 + α_w̃), and so has
-one rule for GNJ, GHS and all other posteriors. In GHS z starts near 1: s at τ0 = 10⁻⁵, and the scales b of
+Deviations: ``prune(log_alpha=…)`` counts the noise of both z and w̃, 1 + α_w = (1 + α_z)(1 + α_w̃), so one
+rule applies to GNJ, GHS and all other posteriors. In GHS z starts near 1: s at τ0 = 10⁻⁵, and the scales b of
 groups make up for it. Biases and other vectors have no scale, and N(0, 1) for a prior.
 """
 
@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from posterity.arguments import NUMBER, takes
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.priors import Density
 from posterity.posterior.scaled import Conv, Dense, ScaledGaussian, Scales, scale_shape
 from posterity.posterior.scales import LogNormalScales, NormalScales
@@ -47,7 +47,7 @@ from posterity.posterior.sparse import LogUniform
 # Log-variances of about -9, the paper's.
 _Z_STD = 0.011
 _TAU = 1e-5
-# Of τ0: the KL has 1 / τ0², which must be a number in single precision.
+# Smallest τ0: the KL has 1 / τ0², which must fit in single precision.
 _SMALLEST = 1e-15
 
 
@@ -59,9 +59,9 @@ def gnj(
     Args:
         mean: Means of the parameter.
         std: Standard deviations of its weights given scales of 1, at the start.
-        conv: What has a scale of its own in a convolution, as for :func:`~posterity.mnf`: an ``"output"``
-            map, an ``"input"`` map or a ``"kernel"``.
-        dense: What has one in other matrices: an ``"input"`` or an ``"output"``.
+        conv: What has its own scale in a convolution, as for :func:`~posterity.mnf`: an ``"output"`` map, an
+            ``"input"`` map or a ``"kernel"``.
+        dense: What has its own scale in a matrix: an ``"input"`` or an ``"output"``.
         z_std: Std of the scales at the start, about 1.
 
     Example:
@@ -81,7 +81,7 @@ def ghs(
 ) -> Leaf:
     """Weights with log-normal scales, for the prior :class:`GroupHorseshoe`; vectors are diagonal.
 
-    Arguments are those of :func:`gnj`.
+    The arguments are those of :func:`gnj`.
 
     Example:
         >>> from posterity import variational
@@ -134,8 +134,8 @@ class GroupNormalJeffreys(GroupPrior):
     """p(z) ∝ 1/|z| for the scales of groups, and N(0, 1) for what they multiply: for the family ``gnj``.
 
     Args:
-        bounds: Of log α of the scales, as for :class:`~posterity.LogUniform`, but wider: scales begin at −9,
-            and must feel the prior there.
+        bounds: Bounds of log α of the scales, as for :class:`~posterity.LogUniform`, but wider: scales start
+            at −9, and need a gradient from the prior there.
 
     Example:
         >>> from posterity import kl
@@ -160,7 +160,7 @@ class GroupHorseshoe(GroupPrior):
     """Half-Cauchy scales of groups and of layers, N(0, 1) for what they multiply: for the family ``ghs``.
 
     Args:
-        scale: Of the layer's half-Cauchy, the paper's τ0: the smaller, the fewer groups stay.
+        scale: The scale of the layer's half-Cauchy, the paper's τ0: the smaller, the fewer groups stay.
 
     Example:
         >>> from posterity import kl

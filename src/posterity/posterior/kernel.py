@@ -1,4 +1,5 @@
-"""The kernel Gaussian: every kernel of a convolution a correlated Gaussian, independent of the others (CFG).
+"""The kernel Gaussian (CFG): a correlated Gaussian for every kernel of a convolution, kernels being
+independent.
 
 Kochurov et al.: "Bayesian Incremental Learning for Deep Neural Networks", 2018. The weight is [N, C, H, W]:
 
@@ -11,9 +12,9 @@ Kochurov et al.: "Bayesian Incremental Learning for Deep Neural Networks", 2018.
 | diagonal of L | ``softplus(raw)``, ``raw`` ``[N, C, H, W]`` |
 | L below the diagonal, over its row's diagonal | ``below`` ``[N, C, HW (HW − 1) / 2]``, row after row |
 
-The paper gives no start of L: here it is diagonal, the same as a :class:`DiagonalGaussian`. Nor does it say
-how L is made of parameters. In units of its row's diagonal a step of Adam is as large for ``below`` as for
-stds. In those of weights it would be larger than small stds are, and L nearly singular after a few.
+The paper gives no initial L: here it is diagonal, the same as a :class:`DiagonalGaussian`. Nor does it say
+how L is parametrised. In units of its row's diagonal, a step of Adam is as large for ``below`` as for stds.
+In units of weights it would exceed small stds, and L would be nearly singular after a few steps.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from torch.nn.functional import softplus
 
 from posterity.flat import Layout, concatenate, of_shapes
 from posterity.posterior.algebra import divided, full_precision
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian, inverse_softplus
+from posterity.posterior.leaf import Leaf
 
 # Rows of L that are summed by one product. One matrix for all rows would grow as P³; adding by index is not
 # the same bit for bit at every run on a GPU.
@@ -39,9 +40,9 @@ _BAND = 32
 def cfg(mean: Tensor, std: float) -> Leaf:
     """The family CFG: a :class:`KernelGaussian` for convolutions, a :class:`DiagonalGaussian` for the rest.
 
-    A weight of three or more dimensions counts as that of a convolution. One whose kernels are single weights
-    (1×1) is diagonal, which is the same. Position embeddings ``[1, T, D]`` are no convolutions: give them a
-    family of their own by name.
+    A weight with three or more dimensions is treated as that of a convolution. If its kernels are single
+    weights (1×1), it is diagonal, which is the same. Position embeddings ``[1, T, D]`` are not convolutions:
+    give them another family by name.
 
     Example:
         >>> from posterity import variational
@@ -56,17 +57,18 @@ def cfg(mean: Tensor, std: float) -> Leaf:
 
 @final
 class KernelGaussian(Leaf):
-    """Correlated normals within a kernel, of any number of positions: ``w = mean + L · noise``.
+    """Correlated normals within a kernel with any number of positions: ``w = mean + L · noise``.
 
-    Mean and L are parameters; given an ``nn.Parameter`` as mean it uses that very object, so a model and its
-    posterior can share the means. A fixed one is ``.frozen()`` of a posterior, or ``.requires_grad_(False)``.
+    Mean and L are parameters; given an ``nn.Parameter`` as mean it uses that same object, so a model and its
+    posterior can share the means. For a fixed leaf use ``.frozen()`` of a posterior, or
+    ``.requires_grad_(False)``.
 
     Pruning and holding take the marginal: the other weights keep their means, stds and correlations.
 
     Args:
         mean: Means, ``[outputs, inputs, *kernel]``, as convolutions have them, also grouped ones.
         factor: Lower Cholesky factor of every kernel's covariance, ``[outputs, inputs, P, P]`` with P
-            positions in a kernel; or a number: the std of all weights, which are independent then.
+            positions in a kernel; or a number, the std of all weights, which are then independent.
         keep: Mask of the weights that are not pruned.
 
     Example:
@@ -143,7 +145,7 @@ class KernelGaussian(Leaf):
     def lower(self) -> Tensor:
         """Lower Cholesky factor of every kernel's covariance, ``[outputs, inputs, P, P]``.
 
-        What does not vary has no covariances there, and a positive number on the diagonal.
+        Weights that do not vary have no covariances in it, and a positive number on the diagonal.
         """
         return self._strict() + torch.diag_embed(self.diagonal().flatten(2))
 
@@ -152,15 +154,15 @@ class KernelGaussian(Leaf):
         return softplus(self.raw)
 
     def std(self) -> Tensor:
-        """Standard deviation of each weight, whatever the others are."""
+        """Marginal standard deviation of each weight."""
         return self.masked(self.filled_std())
 
     def filled_std(self) -> Tensor:
-        """The same with more than 0 for weights that do not vary."""
+        """The std with a positive value for weights that do not vary."""
         return self.diagonal() * (1.0 + self._from_before()).sqrt()
 
     def correlation(self) -> Tensor:
-        """KL to independent weights with the same means and stds: what the weights know of each other."""
+        """KL to independent weights with the same means and stds: the total correlation."""
         return 0.5 * self.total(self._from_before().log1p())
 
     @full_precision
@@ -184,7 +186,7 @@ class KernelGaussian(Leaf):
         return leaf.requires_grad_(self.loc.requires_grad)
 
     def hold(self, held: Tensor | None) -> Self:
-        """Let the weights of a mask, if it is one, be certain, at their means; see :meth:`Leaf.hold`."""
+        """Fix the weights of a mask (if not None) at their means; see :meth:`Leaf.hold`."""
         lower = self.lower().detach()
         super().hold(held)
         marginal = _marginal(lower, self.varying.flatten(2))
@@ -193,12 +195,12 @@ class KernelGaussian(Leaf):
         return self
 
     def config(self) -> dict[str, Any]:
-        """Nothing: the tensors say it all."""
+        """Nothing: the tensors are enough."""
         return {}
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        """Build the leaf again; bit for bit, because what L is made of is stored."""
+        """Rebuild the leaf, bit for bit, because L's own parameters are stored."""
         leaf = cls(tensors["loc"], 1.0, keep=tensors.get("keep"))
         leaf.load_state_dict(dict(tensors))
         if not bool(torch.isfinite(leaf.lower()).all()):
@@ -207,7 +209,7 @@ class KernelGaussian(Leaf):
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        """Build the leaf again from all tensors of ``state_dict`` and ``config``."""
+        """Rebuild the leaf from all tensors of ``state_dict`` and ``config``."""
         own = {key: value for key, value in tensors.items() if key != "held"}
         # L is already that of the marginal.
         return super(KernelGaussian, cls.restore(own, config)).hold(tensors.get("held"))
@@ -221,11 +223,11 @@ class KernelGaussian(Leaf):
 
     @full_precision
     def _from_before(self) -> Tensor:
-        """Variance of each weight that comes from those before it, over that which is its own."""
+        """The variance of each weight due to those before it, relative to its own."""
         return self._by_rows(self._unit().square()).reshape(self.shape)
 
     def _by_rows(self, values: Tensor) -> Tensor:
-        """Sums over each row of L of what there is for each number of ``below``."""
+        """Sums over each row of L of values given for the entries of ``below``."""
         positions = self.shape[2:].numel()
         if positions <= _BAND:
             return values @ self._of_row
@@ -243,7 +245,7 @@ class KernelGaussian(Leaf):
 
     @torch.no_grad()
     def _write(self, lower: Tensor) -> None:
-        """Take on a factor."""
+        """Set the parameters from a factor."""
         diagonal = lower.diagonal(0, -2, -1)
         self.raw.copy_(inverse_softplus(diagonal).reshape(self.shape))
         self.below.copy_((lower / diagonal[..., None])[..., self._row, self._column])
@@ -259,20 +261,20 @@ class KernelGaussian(Leaf):
         eps = noise[""]
         if not self.below.numel():  # kernels of one weight
             return self.loc, self.diagonal() * eps
-        # By numbers of ``below``, of which a whole matrix would have more than twice as many.
+        # Over the entries of ``below``; a whole matrix would have more than twice as many.
         products = self._unit() * eps.flatten(3).index_select(-1, self._column)
         return self.loc, self.diagonal() * (eps + self._by_rows(products).reshape(eps.shape))
 
 
 def _among(lower: Tensor, varying: Tensor) -> Tensor:
-    """What a matrix ``[..., P, P]`` has in rows and columns that are both in a mask ``[..., P]``."""
+    """A matrix ``[..., P, P]``, zero outside the rows and columns that are both in a mask ``[..., P]``."""
     return torch.where(varying[..., :, None] & varying[..., None, :], lower, 0.0)
 
 
 def _marginal(lower: Tensor, varying: Tensor) -> Tensor:
-    """Cholesky factor of the marginal covariance of some weights; the others are independent of them.
+    """Cholesky factor of the marginal covariance of some weights; the others become independent of them.
 
-    A factor in which they are so already is given back as it is, bit for bit.
+    A factor in which they already are is returned unchanged, bit for bit.
     """
     diagonal = torch.diag_embed(lower.diagonal(0, -2, -1))
     if torch.equal(_among(lower, varying) + torch.where(varying[..., None], 0.0, diagonal), lower):

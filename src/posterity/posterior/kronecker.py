@@ -1,4 +1,4 @@
-"""What the matrix and the eigenbasis Gaussian share: a matrix of weights, correlated along rows and columns.
+"""Common parts of the matrix and the eigenbasis Gaussian: weights correlated along rows and columns.
 
 The block is W̃ = [W | b], ``[O, I + 1]``; a convolution's weight is flattened to ``[O, C·R·S]``.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from posterity.arguments import TENSOR, Kind, is_dense, takes
 from posterity.posterior.algebra import full_precision, solved
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import DiagonalGaussian
+from posterity.posterior.leaf import Leaf
 
 Means: TypeAlias = Tensor | Sequence[Tensor]
 MEANS = Kind(
@@ -31,10 +31,10 @@ _DENSE = 4096
 class KroneckerGaussian(Leaf):
     """A Gaussian over a matrix of weights, with one factor among rows and one among columns.
 
-    It is not trained by autograd: it is learned by rule or fitted, and holds buffers only.
+    It is not trained by autograd but by a rule or a fit, and holds buffers only.
 
-    Pruning takes the marginal: the kept weights keep their means, stds and correlations, and the others are
-    zero with certainty. (Conditioning on zeros would move the means of the kept ones.) That marginal has no
+    Pruning takes the marginal: the remaining weights keep their means, stds and correlations, and the others
+    are exactly zero. (Conditioning on zeros would move the means of the remaining ones.) That marginal has no
     Kronecker structure: draws are as fast as before, but density and KL write out the covariance of the kept
     weights, and are refused above 4096 of them.
 
@@ -73,7 +73,7 @@ class KroneckerGaussian(Leaf):
         self._hold("columns", columns, (width, width))
 
     def _hold(self, name: str, given: Tensor, shape: tuple[int, int]) -> None:
-        """Keep a copy of a factor, unless it is unfit."""
+        """Store a copy of a factor after checking it."""
         if given.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, not {tuple(given.shape)}")
         # Contiguous, as a file has it, so that products round alike after loading.
@@ -115,14 +115,14 @@ class KroneckerGaussian(Leaf):
         return leaf.hold(self.held)
 
     def correlation(self) -> Tensor:
-        """KL from this to its ``marginals``: what the weights know of each other."""
+        """KL from this to its ``marginals``: the total correlation."""
         return self.total(self.marginals().filled_std().log()) - self.log_volume()
 
     def divergence(self, p: Self) -> Tensor:
         """KL(self ‖ p): ½ (tr(Σp⁻¹ Σq) + ‖Lp⁻¹ (μq−μp)‖² − n) + log|Lp| − log|Lq|, of the kept weights."""
         if self.thinned:
             p = p.pruned(self.varying)
-        # In double precision: trace and n are large, and nearly equal where q has barely moved.
+        # In double precision: trace and n are large, and nearly equal if q has barely moved.
         if self.thinned:
             trace = solved(p.cholesky().double(), self.cholesky().double(), 0).square().sum()
         else:
@@ -158,7 +158,7 @@ class KroneckerGaussian(Leaf):
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        """Build the leaf again, bit for bit."""
+        """Rebuild the leaf, bit for bit."""
         mean = [tensors["loc"].new_zeros(shape) for shape in config["shapes"]]
         leaf = cls(mean, *(tensors[name] for name in cls.parts), keep=tensors.get("keep"))
         leaf.load_state_dict(dict(tensors))
@@ -166,7 +166,7 @@ class KroneckerGaussian(Leaf):
 
     @property
     def thinned(self) -> bool:
-        """Whether weights are missing, and with them the Kronecker structure."""
+        """Whether weights are pruned, which breaks the Kronecker structure."""
         return not (self.whole or bool(self.varying.all()))
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Which of a prior's blocks belongs to which of a posterior's."""
+"""Matching a prior's blocks to a posterior's."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, TypeAlias, cast, final
 import torch
 from torch import Tensor
 
-from posterity.names import refuse_idle
-from posterity.posterior.base import Leaf
+from posterity.names import refuse_unmatched
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.leaf import Leaf
 from posterity.posterior.priors import ByName, Density, IsotropicGaussian
 
 Prior: TypeAlias = Leaf | Density
 
 
 def matched(q: Factorised, p: Any) -> Iterator[tuple[str, Leaf, Prior]]:
-    """Every block of q by name, with what p says of it, in the block's shape.
+    """Every block of q by name, with its prior from p, in the block's shape.
 
-    Single tensors of q that p holds as one block come together, under the name of p's.
+    Single tensors of q that p holds as one block are joined, under the name of p's block.
 
     Example:
         >>> q = Factorised({"w": DiagonalGaussian(torch.zeros(2), 0.1)})
@@ -29,9 +29,9 @@ def matched(q: Factorised, p: Any) -> Iterator[tuple[str, Leaf, Prior]]:
         ['w']
     """
     if not isinstance(p, Density) and not hasattr(p, "block"):
-        raise TypeError(f"a {type(p).__name__} is no prior: pass a posterior, a Density or ByName of them")
+        raise TypeError(f"a {type(p).__name__} is not a prior: pass a posterior, a Density or ByName of them")
     if isinstance(p, ByName):
-        refuse_idle(p.priors, chain.from_iterable(q.tensors.values()))
+        refuse_unmatched(p.priors, chain.from_iterable(q.tensors.values()))
     done: set[str] = set()
     for name, leaf in q.blocks.items():
         source = _source(p, q.tensors[name][0])
@@ -44,7 +44,7 @@ def matched(q: Factorised, p: Any) -> Iterator[tuple[str, Leaf, Prior]]:
 
 
 def sources_of(p: Any) -> Iterator[object]:
-    """The densities and leaves that a prior is made of, as it is now.
+    """The densities and leaves that a prior currently consists of.
 
     Example:
         >>> list(sources_of(ByName({"*": IsotropicGaussian()})))[0].std
@@ -60,7 +60,7 @@ def sources_of(p: Any) -> Iterator[object]:
 
 
 def _source(p: Any, tensor: str) -> Any:
-    """The prior that speaks of a tensor: p itself, or one of those by name."""
+    """A tensor's prior: p itself, or one of ByName's."""
     return _source(p.source(tensor), tensor) if isinstance(p, ByName) else p
 
 
@@ -73,7 +73,7 @@ def _block_around(source: Any, tensor: str) -> str | None:
 
 
 def _together(q: Factorised, p: Any, source: Factorised, block: str) -> tuple[Leaf, Leaf]:
-    """Single tensors of q as one block, and the prior's block of them."""
+    """Single tensors of q joined as one block, with the prior's block of them."""
     theirs, names = source.block(block), source.tensors[block]
     parts = []
     for name, shape in zip(names, theirs.shapes, strict=True):
@@ -99,7 +99,7 @@ def _together(q: Factorised, p: Any, source: Factorised, block: str) -> tuple[Le
 
 
 def prior_of(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Prior:
-    """What p says of one of q's blocks, in the block's shape."""
+    """The prior of one of q's blocks, in the block's shape."""
     sources = [_source(p, tensor) for tensor in tensors]
     source = sources[0]
     if q.joined and all(each is source for each in sources):
@@ -122,7 +122,7 @@ def prior_of(p: Any, name: str, tensors: Sequence[str], q: Leaf) -> Prior:
 
 
 def _part(source: Any, tensor: str, shape: torch.Size) -> Prior:
-    """What one prior says of one tensor."""
+    """The part of one prior for one tensor."""
     if isinstance(source, Density):
         return source
     try:

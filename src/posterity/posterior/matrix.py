@@ -1,6 +1,6 @@
 """The matrix Gaussian: a layer's weight and bias together, correlated along rows and along columns.
 
-What K-FAC and Noisy K-FAC end in. W̃ = [W | b], ``[O, I + 1]``, is MN(M, U, V):
+The posterior of K-FAC and Noisy K-FAC. W̃ = [W | b], ``[O, I + 1]``, is MN(M, U, V):
 
     cov(W̃_oi, W̃_pj) = U_op · V_ij        vec(W̃), columns stacked, has covariance V ⊗ U
 
@@ -96,7 +96,7 @@ class MatrixGaussian(KroneckerGaussian):
         return cls(mean, u / math.sqrt(scale), v, keep=keep)
 
     def std(self) -> Tensor:
-        """Standard deviation of each weight, whatever the others are."""
+        """Marginal standard deviation of each weight."""
         return self.masked(torch.outer(self.rows.norm(dim=1), self.columns.norm(dim=1)))
 
     def precision_diagonal(self) -> Tensor:

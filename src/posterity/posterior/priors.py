@@ -1,6 +1,6 @@
-"""Priors: densities of one weight, the same for any shape, with no sampler; and posteriors in their place.
+"""Priors: densities of a single weight, for any shape, without a sampler. Posteriors can be priors, too.
 
-Any posterior serves as a prior too; ``kl(q, p)`` takes both.
+``kl(q, p)`` takes both.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from posterity.arguments import MODULE, NUMBER, described, instance, takes
 from posterity.names import first_match
-from posterity.posterior.base import Leaf, Posterior
+from posterity.posterior.base import Posterior
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.factorised import Factorised
+from posterity.posterior.leaf import Leaf
 
 
 class Density(ABC):
@@ -36,7 +37,7 @@ class Density(ABC):
         """Log-density of each weight, same shape as ``value``."""
 
     def check(self, leaf: Leaf) -> None:  # noqa: B027  # most serve any
-        """Raise if it cannot be the prior of a leaf."""
+        """Raise if it cannot be the prior of the given leaf."""
 
 
 @final
@@ -69,7 +70,7 @@ class ScaleMixture(Density):
     Args:
         weight: Probability of the wide component (the paper's π).
         std_wide: Its standard deviation (σ1).
-        std_narrow: The other's (σ2), smaller.
+        std_narrow: That of the narrow component (σ2), smaller.
 
     Example:
         >>> w = torch.ones((), requires_grad=True)
@@ -91,7 +92,7 @@ class ScaleMixture(Density):
     def log_density(self, value: Tensor) -> Tensor:
         """Log-density of each weight.
 
-        The wide component is taken out of the logsumexp, so far from zero the gradient is −w/std_wide²,
+        The wide component is factored out of the logsumexp, so far from zero the gradient is −w/std_wide²,
         even where the square of the weight overflows.
         """
         square = value * value
@@ -103,7 +104,7 @@ class ScaleMixture(Density):
 
 @final
 class ByName:
-    """Another prior for each kind of tensor: name patterns in order, the first that matches counts.
+    """A prior for each group of tensors: name patterns in order; the first that matches counts.
 
     Args:
         priors: Densities or posteriors. A new head on a pretrained net has
@@ -131,17 +132,17 @@ class ByName:
         return first_match(self.priors, name)
 
     def block(self, name: str) -> Any:
-        """What that prior says of the tensor: a density, or a posterior's leaf."""
+        """The tensor's prior: a density, or a posterior's leaf."""
         source = self.source(name)
         return source if isinstance(source, Density) else source.block(name)
 
 
 @takes(model=MODULE, std=NUMBER)
 def around(model: nn.Module, std: float) -> Factorised:
-    """N(w*, std²) around the weights of a pretrained net, as a prior for training that goes on from there.
+    """N(w*, std²) around the weights of a pretrained net, as a prior for further training.
 
-    For a std of each weight's own, take the posterior of ``laplace.fit`` on the data of the pretraining; for
-    layers that the pretrained net does not have, :class:`ByName`.
+    For individual stds, use the posterior of ``laplace.fit`` on the pretraining data; for layers that the
+    pretrained net does not have, use :class:`ByName`.
 
     Example:
         >>> from posterity import kl, variational

@@ -1,16 +1,18 @@
-"""A Gaussian that is multiplied by random scales that weights share: ``w = z · mean + std · noise``.
+"""A Gaussian whose weights share random scales: ``w = z · mean + std · noise``.
 
-Given z the weights are independent normals; z makes them dependent, skewed and of several modes. What z is
-distributed as is a part of its own, :class:`Scales`. It also says whether z multiplies means alone, as a flow
-does (:mod:`posterity.posterior.flow`), or whole weights, ``w = z · (mean + std · noise)``, as do the scales
-that decide over groups (:mod:`posterity.posterior.groups`).
+Given z the weights are independent normals; z makes them dependent, skewed and multimodal. The distribution
+of z is a separate class, :class:`Scales`. It also defines whether z multiplies means alone, as in a flow
+(:mod:`posterity.posterior.flow`), or whole weights, ``w = z · (mean + std · noise)``, as the scales of groups
+do (:mod:`posterity.posterior.groups`).
 
-The marginal q(w) = ∫ q(w | z) q(z) dz has no closed form, so neither has its KL. There are two bounds on it:
+The marginal q(w) = ∫ q(w | z) q(z) dz has no closed form, so neither has its KL. There are two bounds on the
+KL:
 
     to a density p(w):      E_z[KL(q(w | z) ‖ p) + log q(z) − log r(z | w)],  r any conditional density
     to another p(w, z):     E_z[KL(q(w | z) ‖ p(w | z)) + log q(z) − log p(z)],  the joint KL, without r
 
-The second is the one for the next prior (Kochurov et al. 2018); both draw z, and the first w.
+The second is used if a posterior becomes the next prior (Kochurov et al. 2018). Both draw z; the first also
+draws w.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from torch.nn.functional import softplus
 
 from posterity import noise as noises
 from posterity.flat import Layout, concatenate
-from posterity.posterior.base import Leaf
 from posterity.posterior.diagonal import inverse_softplus
+from posterity.posterior.leaf import Leaf
 
 Conv: TypeAlias = Literal["output", "input", "kernel"]
 Dense: TypeAlias = Literal["input", "output"]
 
-# Draws of z behind means and stds: half of them, and their opposites.
+# Number of draws of z for means and stds: half of them, and their opposites.
 MOMENT_DRAWS = 512
 
 
@@ -41,8 +43,8 @@ def scale_shape(mean: Tensor, conv: Conv, dense: Dense) -> torch.Size:
 
     Args:
         mean: Of the weight's shape.
-        conv: What has a scale of its own where it has three dimensions or more.
-        dense: What has one in a matrix.
+        conv: What has its own scale if the weight has three or more dimensions.
+        dense: What has its own scale in a matrix.
 
     Example:
         >>> scale_shape(torch.zeros(8, 3, 5, 5), conv="kernel", dense="input")
@@ -58,7 +60,7 @@ def scale_shape(mean: Tensor, conv: Conv, dense: Dense) -> torch.Size:
 
 
 class GivenScales(NamedTuple):
-    """Scales, and what the weights are given these.
+    """Scales, and the moments of the weights given them.
 
     Attributes:
         z: As :meth:`Scales.draw` gives them.
@@ -75,7 +77,7 @@ class GivenScales(NamedTuple):
 
 @final
 class _Prepared(dict[str, Tensor]):
-    """The normals of a draw, whose scales are there."""
+    """The normals of a draw, with its scales already computed."""
 
     given: GivenScales
 
@@ -83,11 +85,12 @@ class _Prepared(dict[str, Tensor]):
 class Scales(nn.Module, ABC):
     """The distribution q(z) of the scales of a :class:`ScaledGaussian`.
 
-    Subclasses are built by a shape, a tensor ``like`` of their dtype and device, and what ``config`` has.
+    Subclasses are built from a shape, a tensor ``like`` of their dtype and device, and the entries of
+    ``config``.
 
     Attributes:
-        multiply_stds: Whether they multiply stds too, and so whole weights; if not, means alone. Weights that
-            share a scale of whole weights are removed together by ``prune``.
+        multiply_stds: Whether they also multiply stds, and so whole weights; otherwise means alone. Weights
+            that share a scale of whole weights are removed together by ``prune``.
 
     Args:
         shape: Of z; it broadcasts to the weights' shape, ``[outputs, 1, 1, 1]`` for one scale per output.
@@ -119,34 +122,35 @@ class Scales(nn.Module, ABC):
 
     @property
     def kind(self) -> object:
-        """Scales that agree in this may be one by :meth:`end_to_end`; None if they stay alone."""
+        """Scales with equal values can be joined by :meth:`end_to_end`; None if these cannot."""
         return None
 
     @classmethod
     def end_to_end(cls, scales: Sequence[Self], shapes: Sequence[torch.Size]) -> Scales:
-        """Scales of one kind as one, for weights of these shapes that lie end to end."""
+        """Scales of one kind joined as one, for weights of these shapes in one flat buffer."""
         raise NotImplementedError
 
     def spread(self, z: Tensor) -> Tensor:
-        """Scales as :meth:`draw` gives them, so that they broadcast to weights."""
+        """Scales from :meth:`draw`, in a shape that broadcasts to the weights."""
         return z
 
     def config(self) -> dict[str, Any]:
-        """What they are built with beside a shape and a tensor ``like`` (JSON); most have nothing."""
+        """Constructor arguments beside a shape and a tensor ``like`` (JSON); most have none."""
         return {}
 
     def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
         """log r(z | w), ``[n]``, of an auxiliary density: the nearer to q(z | w), the tighter the bound."""
         raise TypeError(
-            f"{type(self).__name__} have no auxiliary density for a prior of single weights: pass their own, "
-            "prior=posterity.GroupNormalJeffreys() with family=gnj, prior=posterity.GroupHorseshoe() with ghs"
+            f"{type(self).__name__} have no auxiliary density for a prior of single weights: pass the "
+            "family's prior, prior=posterity.GroupNormalJeffreys() with family=gnj, "
+            "prior=posterity.GroupHorseshoe() with ghs"
         )
 
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of z, ``[*shape]``, over ``MOMENT_DRAWS`` fixed draws.
 
-        The normals behind them come with their opposites and have mean 0 and variance 1, so that moments of
-        scales that are linear in their normals are exact. They are the same for every device and dtype.
+        Their normals come in pairs of opposite sign and have mean 0 and variance 1, so the moments of scales
+        that are linear in their normals are exact. They are the same on every device and for every dtype.
         """
         at: dict[str, Any] = {"seed": 0, "step": 0, "block": "moments", "domain": noises.Domain.SAMPLE}
         half = noises.normal(range(1), (MOMENT_DRAWS // 2, *self.noise_shape), **at, dtype=torch.float64)[0]
@@ -159,16 +163,16 @@ class Scales(nn.Module, ABC):
 class ScaledGaussian(Leaf):
     """Normals with shared random scales: ``w = z · loc + std · noise``, or z times that whole.
 
-    Means, stds and what the scales are made of are parameters; given an ``nn.Parameter`` as mean it uses that
-    very object. A module that shares it holds ``loc``, which is the posterior's mean only where E[z] is 1:
+    Means, stds and the scales' own numbers are parameters; given an ``nn.Parameter`` as mean it uses that
+    same object. A module that shares it holds ``loc``, which is the posterior's mean only if E[z] is 1:
     predict at the mean by ``mode="mean"``.
 
-    There is no log-density. ``mean`` and ``std``, and with them pruning, are moments over z: E[w] =
-    loc · E[z], Var w = std² + loc² · Var z, where scales are of whole weights with std² · E[z²] in place of
-    std². Those of z are exact, or over ``MOMENT_DRAWS`` fixed draws.
+    There is no log-density. ``mean`` and ``std``, and therefore pruning, use moments over z: E[w] = loc ·
+    E[z], Var w = std² + loc² · Var z, with std² · E[z²] in place of std² if scales multiply whole weights.
+    The moments of z are exact, or over ``MOMENT_DRAWS`` fixed draws.
 
     Args:
-        mean: What the scales multiply, in the shape of the weights.
+        mean: The means that the scales multiply, in the shape of the weights.
         std: Standard deviation of the weights given z = 1: a number, or a tensor that broadcasts.
         scales: The distribution of z.
         keep: Mask of the weights that are not pruned.
@@ -235,7 +239,7 @@ class ScaledGaussian(Leaf):
 
     @property
     def scaled_axis(self) -> int | None:
-        """The axis along which scales differ, if they multiply whole weights, all of them."""
+        """The axis along which scales differ, if layers can multiply by them; else None."""
         shape, axes = self.scales.shape, [i for i, size in enumerate(self.scales.shape) if size > 1]
         movable = self.scales.multiply_stds and self.held is None and len(shape) == len(self.shape) > 1
         return max(axes, default=0) if movable and axes in ([], [0], [1]) else None
@@ -255,7 +259,7 @@ class ScaledGaussian(Leaf):
         return softplus(self.raw)
 
     def prepared(self, noises: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
-        """The same, with the scales of all that they are behind, which take as many operations as of one."""
+        """The normals with the scales of all draws, computed in as many operations as for one."""
         sizes = [len(noise["z"]) for noise in noises]
         given = self.scales_from({"z": torch.cat([noise["z"] for noise in noises])})
         shared = given.std.dim() == len(self.shape)  # scales of means alone leave stds as they are
@@ -287,7 +291,7 @@ class ScaledGaussian(Leaf):
         return self._settled(torch.addcmul(mean, std, noise[""]))
 
     def mean(self) -> Tensor:
-        """Mean of the block, over z too."""
+        """Mean of the block, averaged over z."""
         mean, _ = self.scales.moments(self.loc)
         return self._settled(self.loc * mean)
 
@@ -316,7 +320,7 @@ class ScaledGaussian(Leaf):
             self.to(self.device, self.dtype)
 
     def pruned(self, keep: Tensor) -> Self:
-        """The same distribution with the weights outside ``keep`` removed; scales are as they were."""
+        """The same distribution with the weights outside ``keep`` removed; the scales do not change."""
         keep = keep & self.kept
         leaf = type(self)(self.loc.detach() * keep, 1.0, deepcopy(self.scales), keep=keep)
         with torch.no_grad():
@@ -324,17 +328,17 @@ class ScaledGaussian(Leaf):
         return leaf.hold(self.held).requires_grad_(self.loc.requires_grad)
 
     def config(self) -> dict[str, Any]:
-        """What the scales are."""
+        """The scales' family and arguments."""
         scales = {"family": type(self.scales).__name__, "shape": list(self.scales.shape)}
         return {"scales": scales | self.scales.config()}
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Self:
-        """Build the leaf again, bit for bit."""
+        """Rebuild the leaf, bit for bit."""
         loc, own = tensors["loc"], config["scales"]
         families: dict[str, Any] = {each.__name__: each for each in Scales.__subclasses__()}
         if own["family"] not in families:
-            raise ValueError(f"its scales are of the family {own['family']}, unknown here")
+            raise ValueError(f"its scales have the family {own['family']}, which is unknown here")
         more = {key: value for key, value in own.items() if key not in ("family", "shape")}
         scales = families[own["family"]](torch.Size(own["shape"]), like=loc, **more)
         leaf = cls(loc, 1.0, scales, keep=tensors.get("keep"))

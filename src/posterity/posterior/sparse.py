@@ -2,7 +2,7 @@
 
 Molchanov, Ashukha, Vetrov: "Variational Dropout Sparsifies Deep Neural Networks", ICML 2017. Kharitonov,
 Molchanov, Vetrov: "Variational Dropout via Empirical Bayes", 2018 (ARD). For a weight with q(w) = N(μ, σ²),
-both KLs are functions of α = σ²/μ² alone, and fall to 0 where the weight is nothing but noise:
+both KLs are functions of α = σ²/μ² alone, and fall to 0 if the weight is pure noise:
 
     log-uniform, p(w) ∝ 1/|w|    KL ≈ k1 sigmoid(−k2 − k3 log α) + ½ log(1 + 1/α)
     ARD, p(w) = N(0, λ)          KL = ½ log(1 + 1/α), with the λ = μ² + σ² that makes it smallest
@@ -17,9 +17,9 @@ both KLs are functions of α = σ²/μ² alone, and fall to 0 where the weight i
 | log σ² = −10 at the start | ``variational``'s preset ``sparse``, a std relative to 1 / sqrt(fan_in) |
 | biases are no part of q | ``variational(…, deterministic="*bias")``: they have no KL either |
 
-Deviations: layers draw with the variance that q has, σ², not with μ² exp(clip(log α)). Clipped, a net would
-be trained with other noise than its posterior has, and σ would get no gradient from the data wherever log α
-is out of bounds. Here the data still say how wide such a weight may be, so its variance needs no bound.
+Deviations: layers draw with q's own variance, σ², not with μ² exp(clip(log α)). With clipping, a net would be
+trained with noise other than its posterior's, and σ would get no gradient from the data wherever log α is out
+of bounds. Here the data still limit the width of such a weight, so its variance needs no bound.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from posterity.arguments import Kind, is_number, takes
 from posterity.posterior.priors import Density
 
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695
-# Of log α: e^±80 are float32 numbers.
+# Bounds of log α: e^±80 are float32 numbers.
 _FURTHEST = 80.0
-# Smaller stds count as this: mean / std² would overflow, and is NaN times the gradient of 0 out of bounds.
+# Smaller stds count as this: mean / std² would overflow, and give NaN times the zero gradient out of bounds.
 _LEAST = 1e-17
 # log p(w) = −log|w| + this has the KL go to 0 for α → ∞: −½ log(2πe) − ½ (γ + log 2).
 _LOG_CONSTANT = -0.5 * (math.log(2.0 * math.pi * math.e) + 0.5772156649015329 + math.log(2.0))
@@ -84,8 +84,9 @@ class SparsityPrior(Density):
 class LogUniform(SparsityPrior):
     """p(w) ∝ 1/|w|: no scale is more likely than another, and a weight that the data do not need is noise.
 
-    The density is improper, so KLs are up to a constant, here such that weights of pure noise have 0; they
-    say nothing of the evidence. ``kl`` has Molchanov's approximation for families with stds of their own.
+    The density is improper, so KLs are defined up to a constant, chosen such that weights of pure noise have
+    0; they say nothing about the evidence. ``kl`` uses Molchanov's approximation for families with a std per
+    weight.
 
     Args:
         bounds: Lowest and highest log α: outside of them the KL is constant and has no gradient.
@@ -108,9 +109,9 @@ class LogUniform(SparsityPrior):
 
 @final
 class ARD(SparsityPrior):
-    """N(0, λ) with a λ of each weight's own, always the one that is nearest to q: automatic relevance.
+    """N(0, λ) with an individual λ for each weight, always the one nearest to q: automatic relevance.
 
-    Its KL, ½ log(1 + 1/α), is exact. The prior follows q, so it has no density of its own.
+    Its KL, ½ log(1 + 1/α), is exact. The prior follows q, so it has no fixed density.
 
     Args:
         bounds: Lowest and highest log α: outside of them the KL is constant and has no gradient.

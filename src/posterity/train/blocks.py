@@ -1,8 +1,8 @@
-"""Diagonal blocks of a posterior that is trained by gradient: what a step draws, and learns from.
+"""Diagonal blocks of a posterior that is trained by gradient: drawing, and gradients.
 
 A drawn weight is w = μ + σ(ρ) · eps, so the gradients of a loss at drawn weights are E[g] for μ and
-E[g·eps] · σ'(ρ) for ρ: the sums that rules collect. Where layers draw outputs for each example instead
-(:mod:`posterity.layers.estimators`), the gradients in μ and σ themselves are the same sums. Either way a
+E[g·eps] · σ'(ρ) for ρ: the sums that rules collect. If layers draw outputs for each example instead
+(:mod:`posterity.layers.estimators`), the gradients with respect to μ and σ are the same sums. Either way a
 :class:`Diagonal` group is a few flat buffers, with one KL and one chain from σ to ρ.
 """
 
@@ -32,12 +32,12 @@ _MASKS = ("keep", "held")
 
 
 class StepValues(NamedTuple):
-    """What is the same for all blocks in one step.
+    """The values that all blocks share in one step.
 
     Attributes:
         sums: Gradients, and their products with the noise.
         share: Factor of the KL in the loss.
-        scale: Factor that the sums are multiplied by in the end, or None.
+        scale: Final factor of the sums, or None.
         at: Address of the noise.
         several: Whether several processes add up their sums.
     """
@@ -49,13 +49,13 @@ class StepValues(NamedTuple):
     several: bool = False
 
     def scaled(self, weight: float) -> Any:
-        """Factor of the gradients of samples of some weight, or None."""
+        """Factor of the gradients of samples with a weight, or None."""
         if self.scale is None:
             return None if weight == 1 else weight
         return weight * self.scale
 
     def of_kl(self, divergence: Tensor) -> Tensor:
-        """The gradient of the loss in a KL."""
+        """The gradient of the loss with respect to a KL."""
         if isinstance(self.share, Tensor):
             return self.share.to(divergence.dtype)
         return torch.full_like(divergence, self.share)
@@ -67,7 +67,7 @@ class Whole(NamedTuple):
     Attributes:
         leaf: The leaf.
         counted: The same without the padding between blocks.
-        own: Its μ and ρ, which gradients reach.
+        own: Its μ and ρ, which get gradients.
     """
 
     leaf: DiagonalGaussian
@@ -76,19 +76,19 @@ class Whole(NamedTuple):
 
 
 class Diagonal(ABC):
-    """Diagonal leaves of one device, type, prior and estimator, end to end.
+    """Diagonal leaves of one device, dtype, prior and estimator, in flat buffers.
 
     Args:
-        number: Of the group.
+        number: The group's number.
         leaves: By block.
-        params: The module's parameters that the blocks take the place of.
+        params: The module's parameters that the blocks replace.
         priors: Of the blocks: one and the same density, or diagonal Gaussians.
         at_draw: Whether a KL that has no formula is estimated at the weights that the loss sees; else at a
             draw of its own.
 
     Attributes:
         flat: The means, with ρ and masks as their state.
-        divergence: The KL, as far as it is known.
+        divergence: The KL, if already known.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Diagonal(ABC):
         self.divergence: Tensor | float = 0.0
 
     def _alone(self) -> bool:
-        """Whether the tensors of a single leaf can be used as they lie, in the place of flat copies."""
+        """Whether the tensors of a single leaf can be used directly instead of flat copies."""
         one, align = self.leaves[0], self._inside is not None
         return len(self.leaves) == 1 and not align and one.loc.is_contiguous() and one.raw.is_contiguous()
 
@@ -160,7 +160,7 @@ class Diagonal(ABC):
         """All weights as one leaf."""
         own = [each.detach().requires_grad_() for each in self._flat()]
         keep, held = (self.flat.state.get(name) for name in _MASKS)
-        # A kernel that draws or has the KL makes stds as it goes.
+        # Kernels for draws or the KL compute stds themselves.
         masks: dict[str, Any] = {"held": held, "std": None if is_fusing() else softplus(own[1])}
         leaf = DiagonalGaussian.made_of(*own, keep=keep, **masks)
         counted = self._counted()
@@ -173,7 +173,7 @@ class Diagonal(ABC):
         return self.flat.state.get("keep", self._inside)
 
     def _moments(self, rows: range) -> tuple[Tensor, Tensor]:
-        """Means and stds of all weights, as they are at the first sample of a step."""
+        """Means and stds of all weights at the first sample of a step."""
         if rows.start == 0:
             alone = self._alone()
             if not alone:
@@ -208,12 +208,12 @@ class Diagonal(ABC):
         """
 
     def unsummed(self) -> Sequence[Tensor]:
-        """Gradients of the loss that are in no sums: a captured step must check them by themselves."""
+        """Gradients of the loss outside the sums: a captured step must check them separately."""
         return ()
 
     @torch.no_grad()
     def finish(self, step: StepValues) -> Sequence[Tensor]:
-        """Give μ and ρ their gradients; these, in as few tensors as may be."""
+        """Set the gradients of μ and ρ; returns them, in as few tensors as possible."""
         seeds, whole = self._seeds(step), self._whole
         with torch.enable_grad():
             if self.at_draw:
@@ -236,7 +236,7 @@ class Diagonal(ABC):
         return found if self._inside is None else [*loc, *raw]  # padding holds anything
 
     def complete(self, step: StepValues) -> Sums:
-        """Gradients of the loss in means and stds, also of blocks that it did not reach."""
+        """Gradients of the loss with respect to means and stds, also for blocks that it did not reach."""
         mine = step.sums.of(self.flat, None)
         mine.clean()
         mine.used = set(range(len(self.params)))
@@ -268,7 +268,7 @@ class DrawnDiagonal(Diagonal):
 
     @torch.no_grad()
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> Draw:
-        """Weights of some samples, by the addresses that each leaf alone would have."""
+        """Draw weights of some samples, with the noise addresses that each leaf alone would have."""
         flat, moments = self.flat, self._moments(rows)
         where: dict[str, Any] = {"device": flat.device, "dtype": flat.dtype, "room": flat.room}
         noise = Noise(rows, flat.layout, weight=weight, **where, **step.at)
@@ -306,12 +306,13 @@ class DrawnDiagonal(Diagonal):
         """The gradients of the KL at drawn weights in these, end to end; those in μ and ρ are kept."""
         rows, layout, flat = len(drawn.noise.samples), self.flat.layout, self._flat()
         masks = self._counted(), self.flat.state.get("held")
-        # One sample's blocks lie end to end as the leaves do; the samples of each block lie together.
+        # A single sample's blocks have the layout of the leaves; with several, the samples of each block are
+        # adjacent.
         spans = self._spans if rows > 1 else [(slice(0, layout.size), layout.size)]
         places = [slice(rows * span.start, rows * span.start + rows * size) for span, size in spans]
         grads = []
         for (span, size), place in zip(spans, places, strict=True):
-            # The compiler asks what it is given for gradients, which only leaves of a graph have.
+            # The compiler reads the .grad of its inputs, which only graph leaves have.
             own = [each[span].detach().requires_grad_() for each in flat]
             weights = drawn.flat[place].view(rows, size).detach().requires_grad_()
             keep, held = (None if mask is None else mask[span] for mask in masks)
@@ -327,7 +328,7 @@ class DrawnDiagonal(Diagonal):
             found = list(foreach_mul(found, drawn.noise.weight))
         self._partial = found if self._partial is None else list(foreach_add(self._partial, found))
         at_weights = _end_to_end(by_weight, places, drawn.flat)
-        # What is added up there is multiplied by it in the end.
+        # The sums are multiplied by the scale at the end.
         return at_weights if step.scale is None else at_weights / step.scale
 
     @cached_property
@@ -336,7 +337,7 @@ class DrawnDiagonal(Diagonal):
         return [(self.flat.layout.span(i), size) for i, size in enumerate(self.flat.layout.sizes)]
 
 
-# What a captured step runs as one kernel.
+# Functions that a captured step runs as one kernel.
 
 
 @fusible
@@ -360,7 +361,7 @@ def _at_weights(leaf: DiagonalGaussian, prior: Leaf | Density, weights: Tensor) 
 
 
 def _end_to_end(parts: Sequence[Tensor], places: Sequence[slice], like: Tensor) -> Tensor:
-    """Parts of a flat tensor at their places in one of this size, with zeros between them."""
+    """Parts of a flat tensor placed in one of the given size, with zeros between them."""
     if parts[0].numel() == like.numel():
         return parts[0].reshape(like.shape)
     whole = torch.zeros_like(like)
@@ -371,7 +372,7 @@ def _end_to_end(parts: Sequence[Tensor], places: Sequence[slice], like: Tensor) 
 
 @torch.no_grad()
 def give(p: Tensor, grad: Tensor) -> None:
-    """Let a parameter that wants one have a gradient, laid out as it is itself."""
+    """Set the gradient of a parameter that requires one, in its own layout."""
     if p.requires_grad:
         p.grad = grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
 

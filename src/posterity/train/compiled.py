@@ -30,9 +30,9 @@ from posterity.variational import Variational
 
 # Graphs kept for different shapes of batch; each holds the memory of a whole step.
 _GRAPHS = 4
-# A graph that so many calls did not use makes room for another.
+# A graph that was not used for this many calls makes room for another.
 _LONG = 100
-# Kinds of batch that are remembered as seen once.
+# Number of batch shapes that are remembered as seen once.
 _KEYS = 256
 
 
@@ -52,35 +52,35 @@ def compile_step(
 ) -> Callable[..., Tensor]:
     """A training step that evaluates all weight samples in one pass: ``loss = train_step(x, y)``.
 
-    It draws the same noise and takes the same statistics as ``optimizer.step(closure)``, or, for what
-    :func:`~posterity.variational` gave, as ``elbo(...)`` with ``backward()`` and a torch optimiser's
-    ``step()``. On a GPU the whole step is a CUDA graph per shape of batch, captured when a shape is seen for
-    the second or third time; K-FAC's steps with new factors or inverses are none. Learning rates, the KL's
-    factor, and what else a rule calls ``scheduled``, may change at any time. In a graph a loss that is not
-    finite leaves the posterior as it is, and is raised by one of the next calls, when its value has reached
-    the host; of several processes by the next call, in all of them.
+    It draws the same noise and computes the same statistics as ``optimizer.step(closure)``, or, for a
+    :func:`~posterity.variational` model, as ``elbo(...)`` with ``backward()`` and a torch optimiser's
+    ``step()``. On a GPU the whole step is one CUDA graph per batch shape, captured when a shape is seen for
+    the second or third time, except K-FAC's steps with new factors or inverses. Learning rates, the KL's
+    factor, and a rule's ``scheduled`` entries may change at any time. In a graph a non-finite loss leaves the
+    posterior unchanged, and is raised by one of the next calls, when its value has reached the host; with
+    several processes by the next call, in all of them.
 
     Args:
-        model: The module whose parameters the optimiser holds, or what ``variational()`` gave.
-        loss_fn: ``loss_fn(model, *batch)`` gives the mean loss of a batch: of tensors or arrays, or dicts,
-            lists and tuples of them, whose examples are on the first axis (or the optimiser's ``batch_dim``).
-            The first tensor's are counted. A loss that is a mean of other things than examples needs their
-            number, ``train_step(x, y, count=n)``. A batch that has other things in it is never a graph. The
-            model that it is given is the user's own module, with drawn weights.
-        optimizer: A rule such as BGD or IVON, which decides the number of samples; for a ``variational()``
-            model any torch optimiser of its parameters, whose gradients are dropped before each step.
+        model: The module whose parameters the optimiser holds, or a ``variational()`` model.
+        loss_fn: ``loss_fn(model, *batch)`` returns the mean loss of a batch of tensors or arrays, or of
+            dicts, lists and tuples of them, with examples on the first axis (or the optimiser's
+            ``batch_dim``). The first tensor's examples are counted. A loss that is a mean over something
+            other than examples needs the number of terms, ``train_step(x, y, count=n)``. A batch with other
+            objects in it never becomes a graph. ``model`` is the user's own module, with drawn weights.
+        optimizer: A rule such as BGD or IVON, which sets the number of samples; for a ``variational()`` model
+            any torch optimiser of its parameters, whose gradients are dropped before each step.
         max_norm: Clip the norm of the mean gradient E[g] to this, as ``torch.nn.utils.clip_grad_norm_`` would
             between backward and step.
         chunk: At most this many samples at once, to cap memory.
-        parts: Cut the batch into so many parts, each with ``mc_samples`` weight samples of its own: every
-            example is still seen by as many, and their noise averages out over more. It costs no more
-            arithmetic. Each part has a mean loss and batch statistics of its own, and counts as much as the
-            others. A batch that cannot be cut so is cut into as many as divide both.
-        mc_samples: Weight samples per step of a ``variational()`` model: 1. This and the rest are for such a
-            model alone.
-        prior: Anything that ``model.kl()`` takes, but for blocks of several tensors, as K-FAC's and Laplace's
-            are: the model's own.
-        num_data: Training examples; there is no default.
+        parts: Split the batch into this many parts, each with its own ``mc_samples`` weight samples: every
+            example still has as many samples, but the noise averages over more. It costs no more arithmetic.
+            Each part has its own mean loss and batch statistics, and the same weight. If the batch cannot be
+            split evenly, it is split into the largest number of parts that divides both.
+        mc_samples: Weight samples per step of a ``variational()`` model: 1. This and the following arguments
+            are for such models only.
+        prior: Anything that ``model.kl()`` takes, except blocks of several tensors, as of K-FAC and Laplace:
+            by default the model's own.
+        num_data: Number of training examples; required.
         factor: Scale of the KL against ``1 / num_data``: 1, another number, or a function of the number of
             draws so far, ``model.draws``, such as :func:`~posterity.warmup` gives.
 
@@ -100,8 +100,8 @@ def compile_step(
     learner: Learner
     if any(map(is_sharded, model.parameters())):
         raise TypeError(
-            "the model has DTensors, as fully_shard() and parallelize_module() make them, which compile_step "
-            "would not gather: take a loop with sampled_params(), or step(closure)"
+            "compile_step does not support a sharded model (with DTensors, as from fully_shard() or "
+            "parallelize_module()): use a loop with sampled_params(), or step(closure)"
         )
     if isinstance(model, DistributedDataParallel) and isinstance(model.module, Variational):
         model = model.module  # whose averaging is passed by
@@ -123,25 +123,26 @@ def compile_step(
     else:
         given = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else described(optimizer)
         raise TypeError(
-            f"{given} learns no posterior of a plain {type(model).__name__}: pass variational(model) and "
-            "a torch optimiser of its parameters, or a rule such as BGD(model) as the optimiser"
+            f"{given} does not learn a posterior of a plain {type(model).__name__}: pass "
+            "variational(model) and a torch optimiser of its parameters, or a rule such as "
+            "BGD(model) as the optimiser"
         )
     step = TrainStep(learner, loss_fn, max_norm, chunk, parts)
     if not can_capture(learner.devices()):
         return step
     if isinstance(learner, ByGradient):
-        learner.make_capturable()
+        learner.optimizer.make_capturable()
     return CapturedStep(step)
 
 
 def can_capture(devices: Collection[torch.device]) -> bool:
-    """Whether all parameters are on one GPU, and Triton is there to make noise."""
+    """Whether all parameters are on one GPU and Triton is installed."""
     return noise.kernels is not None and runs_ahead_of(devices)
 
 
 @final
 class CapturedStep:
-    """The same step as CUDA graphs, one for each shape of batch, wherever the rule allows it."""
+    """The same step as CUDA graphs, one for each batch shape, wherever the rule allows it."""
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
@@ -150,11 +151,12 @@ class CapturedStep:
         self._seen: set[Any] = set()
         self._failed: set[Any] = set()
         self._calls = 0
-        # Of several processes: raises what the last step has to say.
+        # With several processes: raises the error of the last step.
         self._settle_last: Callable[[], None] | None = None
 
     def __call__(self, *batch: Any, count: float | Tensor | None = None) -> Tensor:
-        """Learn from a batch, whose loss is a mean of ``count`` terms; that loss, a mean over the samples."""
+        """Learn from a batch whose loss is a mean of ``count`` terms; returns the loss, averaged over
+        samples."""
         self._calls += 1
         self.step.refuse_changed()
         self.step.learner.check()
@@ -182,9 +184,9 @@ class CapturedStep:
         return loss
 
     def _eager(self, batch: tuple[Any, ...], count: float | Tensor | None) -> Tensor:
-        """A step without a graph; of several processes the next call raises what this one finds.
+        """A step without a graph; with several processes the next call raises this one's errors.
 
-        For others may replay it, and all must raise at the same call.
+        Other processes may replay it, and all must raise at the same call.
         """
         if self.step.learner.world is None:
             return self.step(*batch, count=count)
@@ -199,7 +201,7 @@ class CapturedStep:
             return torch.full((), torch.nan, device=device)
 
     def wait(self) -> None:
-        """Raise what the last step of several processes has to say."""
+        """Raise the error of the last step of several processes, if any."""
         last, self._settle_last = self._settle_last, None
         if last is not None:
             last()
@@ -218,7 +220,7 @@ class CapturedStep:
         return self._graphs.get(key)
 
     def _has_room(self) -> bool:
-        """Whether one more graph may be made, after those that nobody has used for long have gone."""
+        """Whether one more graph may be captured, after dropping graphs that have not been used for long."""
         generation = self.step.learner.generation
         for key, graph in list(self._graphs.items()):
             old = graph.generation != generation or graph.stale()
@@ -227,12 +229,13 @@ class CapturedStep:
         return len(self._graphs) < _GRAPHS
 
     def _drop(self, key: Any) -> None:
-        """Let a graph go, if there is one, after what it has to say."""
+        """Drop a graph, if there is one, after raising its pending error."""
         if key in self._graphs:
             self._graphs.pop(key).wait()
 
     def _key(self, tensors: Sequence[Tensor], form: TreeSpec | None) -> Any:
-        """What a graph has fixed: shapes, modes, where weights and state lie, fixed hyper-parameters."""
+        """Everything that is fixed in a graph: shapes, modes, addresses of weights and state, fixed
+        hyper-parameters."""
         params = self.step.names
         return (
             form,

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @final
 class DeviceNumbers(Numbers):
-    """Numbers of a captured step: tensors, which every replay reads anew, and rules that are compiled.
+    """Numbers of a captured step: tensors, which every replay reads again, and compiled rules.
 
     Attributes:
-        entries: Of each group: those whose values may change from step to step.
-        groups: The groups with these.
+        entries: The entries of each group whose values may change from step to step.
+        groups: The groups with these entries as tensors.
     """
 
     def __init__(self, opt: VariationalOptimizer, device: torch.device) -> None:
         steps = opt.param_groups[0]["steps"]
         self._clock = torch.zeros((), dtype=torch.int32, device=device)
-        # What to add to the clock for the number of the update that a parameter is having.
+        # The difference between a parameter's current update number and the clock.
         self._ahead = {p: int(opt.state[p]["step"]) - steps for p in opt.parameters()}
         self._values = [{key: float(group[key]) for key in opt.scheduled} for group in opt.param_groups]
         self.entries = [
@@ -48,7 +48,7 @@ class DeviceNumbers(Numbers):
         self._rows = Rows()
 
     def refresh(self, opt: VariationalOptimizer) -> None:
-        """Before a replay: bring what has changed to the device."""
+        """Before a replay: copy changed numbers to the device."""
         steps = opt.param_groups[0]["steps"]
         if steps != self._reads:  # not the next one: state was loaded, or another graph ran
             self._clock.fill_(steps)
@@ -61,11 +61,11 @@ class DeviceNumbers(Numbers):
 
     @property
     def clock(self) -> Tensor:
-        """int32, one element; it counts the step under way once its statistics have been judged."""
+        """int32, one element; it counts the current step once its statistics have been checked."""
         return self._clock
 
     def updates(self, p: Tensor, count: int) -> Tensor:
-        """The number of the update that a parameter is having."""
+        """The number of a parameter's current update."""
         ahead = self._ahead[p]
         return self._clock + ahead if ahead else self._clock
 
@@ -74,7 +74,7 @@ class DeviceNumbers(Numbers):
         return list(sums.unbind())
 
     def row(self, values: Sequence[float], device: torch.device) -> Tensor:
-        """A copy of what a step before the capture has made."""
+        """A copy of a row made by a step before the capture."""
         return self._rows(values, device)
 
     def run(self, rule: VariationalOptimizer, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,19 +99,19 @@ class Rows:
 
 # By default the compiler starts a process for every core, each of which imports torch.
 _ONE_KERNEL: dict[str, str | int | bool | Callable[..., Any]] = {"compile_threads": 1}
-# Settings of a rule in one process that are compiled; those that come later run as they are written.
+# Number of a rule's settings that are compiled in one process; later ones run uncompiled.
 _SETTINGS = 64
 
 
 @cache
 def fused(function: Any, kind: Any = None) -> Callable[..., Any]:
-    """A function of a rule and tensors as one kernel, for rules of one kind; or one that has no rule.
+    """A function of a rule and tensors, or of tensors only, as one kernel for all rules of a class.
 
-    A compilation serves all sizes and optimisers; each setting has its own. Given an optimiser it would be
-    compiled anew for every other one. A rule is made of pure functions, so one that was never begun serves
-    all of its kind.
+    A compilation is shared by all sizes and optimisers; each combination of settings has its own. If it were
+    given an optimiser, it would be compiled again for every other one. A rule consists of pure functions, so
+    an uninitialised instance can stand for all of its class.
     """
-    # A copy, since the compiler counts what it has compiled by a function's code, which kinds share.
+    # A copy, since the compiler counts compilations per code object, which classes share.
     own = FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -123,7 +123,7 @@ def fused(function: Any, kind: Any = None) -> Callable[..., Any]:
     compiled = torch.compile(method, dynamic=True, options=_ONE_KERNEL)
 
     def run(*args: Any) -> Any:
-        # Else hyper-parameters would be dynamic too, and of some the compiler keeps the first value it sees.
+        # Otherwise hyper-parameters would be dynamic too, and the compiler keeps the first value of some.
         with dynamo_config(
             specialize_float=True,
             recompile_limit=_SETTINGS,
@@ -140,16 +140,16 @@ def fused(function: Any, kind: Any = None) -> Callable[..., Any]:
 class Graph:
     """A captured step for one shape of batch.
 
-    Of several processes it is two pieces, between which all processes add up their sums, as in an eager step:
-    so each decides for itself whether it replays. NCCL would want all of them to replay what it has captured.
+    With several processes it has two pieces, between which all processes add up their sums, as in an eager
+    step, so each decides by itself whether to replay. Captured NCCL calls would force all of them to replay.
 
     Args:
         step: The step.
-        batch: Of that shape.
-        count: Terms that the loss is a mean of; every replay brings its own. None if they are the examples.
+        batch: A batch of that shape.
+        count: Terms that the loss is a mean of; every replay has its own. None if they are the examples.
 
     Attributes:
-        used: Number of the call that has used it last.
+        used: Number of the last call that used it.
     """
 
     def __init__(self, step: TrainStep, batch: tuple[Any, ...], count: float | None) -> None:
@@ -191,17 +191,17 @@ class Graph:
         self.live.restored()
 
     def stale(self) -> bool:
-        """Whether it no longer does what a step would do."""
+        """Whether it is out of date."""
         return self.live.stale()
 
     def __call__(self, tensors: Sequence[Tensor], count: float | None, settle: Callable[[], None]) -> Tensor:
-        """Replay it on a batch; what is minimised.
+        """Replay it on a batch; returns the objective.
 
         Args:
             tensors: The batch.
             count: Terms that the loss is a mean of.
-            settle: Raises, of several processes, what the last step has to say; all must do so at the same
-                call. It waits while the device is busy with the first piece of this step.
+            settle: With several processes, raises the last step's error; all must do so at the same call. It
+                waits while the device works on the first piece of this step.
         """
         self.live.refuse()
         if self.world is None:
@@ -228,12 +228,12 @@ class Graph:
         return self.loss.clone()
 
     def settle(self) -> None:
-        """Wait for the last replay, and raise what it has to say."""
+        """Wait for the last replay, and raise its error."""
         self.done.synchronize()
         self._look()
 
     def _look(self) -> None:
-        """Raise what is known of earlier steps; this waits for nothing, unless one was bad."""
+        """Raise known errors of earlier steps; waits only if one was bad."""
         loss = self.host_loss.item()
         if not math.isfinite(loss):
             torch.cuda.synchronize()  # else a step under way would raise it again
@@ -247,17 +247,17 @@ class Graph:
             self.learner.seen(loss)
 
     def wait(self) -> None:
-        """Raise what there is to be known of all steps up to here."""
+        """Wait for all steps so far, and raise their errors."""
         torch.cuda.synchronize()
         self._look()
 
     def _captured(self) -> Iterator[tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]]:
-        """The pieces of a step in turn, each with what is to be added up after it."""
+        """The pieces of a step in turn, each with the tensors to be added up after it."""
         body, pool = self._body(), None
         sent: Sequence[Tensor] | None = ()
         while sent is not None:
             graph = torch.cuda.CUDAGraph()
-            # Threads of others, such as NCCL's, may ask the device what they like in the meantime.
+            # Other threads, such as NCCL's, may query the device in the meantime.
             with (
                 read_by_replays(self._read),
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
@@ -267,13 +267,13 @@ class Graph:
             yield graph, sent or ()
 
     def _body(self) -> Iterator[Sequence[Tensor]]:
-        """What is captured: the eager step, with its checks done on the device.
+        """The captured code: the eager step, with its checks on the device.
 
-        It stops, if there are several processes, where all of them add up what it yields.
+        With several processes it yields the tensors that all of them add up.
         """
         torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
         self.keeper.keep()
-        # Made anew, since loss functions may take things out of dicts.
+        # New containers each time, since loss functions may pop entries from dicts.
         batch = tuple(self.tensors) if self.form is None else tree_unflatten(self.tensors, self.form)
         learner, behind = self.learner, self.behind
         learner.expect(self.examples, behind)
@@ -305,18 +305,18 @@ class Graph:
 
 
 def flat_batch(batch: tuple[Any, ...]) -> tuple[Sequence[Any], TreeSpec | None]:
-    """What dicts, lists and tuples of a batch hold, and their form; None if it has tensors alone."""
-    # Most batches do, and the general way takes ten times as long.
+    """The contents of a batch's dicts, lists and tuples, and their structure; None if it has tensors only."""
+    # True of most batches, and the general path takes ten times as long.
     return (batch, None) if all(isinstance(x, Tensor) for x in batch) else tree_flatten(batch)
 
 
 def verdict(losses: Tensor, poisons: Sequence[Tensor], stuck: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss of a captured step, and the flag that lets it through: whether all it has seen is finite.
+    """The mean loss of a captured step, and the flag that accepts it: whether everything is finite.
 
     Args:
-        losses: Of the samples.
-        poisons: Of the sums of all groups: 0, or NaN.
-        stuck: Becomes NaN with the first step that is held back, and stays so.
+        losses: The samples' losses.
+        poisons: One per group's sums: 0, or NaN.
+        stuck: Becomes NaN with the first rejected step, and stays so.
         clock: Counts the step.
     """
     poison = poisons[0] if len(poisons) == 1 else torch.stack(list(poisons)).sum()
@@ -330,13 +330,13 @@ def verdict(losses: Tensor, poisons: Sequence[Tensor], stuck: Tensor, clock: Ten
 
 
 def report(loss: Tensor, ok: Tensor, stuck: Tensor, host: Tensor) -> None:
-    """Tell the host of a captured step, once the rule's results are judged, too.
+    """Report a captured step to the host, once the rule's results have been checked, too.
 
     Args:
         loss: The mean loss.
-        ok: The flag, which has fallen since the verdict if a result is not fit.
+        ok: The flag, cleared since the check if a result is invalid.
         stuck: 0, or NaN; becomes -inf where a result alone was bad, and stays so.
-        host: Memory of the host that gets the mean loss, or what is stuck.
+        host: Host memory that gets the mean loss, or ``stuck``.
     """
     if kernels is not None and loss.is_cuda and loss.dtype == stuck.dtype == torch.float32:
         kernels.report(loss, ok, stuck, host)

@@ -1,7 +1,7 @@
-"""Blocks of a training step whose layers have estimators: they get stand-ins, and gradients come from these.
+"""Blocks of a training step whose layers have estimators: they get placeholders, which receive the gradients.
 
-What estimators do in a layer is in :mod:`posterity.layers.estimators`. Diagonal leaves give means and stds,
-end to end as those that are drawn; what leaves of other families give is part of their own graph.
+Estimators in layers are in :mod:`posterity.layers.estimators`. Diagonal leaves give means and stds in flat
+buffers, like those that are drawn; values from leaves of other families are part of their own graph.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class EstimatedDiagonal(Diagonal):
         self._direct: list[Tensor] | None = None
 
     def unsummed(self) -> Sequence[Tensor]:
-        """The gradients of a step's only sample, if these are used as they are."""
+        """The gradients of a step's only sample, if used directly."""
         return self._direct or ()
 
     def _seeds(self, step: StepValues) -> list[Tensor]:
-        """Gradients of the loss in means and stds."""
+        """Gradients of the loss with respect to means and stds."""
         return super()._seeds(step) if self._direct is None else self._direct
 
     @torch.no_grad()
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
-        """Hand means and stds to the layers, and take gradients in them."""
+        """Pass means and stds to the layers, and take gradients with respect to them."""
         moments = zip(*map(self.flat.layout.views, self._moments(rows)), strict=True)
         for (mean, std), own, given in zip(moments, self.leaves, self._given.values(), strict=True):
             given.loc, given.raw = drawn.leaves[own.loc], drawn.leaves[own.raw] = mean, std
@@ -89,7 +89,7 @@ class EstimatedDiagonal(Diagonal):
         weight: float,
         step: StepValues,
     ) -> None:
-        """Add gradients in means and stds to the sums; each is already a sum over samples."""
+        """Add gradients of means and stds to the sums; each is already a sum over samples."""
         by_moment = [[grads.get(p) for p in own] for own in self._own]
         if weight == 1 and step.scale is None and not step.several and self._alone():
             (mean,), (std,) = by_moment
@@ -125,7 +125,7 @@ class EstimatedOther(Other):
 
     Args:
         blocks: The leaf.
-        params: The module's parameters that it takes the place of.
+        params: The module's parameters that it replaces.
         prior: Its prior.
         estimator: ``"local"`` or ``"flipout"``.
     """
@@ -145,7 +145,7 @@ class EstimatedOther(Other):
         return list(self.blocks.leaves)
 
     def draw(self, rows: range, weight: float, step: StepValues, drawn: Drawn) -> None:
-        """Take gradients in the leaf's parameters."""
+        """Take gradients with respect to the leaf's parameters."""
         drawn.leaves.update((p, p) for p in self.own())
 
     @torch.enable_grad()
@@ -157,7 +157,7 @@ class EstimatedOther(Other):
         weight: float,
         step: StepValues,
     ) -> None:
-        """Keep gradients, each of which is already a sum over samples."""
+        """Store gradients, each of which is already a sum over samples."""
         scaled = step.scaled(weight)
         for p in self.own():
             grad = grads.get(p)

@@ -19,15 +19,15 @@ from posterity.train.learner import Drawn
 
 
 class Other(ABC):
-    """Leaves of any family, as one.
+    """Leaves of any family, joined.
 
     Args:
-        blocks: The leaves; a single one may be of several tensors.
-        params: The module's parameters that each takes the place of.
+        blocks: The leaves; a single one may hold several tensors.
+        params: The module's parameters that each replaces.
         prior: The prior of all.
 
     Attributes:
-        divergence: The KL, as far as it is known.
+        divergence: The KL, if already known.
         grads: Gradients of the leaves' own parameters.
     """
 
@@ -57,21 +57,22 @@ class Other(ABC):
         """Add the gradients of the leaves' own parameters, of the loss and of the KL."""
 
     def finish(self, step: StepValues) -> Sequence[Tensor]:
-        """Give the leaves' parameters their gradients; these, in as few tensors as may be."""
+        """Set the gradients of the leaves' parameters; returns them, in as few tensors as possible."""
         given = set[int]()
         for p, grad in self.grads.items():
-            # Autograd has one tensor for parameters that are added up, which clipping would shrink twice.
+            # Autograd returns the same tensor for parameters that are added up; clipping would shrink it
+            # twice.
             give(p, grad.clone() if grad.data_ptr() in given else grad)
             given.add(grad.data_ptr())
         return self.unsummed()
 
     def unsummed(self) -> Sequence[Tensor]:
-        """All gradients, since autograd makes them; where these are parts of one tensor, that."""
+        """All gradients, since autograd computes them; the whole tensor if they are parts of one."""
         wholes = [grad if grad._base is None else grad._base for grad in self.grads.values()]
         return list({id(each): each for each in wholes}.values())
 
     def own(self) -> list[Tensor]:
-        """The leaves' parameters that want gradients."""
+        """The leaves' parameters that require gradients."""
         return [p for leaf in self.blocks.leaves.values() for p in leaf.parameters() if p.requires_grad]
 
     def _noise_of_kl(self, leaf: Leaf, step: StepValues) -> Mapping[str, Tensor]:
@@ -83,13 +84,13 @@ class Other(ABC):
     def _kl(
         self, leaf: Leaf, weights: Tensor | None, part: float, draw: Callable[[], Mapping[str, Tensor]]
     ) -> Tensor:
-        """The KL of the leaf of all, at drawn weights or at a draw of its own; ``part`` of it counts here."""
+        """The KL of the joined leaf, at drawn weights or at its own draw; ``part`` of it counts here."""
         value = leaf_kl(leaf, self.prior, weights, draw)
         self.divergence = self.divergence + part * value.detach()
         return value
 
     def _add(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Carry gradients in some results on to the leaves' parameters, and add them."""
+        """Propagate gradients of some results to the leaves' parameters, and add them."""
         own = self.own()
         if not ends or not own:
             return
@@ -103,7 +104,7 @@ class Other(ABC):
 
 
 class _Source(NamedTuple):
-    """All leaves as one, its weights ``[samples, *shape]``, and the normals of a draw of the KL's own."""
+    """The joined leaf, its weights ``[samples, *shape]``, and the normals of the KL's own draw."""
 
     leaf: Leaf
     weights: Tensor
@@ -157,7 +158,7 @@ class DrawnOther(Other):
         weight: float,
         step: StepValues,
     ) -> None:
-        """Carry gradients at drawn weights on to the leaves' parameters."""
+        """Propagate gradients at drawn weights to the leaves' parameters."""
         leaf, weights, noise = source
         ends, seeds = list[Tensor](), list[Tensor]()
         if weights.requires_grad and any(grads.get(p) is not None for p in self.params):

@@ -8,8 +8,7 @@ weights in a few flat buffers (:mod:`posterity.train.blocks`).
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count
 from operator import is_
@@ -17,19 +16,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from posterity.caller import warn
 from posterity.distributed import World, several
 from posterity.estimators import parameters_of
-from posterity.layers.estimators import StandIn
+from posterity.layers.stand_ins import StandIn
 from posterity.noise import Domain
-from posterity.objective import Factor, factor_at, refuse_num_data
-from posterity.optim import VariationalOptimizer
+from posterity.objective import Factor, factor_at, loss_watch, refuse_num_data
 from posterity.optim.checks import bad_gradient
 from posterity.optim.counting import Behind, LossTerms, as_count
-from posterity.optim.pooling import SharedBuffers, meeting, refuse_unreached, share_buffers
+from posterity.optim.pooling import SharedBuffers, share_buffers
 from posterity.optim.statistics import Accumulator
 from posterity.optim.step import row
 from posterity.optim.watch import UNTOUCHED
@@ -41,11 +37,10 @@ from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
 from posterity.train.learner import Drawn, Learner, Replays
 from posterity.train.partition import blocks_of
 from posterity.train.replays import GradientReplays
-from posterity.train.shares import Joined, refuse_unlike
-from posterity.variational import Variational, loss_watch
+from posterity.train.shares import Shares, refuse_unlike
+from posterity.train.torch_optimizer import TorchOptimizer
+from posterity.variational import Variational
 
-# Entries of a group that a graph does not read.
-_UNREAD = ("params", "lr", "initial_lr")
 _generations = count()
 
 
@@ -75,20 +70,14 @@ class ByGradient(Learner):
         factor: Factor,
         mc_samples: int | None,
     ) -> None:
-        if not isinstance(optimizer, Optimizer) or isinstance(
-            optimizer, VariationalOptimizer | torch.optim.LBFGS
-        ):
-            raise TypeError(
-                "a posterior that is trained by gradient needs an optimiser of torch such as Adam, not "
-                f"{type(optimizer).__name__}; rules take the plain module"
-            )
+        self.optimizer = TorchOptimizer(optimizer)
         if num_data is None:
             raise ValueError("num_data is missing: pass the number of training examples, which scales the KL")
         refuse_num_data(num_data)
         samples = 1 if mc_samples is None else mc_samples
         if not isinstance(samples, int) or samples < 1:
             raise ValueError(f"mc_samples must be a whole number of at least 1, not {mc_samples}")
-        self.model, self.module, self.optimizer = model, model.module, optimizer
+        self.model, self.module = model, model.module
         self.estimates = not model.one_draw
         self._origins: list[Tensor] = []
         self.sums, self.terms = Accumulator(), LossTerms("the ELBO")
@@ -100,12 +89,11 @@ class ByGradient(Learner):
         self._clock: int | Tensor = model.draws
         self._row: Callable[..., Tensor] = row
         self._found: list[object] = []
-        self._quiet = False
-        self._world: World | None = None
+        self.world: World | None = None
         self._met, self._ahead = False, 0
         self._divergence = torch.zeros(())
         self.check()
-        self.watch = loss_watch(model.posterior, type(optimizer).__name__, fresh=model.draws == 0)
+        self.watch = loss_watch(model, self.optimizer.name)
 
     # What is drawn and moved.
 
@@ -114,7 +102,7 @@ class ByGradient(Learner):
         held = self._held()
         fits = len(held) == len(self._found) and all(map(is_, held, self._found))
         if not fits or not all(flat.locate() for flat in self.blocks.flats()):
-            self._refuse_foreign()
+            self.optimizer.refuse_unfit(dict(self.model.named_parameters()))
             self._build()
             self._found = held
         for each in self.blocks.diagonal:
@@ -124,25 +112,7 @@ class ByGradient(Learner):
         """What blocks are made of: if a leaf, tensor, prior or parameter is new, they are found again."""
         leaves = list(self.model.posterior._leaves)
         parts = chain.from_iterable((*leaf._parameters.values(), *leaf._buffers.values()) for leaf in leaves)
-        groups = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        return [*leaves, *parts, *sources_of(self._prior), *groups]
-
-    def _refuse_foreign(self) -> None:
-        own = dict(self.model.named_parameters())
-        held = {p for group in self.optimizer.param_groups for p in group["params"]}
-        name = type(self.optimizer).__name__
-        for path, p in own.items():
-            if p.requires_grad and p not in held:
-                raise ValueError(
-                    f"{name} does not hold {path!r}: build it from the parameters() of what variational() "
-                    "gave, or freeze that parameter"
-                )
-        if foreign := held - set(own.values()):
-            shape = list(next(iter(foreign)).shape)
-            raise ValueError(
-                f"{name} holds a parameter of shape {shape} that the model does not have: build it from the "
-                "model's own parameters()"
-            )
+        return [*leaves, *parts, *sources_of(self._prior), *self.optimizer.parameters()]
 
     def _build(self) -> None:
         q = self.model.posterior
@@ -165,7 +135,7 @@ class ByGradient(Learner):
         self._learned: list[Tensor] = list(q.parameters())
         masks = (mask for leaf in q.blocks.values() for mask in (leaf.keep, leaf.held) if mask is not None)
         self._masks = [mask for mask in masks if not mask.is_inference()]  # others have no versions
-        self._generation = next(_generations)
+        self.generation = next(_generations)
 
     def stand_ins(self, samples: range, level: int | None) -> dict[Tensor, Tensor]:
         """Stand-ins for weights whose layers have estimators."""
@@ -197,59 +167,15 @@ class ByGradient(Learner):
 
     # Several processes, each with its share of the batch and the same drawn weights.
 
-    @property
-    def world(self) -> World | None:
-        """All there are, if there are others."""
-        return self._world
-
-    @torch.no_grad()
     def pack(self, losses: Tensor) -> list[Tensor]:
-        """Examples, loss and reached parameters, then all gradients of the loss, times the examples.
+        """Examples, loss and reached parameters, then all gradients of the loss, times the examples."""
+        self._shares = Shares(self.blocks, self._values, float(self._behind.batch_size or 1))
+        return self._shares.pack(losses, self._row)
 
-        With b examples here and B in all, the gradient of the step is Σ (b / B) of those of processes. A KL
-        that all take of the same weights, and add to what they have, counts once in that sum.
-        """
-        step, here = self._values, float(self._behind.batch_size or 1)
-        scale = 1.0 if step.scale is None else step.scale
-        plain = [self.sums.of(flat, None) for flat in self.blocks.plain]
-        diagonal = [block.complete(step) for block in self.blocks.diagonal]
-        for each in (*(mine.grad for mine in plain), *(mine.both for mine in diagonal)):
-            each.mul_(here * scale)
-        self._others = [(block, p) for block in self.blocks.other for p in block.own()]
-        found = [block.grads[p] if p in block.grads else torch.zeros_like(p) for block, p in self._others]
-        self._joined = Joined([grad * here for grad in found])
-        used = [i in mine.used for mine in plain for i in range(len(mine.group.params))]
-        used += [p in block.grads for block, p in self._others]
-        poisons = [mine.poison for mine in self.sums]
-        numbers, mean = list(map(float, used)), [losses.mean() * scale]
-        meta = meeting(here, mean, numbers, losses.device, poisons, self._row)
-        sums = [*(mine.grad for mine in plain), *(mine.both for mine in diagonal)]
-        return [meta, *sums, *self._joined.flats]
-
-    @torch.no_grad()
     def unpack(self, sent: list[Tensor], losses: Tensor) -> Tensor:
-        """The sums over the examples of all; in a captured step the host does not look."""
-        captured = isinstance(self._clock, Tensor)
-        found: list[Any] = list(sent[0].unbind()) if captured else sent[0].tolist()
-        total, weighted, poison, *everywhere = found
-        plain = [self.sums.of(flat, None) for flat in self.blocks.plain]
-        for mine in plain:
-            params = mine.group.params
-            if captured:
-                refuse_unreached(mine.group.layout.names, params, mine.used)
-            else:
-                mine.used |= {i for i in range(len(params)) if everywhere[i]}
-            everywhere = everywhere[len(params) :]
-        for each in sent[1:]:
-            each.div_(total)
-        for (block, p), grad, anywhere in zip(self._others, self._joined.parts(), everywhere, strict=True):
-            if captured:
-                refuse_unreached([", ".join(block.blocks.leaves)], [p], [0] if p in block.grads else [])
-            if captured or anywhere:
-                block.grads[p] = grad
+        """The sums over the examples of all."""
         self._behind = self._behind._replace(scale=None)  # which is in the sums
-        mean = weighted / total + (poison if captured else 0.0)
-        return torch.as_tensor(mean, dtype=losses.dtype, device=losses.device)[None]
+        return self._shares.unpack(sent, losses, captured=isinstance(self._clock, Tensor))
 
     def postponed(self, step: Any) -> None:
         """The next call raises it."""
@@ -260,7 +186,7 @@ class ByGradient(Learner):
 
     def shared_buffers(self) -> SharedBuffers | None:
         """Of the module."""
-        return None if self._world is None else SharedBuffers(self._world, self.module)
+        return None if self.world is None else SharedBuffers(self.world, self.module)
 
     # A step.
 
@@ -270,9 +196,9 @@ class ByGradient(Learner):
 
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
         """Take note of this step's numbers."""
-        self._world = World(None) if several() else None
-        if self._world is not None and not self._met:
-            self._meet(self._world)
+        self.world = World(None) if several() else None
+        if self.world is not None and not self._met:
+            self._meet(self.world)
         self._behind = self.behind(examples, as_count(count))
         self._share, self._clock = self._share_now(), self.model.draws
 
@@ -281,7 +207,7 @@ class ByGradient(Learner):
         """Before the first step: refuse processes that differ, and let all draw by one seed."""
         self.model._meet()
         settings = {"mc_samples": self._samples, "num_data": self._num_data}
-        refuse_unlike(world, dict(self.model.named_parameters()), self.optimizer, settings)
+        refuse_unlike(world, dict(self.model.named_parameters()), self.optimizer.optimizer, settings)
         self._met = True
 
     def expect(self, examples: int | None, behind: Behind) -> None:
@@ -296,12 +222,12 @@ class ByGradient(Learner):
     @property
     def _values(self) -> StepValues:
         """Of this step, for all blocks."""
-        return StepValues(self.sums, self._share, self._behind.scale, self._at, self._world is not None)
+        return StepValues(self.sums, self._share, self._behind.scale, self._at, self.world is not None)
 
     def draw(self, rows: range, weight: float) -> Drawn:
         """Weights of all blocks."""
         self._origins = []
-        self._ahead = self._world.rank * self.parts * self._samples if self._world else 0
+        self._ahead = self.world.rank * self.parts * self._samples if self.world else 0
         drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
         sources = [block.draw(rows, weight, step, drawn) for block in self.blocks.drawn()]
         self._origins += [p for p in self._learned if p.requires_grad and drawn.leaves.get(p) is not p]
@@ -357,20 +283,17 @@ class ByGradient(Learner):
                 give(flat.params[i], views[i])
                 found.append(views[i])
         if self._max_norm is not None:
-            clip_grad_norm_(self._trained(), self._max_norm)
+            self.optimizer.clip(self._max_norm)
         parts = [torch.as_tensor(step.share * block.divergence) for block in self.blocks.drawn()]
         each = [part.to(loss.device) for part in parts]
         self._divergence = each[0] if len(each) == 1 else torch.stack(each).sum()
         return loss, found
 
-    def _trained(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
         """Move, if loss and gradients are finite."""
         nll, grads = self._give_gradients(losses)
-        if self._world is not None:
-            share_buffers(self._world, self.module)
+        if self.world is not None:
+            share_buffers(self.world, self.module)
         loss = self.objective(nll)
         # Sums, which are not finite either; a norm takes a CPU ten times as long.
         judged = [loss, *(grad.sum(dtype=loss.dtype).to(loss.device) for grad in grads)]
@@ -398,27 +321,9 @@ class ByGradient(Learner):
             )
         return Behind(examples, count / examples)
 
-    @torch.no_grad()
     def move(self, behind: Behind, ok: Tensor | None) -> None:
         """A step of the optimiser."""
-        optimizer = self.optimizer
-        if ok is None:
-            with warnings.catch_warnings() if self._quiet else nullcontext():
-                if self._quiet:  # said once, of steps that come before a capture or between two
-                    warnings.filterwarnings("ignore", message="This instance was constructed with capturable")
-                optimizer.step()
-        elif all(group.get("fused") for group in optimizer.param_groups):
-            # What tells fused kernels of a GradScaler's bad step; they leave state and parameters alone then.
-            optimizer.grad_scale, optimizer.found_inf = None, (~ok).float()  # type: ignore[attr-defined]
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            before = [(tensor, tensor.clone()) for tensor in self.tensors()]
-            optimizer.step()
-            for tensor, then in before:
-                torch.where(ok, tensor, then, out=tensor)
+        self.optimizer.step(ok)
         torch.clear_autocast_cache()  # of weights that were
         self.model.draws += 1
 
@@ -428,7 +333,7 @@ class ByGradient(Learner):
 
     def drop(self) -> None:
         """Forget sums and gradients."""
-        self.optimizer.zero_grad()
+        self.optimizer.optimizer.zero_grad()
         self.reset()
 
     def reset(self) -> None:
@@ -444,27 +349,9 @@ class ByGradient(Learner):
         """Of all parameters."""
         return {p.device for p in self._own}
 
-    def make_capturable(self) -> None:
-        """Let the optimiser's steps be captured, or say why they cannot be."""
-        for group in self.optimizer.param_groups:
-            if group.get("capturable") is False:
-                group["capturable"] = self._quiet = True
-                for p in group["params"]:
-                    state = self.optimizer.state.get(p, {})
-                    if "step" in state:
-                        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device)
-        if not self._on_device():
-            warn(
-                f"steps of {type(self.optimizer).__name__} are not captured as CUDA graphs: build it with "
-                "capturable=True or fused=True if it has either"
-            )
-
     def captures(self) -> bool:
         """Whether the optimiser reads its numbers on the device; of several processes once they have met."""
-        return self._on_device() and (self._met or not several())
-
-    def _on_device(self) -> bool:
-        return all(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
+        return self.optimizer.captures() and (self._met or not several())
 
     def settle(self) -> None:
         """Nothing waits."""
@@ -472,30 +359,16 @@ class ByGradient(Learner):
     def fixed(self) -> tuple[object, ...]:
         """Where parameters and the optimiser's state lie, and its settings."""
         return (
-            self._generation,
+            self.generation,
             tuple(mask._version for mask in self._masks),  # of leaves end to end a graph has a copy
-            tuple(tensor.data_ptr() for tensor in chain(self._own, self._state())),
+            tuple(tensor.data_ptr() for tensor in chain(self._own, self.optimizer.state())),
             tuple(p.requires_grad for p in self._own),
-            tuple(
-                value if isinstance(value, Hashable) else str(value)
-                for group in self.optimizer.param_groups
-                for key, value in group.items()
-                if key not in _UNREAD
-            ),
+            self.optimizer.settings(),
         )
-
-    @property
-    def generation(self) -> int:
-        """Another number each time that blocks were found."""
-        return self._generation
-
-    def _state(self) -> list[Tensor]:
-        states = self.optimizer.state.values()
-        return [each for state in states for each in state.values() if isinstance(each, Tensor)]
 
     def tensors(self) -> list[Tensor]:
         """Parameters, and the optimiser's state."""
-        return [*(p.detach() for p in self._trained()), *self._state()]
+        return self.optimizer.tensors()
 
     def replays(self, device: torch.device) -> Replays:
         """Learning rates and the KL's share."""

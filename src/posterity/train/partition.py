@@ -1,4 +1,4 @@
-"""The blocks of a training step by gradient: which leaves lie end to end, and which go by themselves."""
+"""The blocks of a gradient training step: which leaves are joined in flat buffers, and which stay alone."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from posterity.train.estimated import EstimatedDiagonal, EstimatedOther
 from posterity.train.families import DrawnOther, Other
 from posterity.variational import Variational
 
-# Leaves of more numbers than this are alone on a CPU, where copies end to end cost more than calls.
+# Leaves with more numbers than this stay alone on a CPU, where copying into a buffer costs more than calls.
 _LARGE = 1 << 16
 
 
 class Blocks(NamedTuple):
-    """All that a step moves.
+    """Everything that a step updates.
 
     Attributes:
-        diagonal: Diagonal leaves, end to end.
-        other: Leaves of other families, end to end by kind; and those with priors of several weights.
-        plain: Parameters that are not drawn, end to end.
+        diagonal: Diagonal leaves in flat buffers.
+        other: Leaves of other families, joined by kind; and those with priors of several weights.
+        plain: Parameters that are not drawn, in flat buffers.
     """
 
     diagonal: list[Diagonal]
@@ -44,7 +44,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(model: Variational, priors: Mapping[str, Prior]) -> Blocks:
-    """The blocks of a model, given the prior of each of its posterior's."""
+    """The blocks of a model, given the priors of its posterior's blocks."""
     q, estimators = model.posterior, model.estimators
     params: dict[str, Tensor] = dict(model.module.named_parameters())
     at_draw = model.one_draw  # where some layers have no draw of their weights, no KL is estimated at one
@@ -89,7 +89,7 @@ def blocks_of(model: Variational, priors: Mapping[str, Prior]) -> Blocks:
 
 
 def _plain(params: Mapping[str, Tensor]) -> list[FlatGroup]:
-    """Parameters end to end, by device and type."""
+    """Parameters in flat buffers, by device and dtype."""
     kinds: dict[object, dict[str, Tensor]] = {}
     for name, p in params.items():
         kinds.setdefault((p.device, p.dtype), {})[name] = p

@@ -1,4 +1,4 @@
-"""The host's part in captured steps: what it refuses and brings before a replay, and counts after it."""
+"""The host's part in captured steps: checks and copies before a replay, and counts after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @final
 class RuleReplays(Replays):
-    """What surrounds the replays of a rule's step.
+    """The host's work around replays of a rule's step.
 
     Args:
         opt: The rule's optimiser.
@@ -39,7 +39,7 @@ class RuleReplays(Replays):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The optimiser has numbers of the device."""
+        """The optimiser reads numbers from the device."""
         eager, self.opt.numbers = self.opt.numbers, self.numbers
         try:
             yield
@@ -47,7 +47,7 @@ class RuleReplays(Replays):
             self.opt.numbers = eager
 
     def captured(self, graph: Any) -> None:
-        """Take note of the gradients that every replay overwrites, and of the parameters that it moves."""
+        """Record the gradients that every replay overwrites, and the parameters that it updates."""
         opt, params = self.opt, self.opt.parameters()
         self.grads = [(p, p.grad, p.grad._version) for p in params if p.grad is not None]
         self.unused = [p for p in params if p.grad is None]
@@ -58,11 +58,12 @@ class RuleReplays(Replays):
         opt.graphs.add(graph)
 
     def restored(self) -> None:
-        """How far updates are ahead of steps."""
+        """Record how far updates are ahead of steps."""
         self.counts = self._counts()
 
     def stale(self) -> bool:
-        """Whether a parameter that it moves was left out of steps since: its count of updates is fixed."""
+        """Whether a parameter that it updates was left out of steps since; its update count is fixed in the
+        graph."""
         return self._counts() != self.counts
 
     def _counts(self) -> list[int]:
@@ -71,7 +72,7 @@ class RuleReplays(Replays):
         return [int(flat.steps[i]) - steps for flat, moved in self.moved for i in moved]
 
     def refuse(self) -> None:
-        """Gradients that a replay would lose."""
+        """Refuse gradients that a replay would lose."""
         self.opt.refuse_inside("a training step")
         changed = not all(p.grad is grad and grad._version == version for p, grad, version in self.grads)
         self._fresh = changed or any(p.grad is not None for p in self.unused)
@@ -80,11 +81,11 @@ class RuleReplays(Replays):
         self.opt.settle_step()
 
     def refresh(self) -> None:
-        """Learning rates and their like."""
+        """Copy learning rates and other scheduled entries."""
         self.numbers.refresh(self.opt)
 
     def replayed(self) -> None:
-        """Count updates, and show the gradients."""
+        """Count updates, and expose the gradients."""
         for flat, moved in self.moved:
             flat.count(moved)
         self.opt.advance()
@@ -103,15 +104,15 @@ class RuleReplays(Replays):
 
 @final
 class GradientReplays(Replays):
-    """The step's number, the KL's share and learning rates, where a graph reads them.
+    """The step's number, the KL's share and learning rates, in tensors that a graph reads.
 
     Args:
-        learner: Whose.
+        learner: The learner.
         device: Of its parameters.
     """
 
     def __init__(self, learner: ByGradient, device: torch.device) -> None:
-        self._learner, self._groups = learner, learner.optimizer.param_groups
+        self._learner, self._groups = learner, learner.optimizer.groups
         self.clock = torch.zeros((), dtype=torch.int32, device=device)
         self._share = torch.zeros((), device=device)
         self._rates = [torch.zeros((), device=device) for _ in self._groups]
@@ -121,7 +122,7 @@ class GradientReplays(Replays):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The learner's numbers and the optimiser's rates are tensors; no step is counted."""
+        """The learner's numbers and the optimiser's rates are tensors, and no step is counted."""
         learner, draws = self._learner, self._learner.model.draws
         rates = [group["lr"] for group in self._groups]
         learner._share, learner._clock, learner._row = self._share, self.clock, self._rows
@@ -136,21 +137,21 @@ class GradientReplays(Replays):
                 group["lr"] = rate
 
     def captured(self, graph: Any) -> None:
-        """Nothing but memory of the graph's own."""
+        """Nothing: the graph only uses its own memory."""
 
     def restored(self) -> None:
         """The clock has counted."""
         self._reads = -1
 
     def stale(self) -> bool:
-        """What would make it so has another key."""
+        """Never: any such change has another key."""
         return False
 
     def refuse(self) -> None:
-        """Gradients from elsewhere would be dropped by any step."""
+        """Nothing to refuse: every step drops existing gradients."""
 
     def refresh(self) -> None:
-        """Bring what has changed to the device."""
+        """Copy changed numbers to the device."""
         learner = self._learner
         if learner.model.draws != self._reads:
             self.clock.fill_(learner.model.draws)
@@ -164,7 +165,7 @@ class GradientReplays(Replays):
                 there.fill_(value)
 
     def replayed(self) -> None:
-        """Count the draw, and let who has seen the parameters know that they are others."""
+        """Count the draw, and mark the parameters as changed."""
         self._learner.model.draws += 1
         torch.autograd.graph.increment_version(self._learner._own)
 

@@ -1,8 +1,8 @@
-"""A rule, such as BGD or VOGN, as a training step sees it."""
+"""The training step's interface for a rule, such as BGD or VOGN."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -14,11 +14,12 @@ from torch.nn.utils import clip_grad_norm_
 from posterity.distributed import World, several
 from posterity.optim import VariationalOptimizer
 from posterity.optim.apply import apply
+from posterity.optim.checks import overshot
 from posterity.optim.counting import Behind, as_count, behind
 from posterity.optim.pooling import SharedBuffers, pack, unpack
 from posterity.optim.statistics import Accumulator, Sink
 from posterity.optim.step import absorb, collecting, draw, multiplies
-from posterity.train.learner import Drawn, Learner, Replays
+from posterity.train.learner import Drawn, Learner, Replays, settings
 from posterity.train.replays import RuleReplays
 
 # Entries of a group that a graph does not read.
@@ -27,7 +28,7 @@ _UNREAD = ("params", "param_names", "initial_lr", "steps")
 
 @contextmanager
 def _pooling(opt: VariationalOptimizer) -> Iterator[None]:
-    """Inside, sums of processes are added up by an optimiser, not by a wrapper."""
+    """A context in which an optimiser, not a wrapper, adds up the sums of processes."""
     before = opt.pools, opt.local
     opt.pools, opt.local = True, Accumulator()
     try:
@@ -46,7 +47,7 @@ class ByRule(Learner):
     """
 
     def __init__(self, module: nn.Module, opt: VariationalOptimizer) -> None:
-        # A wrapper's averaging is passed by.
+        # A wrapper's averaging is bypassed.
         self.module = module.module if isinstance(module, DistributedDataParallel) else module
         self.opt, self.batch_dim = opt, opt.batch_dim
         self.listens = opt.collects is not None
@@ -56,12 +57,12 @@ class ByRule(Learner):
         for group in opt.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p not in held:
-                    raise ValueError(f"the optimiser holds {name!r}, which is no parameter of this model")
+                    raise ValueError(f"the optimiser has {name!r}, which is not a parameter of this model")
 
-    # Those of the optimiser are made anew when it is loaded.
+    # Not stored, since loading the optimiser replaces its sums.
     @property
     def sums(self) -> Any:  # type: ignore[override]
-        """The optimiser's, of this process."""
+        """The optimiser's sums in this process."""
         return self.opt.local
 
     @property
@@ -70,11 +71,11 @@ class ByRule(Learner):
         return self.opt.terms
 
     def parameters(self) -> list[Tensor]:
-        """Those that the optimiser holds."""
+        """The optimiser's parameters."""
         return self.opt.parameters()
 
     def samples(self) -> int:
-        """What all groups have as ``mc_samples``, if one of them draws."""
+        """``mc_samples`` of all groups, if one of them draws."""
         groups = self.opt.param_groups
         draws = self.opt.draws and not all(group["deterministic"] for group in groups)
         return self.opt.own_samples() if draws else 0
@@ -84,19 +85,21 @@ class ByRule(Learner):
         self.opt.check_changed()
 
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
-        """Refuse samples of contexts, and gradients from elsewhere."""
+        """Refuse samples of contexts, and gradients from outside."""
         if self.opt.taken():
-            raise RuntimeError("samples of sampled_params() are waiting: call step() or zero_grad() first")
+            raise RuntimeError(
+                "the current step already has samples of sampled_params(): call step() or zero_grad() first"
+            )
         self.opt.refuse_foreign()
         self._given = examples, as_count(count)
 
     def pooling(self) -> AbstractContextManager[object]:
-        """Of several processes the optimiser adds up the sums itself."""
+        """With several processes the optimiser adds up the sums itself."""
         return nullcontext() if self.opt.world.size == 1 else _pooling(self.opt)
 
     @property
-    def world(self) -> World | None:
-        """The optimiser's, if it has a mesh or there are others."""
+    def world(self) -> World | None:  # type: ignore[override]
+        """The optimiser's processes, if it has a mesh or there are several."""
         opt = self.opt
         return opt.world if opt.mesh is not None or opt.world.size > 1 else None
 
@@ -105,31 +108,31 @@ class ByRule(Learner):
         local, (examples, count) = self.opt.local, self._given
         local.add_inputs(None if examples is None else examples * local.samples)
         sent = pack(self.opt, [losses], count)
-        # What the end of an eager step sends of a user's count.
+        # A user's count as the end of an eager step sends it.
         return [*sent, sent[0][:1].clone()] if isinstance(count, Tensor) else sent
 
     def unpack(self, sent: list[Tensor], losses: Tensor) -> Tensor:
-        """The optimiser's sums are those of all."""
+        """Set the optimiser's sums to the totals."""
         (loss,), self._terms = unpack(self.opt, sent, [losses])
         return loss[None]
 
     def postponed(self, step: Any) -> None:
-        """What shows or saves the posterior raises it, too."""
+        """Reading or saving the posterior raises the error, too."""
         self.opt.graphs.add(step)
 
     def together(self, behind: Behind) -> Behind:
-        """Examples and terms of all."""
+        """Examples and terms of all processes."""
         sums = self.opt.sums
         size = behind.batch_size if sums.inputs is None else sums.inputs * sums.weight
         scale = None if behind.scale is None else self._terms / self.opt.world.split / size
         return Behind(size, scale)
 
     def shared_buffers(self) -> SharedBuffers | None:
-        """Of the optimiser's module, if it has one."""
+        """Buffers of the optimiser's module, if it has one."""
         return None if self.opt.module is None else SharedBuffers(self.opt.world, self.opt.module)
 
     def expect(self, examples: int | None, behind: Behind) -> None:
-        """A rule is told when it moves, and weights what it sends before."""
+        """Store the step's examples and terms, which weight the sums that are sent."""
         scale = behind.scale
         self._given = examples, None if scale is None else scale * behind.batch_size
 
@@ -153,7 +156,7 @@ class ByRule(Learner):
         return Drawn(weights, sinks, sources, {}, [])
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:
-        """Layers report the curvature that the rule wants."""
+        """Layers report the curvature that the rule needs."""
         return collecting(self.opt, drawn.weights, stacked=stacked)
 
     def absorb(self, grads: Mapping[Tensor, Tensor | None], drawn: Drawn, rows: range, weight: float) -> None:
@@ -178,12 +181,12 @@ class ByRule(Learner):
         return loss
 
     def behind(self, examples: int | None, count: float | None) -> Behind:
-        """As the optimiser has it."""
+        """The optimiser's count."""
         return behind(self.opt, None, examples, count)
 
     def overshot(self) -> str:
-        """The optimiser's own sentence."""
-        return self.opt.overshot()
+        """The optimiser's own message."""
+        return overshot(self.opt)
 
     def drop(self) -> None:
         """Forget samples and gradients."""
@@ -199,29 +202,21 @@ class ByRule(Learner):
         return {p.device for p in self.opt.parameters()}
 
     def captures(self) -> bool:
-        """As the rule says; of several processes not before they have met."""
+        """As the rule says; with several processes not before their first exchange."""
         return (self.opt.met or not several()) and self.opt.captures()
 
     def settle(self) -> None:
-        """Verdicts that wait, and gradients from elsewhere."""
+        """Raise pending errors, and refuse gradients from outside."""
         self.opt.settle_step()
         self.opt.refuse_foreign()
 
     def fixed(self) -> tuple[object, ...]:
         """The cache of state, and entries of groups."""
         unread = (*_UNREAD, *self.opt.scheduled)
-        return (
-            self.opt.cache.generation,
-            tuple(
-                value if isinstance(value, Hashable) else str(value)
-                for group in self.opt.param_groups
-                for key, value in group.items()
-                if key not in unread
-            ),
-        )
+        return self.opt.cache.generation, settings(self.opt.param_groups, unread)
 
     @property
-    def generation(self) -> int:
+    def generation(self) -> int:  # type: ignore[override]
         """Of the cache of state."""
         return self.opt.cache.generation
 
@@ -240,7 +235,7 @@ class ByRule(Learner):
         return losses, [sums.poison for sums in self.opt.sums]
 
     def move(self, behind: Behind, ok: Tensor | None) -> None:
-        """Hand the means to the rule."""
+        """Pass the means to the rule."""
         apply(self.opt, behind, ok)
 
     def reset(self) -> None:
@@ -248,5 +243,5 @@ class ByRule(Learner):
         self.opt.reset()
 
     def seen(self, loss: float) -> None:
-        """The optimiser's watch looks at every loss."""
+        """Pass the loss to the optimiser's watch."""
         self.opt.watch(loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -10,6 +10,72 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from posterity.distributed import World, fingerprint
+from posterity.optim.pooling import meeting, refuse_unreached
+from posterity.train.blocks import StepValues
+from posterity.train.partition import Blocks
+
+
+@final
+class Shares:
+    """The gradients of one step, of which every process has its share.
+
+    With b examples here and B in all, the gradient of the step is Σ (b / B) of those of processes. A KL that
+    all take of the same weights, and add to what they have, counts once in that sum.
+
+    Args:
+        blocks: Of the posterior.
+        step: The values of the step.
+        examples: Those of this process.
+    """
+
+    def __init__(self, blocks: Blocks, step: StepValues, examples: float) -> None:
+        self._step, self._examples = step, examples
+        self._plain = [step.sums.of(flat, None) for flat in blocks.plain]
+        self._diagonal = [block.complete(step) for block in blocks.diagonal]
+        self._others = [(block, p) for block in blocks.other for p in block.own()]
+
+    @torch.no_grad()
+    def pack(self, losses: Tensor, row: Callable[..., Tensor]) -> list[Tensor]:
+        """Examples, loss and reached parameters, then all gradients of the loss, times the examples.
+
+        Args:
+            losses: Of the samples.
+            row: Makes one tensor of numbers.
+        """
+        step, here = self._step, self._examples
+        scale = 1.0 if step.scale is None else step.scale
+        own = [*(mine.grad for mine in self._plain), *(mine.both for mine in self._diagonal)]
+        for each in own:
+            each.mul_(here * scale)
+        found = [block.grads[p] if p in block.grads else torch.zeros_like(p) for block, p in self._others]
+        self._joined = Joined([grad * here for grad in found])
+        used = [i in mine.used for mine in self._plain for i in range(len(mine.group.params))]
+        used += [p in block.grads for block, p in self._others]
+        poisons = [mine.poison for mine in step.sums]
+        numbers, mean = list(map(float, used)), [losses.mean() * scale]
+        return [meeting(here, mean, numbers, losses.device, poisons, row), *own, *self._joined.flats]
+
+    @torch.no_grad()
+    def unpack(self, sent: list[Tensor], losses: Tensor, *, captured: bool) -> Tensor:
+        """Take in the sums over the examples of all; their loss. The host does not look if it is captured."""
+        found: list[Any] = list(sent[0].unbind()) if captured else sent[0].tolist()
+        total, weighted, poison, *everywhere = found
+        for mine in self._plain:
+            params = mine.group.params
+            if captured:
+                refuse_unreached(mine.group.layout.names, params, mine.used)
+            else:
+                mine.used |= {i for i in range(len(params)) if everywhere[i]}
+            everywhere = everywhere[len(params) :]
+        for each in sent[1:]:
+            each.div_(total)
+        for (block, p), grad, anywhere in zip(self._others, self._joined.parts(), everywhere, strict=True):
+            if captured:
+                refuse_unreached([", ".join(block.blocks.leaves)], [p], [0] if p in block.grads else [])
+            if captured or anywhere:
+                block.grads[p] = grad
+        mean = weighted / total + (poison if captured else 0.0)
+        return torch.as_tensor(mean, dtype=losses.dtype, device=losses.device)[None]
 
 
 @final

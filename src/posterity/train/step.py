@@ -1,4 +1,4 @@
-"""One training step over all weight samples: drawn, run in one pass, and learned from."""
+"""One training step over all weight samples, in one pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posterity.optim.counting import both_axes, examples_of
 from posterity.train.learner import Learner
 
 LossFn: TypeAlias = Callable[..., Tensor]
-# Beside names of parameters: numbers of the samples, which are stacked as weights are.
+# A key beside parameter names: the numbers of the samples, stacked like weights.
 _SAMPLE = "number of the sample"
 
 
@@ -39,7 +39,7 @@ class TrainStep:
         if not isinstance(parts, int) or parts < 1:
             raise ValueError(f"parts must be a whole number of at least 1, not {parts}")
         if parts > 1 and learner.batch_dim:
-            raise ValueError(f"parts={parts} cuts axis 0, and examples are on axis {learner.batch_dim}")
+            raise ValueError(f"parts={parts} splits axis 0, but examples are on axis {learner.batch_dim}")
         self.target, self.learner = _Loss(learner.module, loss_fn), learner
         self.max_norm, self.chunk, self.parts = max_norm, chunk, parts
         learner.parts = parts
@@ -61,7 +61,8 @@ class TrainStep:
             )
 
     def __call__(self, *batch: Any, count: float | Tensor | None = None) -> Tensor:
-        """Learn from a batch, whose loss is a mean of ``count`` terms; that loss, a mean over the samples."""
+        """Learn from a batch whose loss is a mean of ``count`` terms; returns the loss, averaged over
+        samples."""
         learner = self.learner
         self.refuse_changed()
         learner.check()
@@ -69,7 +70,7 @@ class TrainStep:
         size = self.examples(batch)  # loss functions may take things out of dicts
         learner.begin(size, count)
         if size == 0 and learner.world is None:  # others would wait for this process, which goes on with nan
-            raise ValueError(f"the batch has 0 examples on axis {learner.batch_dim}: leave empty batches out")
+            raise ValueError(f"the batch has 0 examples on axis {learner.batch_dim}: skip empty batches")
         self._keeper.keep()
         try:
             with learner.pooling():
@@ -88,7 +89,7 @@ class TrainStep:
         return loss
 
     def as_tensors(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The batch with NumPy's arrays as tensors, alone or in dicts and lists, where the model is."""
+        """The batch with NumPy arrays as tensors on the model's device, alone or in dicts and lists."""
         for x in batch:
             if isinstance(x, Tensor) and (x.is_meta or x.layout is not torch.strided):
                 raise TypeError(f"a batch is made of dense tensors, not of {described(x)}")
@@ -97,12 +98,13 @@ class TrainStep:
         return batch if all(isinstance(x, Tensor) for x in batch) else moved(batch, self.target)
 
     def examples(self, batch: tuple[Any, ...]) -> int | None:
-        """Those of the first tensor that has their axis."""
+        """The number of examples of the first tensor that has their axis."""
         return examples_of(batch, self.learner.batch_dim)
 
     @torch.enable_grad()
     def gather(self, before: Mapping[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
-        """Draw, run forward and backward, hand the statistics to the optimiser; the samples' losses."""
+        """Draw, run forward and backward, pass the statistics to the optimiser; returns the samples'
+        losses."""
         losses: list[Tensor] = []
         learner = self.learner
         params, asked = learner.parameters(), learner.samples()
@@ -122,7 +124,7 @@ class TrainStep:
             leaves = {p: leaf for p, leaf in leaves.items() if leaf.requires_grad}
             drawn.past.extend(p for p, leaf in leaves.items() if p is not leaf and p.requires_grad)
             if not leaves:
-                raise RuntimeError("no parameter of this optimiser wants a gradient: unfreeze one")
+                raise RuntimeError("no parameter of this optimiser requires a gradient: unfreeze one")
             wanted = list(leaves.values())
             with ExitStack() as modes:
                 if not one or notes is not None or learner.estimates:
@@ -131,7 +133,8 @@ class TrainStep:
                 if one:  # nothing to stack; the first sample moves the model's own buffers
                     state = buffers.copied(before) if rows.start else {}
                     mine = tuple(x[0] for x in seen) if parts > 1 else seen
-                    # Layers that are run again in the backward pass must find the drawn weights, too.
+                    # Layers that run again in the backward pass (checkpointing) must find the drawn weights,
+                    # too.
                     then = {"then": partial(self._backward, wanted, drawn.past, samples=1)}
                     named |= self._named(learner.stand_ins(rows, None))
                     loss, grads = functional_call(self.target, {**named, **state}, mine, then)
@@ -152,11 +155,11 @@ class TrainStep:
         return torch.cat(losses) if len(losses) > 1 else losses[0]
 
     def _named(self, tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
-        """What is given by parameter, by name."""
+        """Values given by parameter, by name instead."""
         return {self.names[p]: each for p, each in tensors.items()}
 
     def _stacked_stand_ins(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What one pass over samples gets for parameters, given their numbers beside drawn weights."""
+        """The parameters of one pass over samples, from their numbers and the drawn weights."""
         numbers = inside(weights[_SAMPLE]).reshape(-1).tolist()
         samples, level = range(numbers[0], numbers[-1] + 1), level_of(weights[_SAMPLE])
         drawn = {name: each for name, each in weights.items() if name != _SAMPLE}
@@ -165,34 +168,35 @@ class TrainStep:
     def _backward(
         self, leaves: list[Tensor], past: list[Tensor], loss: Tensor, samples: int
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The samples' losses, and the gradients of their sum in the weights."""
+        """The samples' losses, and the gradients of their sum with respect to the weights."""
         losses = loss[None] if samples == 1 else loss
         if losses.dim() != 1:
             shape = list(losses.shape[1:])
             raise ValueError(f"loss_fn must return the mean loss of a batch, one number, not shape {shape}")
         if not losses.requires_grad:
-            raise ValueError("the loss does not depend on a weight that wants a gradient: see loss_fn")
+            raise ValueError("the loss depends on no weight that requires a gradient: check loss_fn")
         # Of some only to hear whether there are any, which stand-ins refuse by hooks of their own.
         grads = torch.autograd.grad(losses, [*leaves, *past], self._ones_like(losses), allow_unused=True)
         if any(grad is not None for grad in grads[len(leaves) :]):
             raise ValueError(
-                "the loss depends on parameters by more than the weights drawn in their place: use the model "
-                "that loss_fn is given, take weights from it, and leave out kl(), which compile_step adds"
+                "the loss depends on parameters other than through the drawn weights: in loss_fn use "
+                "only the model that it is given, and leave out kl(), which compile_step adds"
             )
         return losses, grads[: len(leaves)]
 
     def _dealt_to(self, batch: tuple[Any, ...]) -> int:
-        """Into how many parts a batch is cut."""
+        """The number of parts of a batch."""
         if self.parts == 1:
             return 1
         if not all(isinstance(x, Tensor) for x in batch):
-            raise TypeError(f"parts={self.parts} cuts tensors: pass each by itself, as train_step(x, y)")
+            raise TypeError(f"parts={self.parts} splits tensors: pass each by itself, as train_step(x, y)")
         if len({x.shape[:1] for x in batch}) > 1:
-            raise ValueError(f"parts={self.parts} cuts all tensors of a batch: give them one length")
+            raise ValueError(f"parts={self.parts} splits all tensors of a batch: give them the same length")
         return math.gcd(self.parts, len(batch[0]))
 
     def _ones_like(self, loss: Tensor) -> Tensor:
-        """What the backward pass begins with, made once: a graph has it before it is captured."""
+        """The initial gradient of the backward pass, made once, so that it exists before a graph is
+        captured."""
         key = (loss.shape, loss.dtype, loss.device)
         if key not in self._ones:
             self._ones[key] = torch.ones_like(loss)
@@ -200,7 +204,7 @@ class TrainStep:
 
 
 def _dealt(x: Tensor, parts: int, each: int, rows: range) -> Tensor:
-    """What samples see of a tensor of the batch, so many of them each part: ``[samples, B / parts, ...]``."""
+    """The part of a batch's tensor that each sample gets: ``[samples, B / parts, ...]``."""
     cut = x.reshape(parts, -1, *x.shape[1:])
     dealt = [number // each for number in rows]
     return cut if dealt == list(range(parts)) else torch.stack([cut[part] for part in dealt])
@@ -208,7 +212,7 @@ def _dealt(x: Tensor, parts: int, each: int, rows: range) -> Tensor:
 
 @final
 class _Loss(nn.Module):
-    """A loss function as a module, so that weights can be swapped underneath it, and what is done with it."""
+    """A loss function as a module, so that its model's weights can be swapped."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
         super().__init__()
@@ -233,11 +237,11 @@ class _Loss(nn.Module):
 
 
 def _takes(call: Any, number: int) -> bool:
-    """Whether a function or module takes so many arguments, as far as its signature says."""
+    """Whether a function or module takes this number of arguments, according to its signature."""
     try:
         inspect.signature(call.forward if isinstance(call, nn.Module) else call).bind(*range(number))
     except TypeError:
         return False
-    except ValueError:  # it has none
+    except ValueError:  # it has no signature
         pass
     return True

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -27,6 +28,7 @@ from posterity import (
 )
 from posterity.compress import magnitude, point_mass
 from posterity.objective import Factor
+from posterity.posterior.diagonal import inverse_softplus
 from posterity.variational import Family
 from posterity_lab.baselines.graph import Descent
 from posterity_lab.methods import Method
@@ -57,6 +59,7 @@ def variational_dropout(
     std_init: float,
     factor: Factor = 1.0,
     family: Family = DiagonalGaussian,
+    max_stds: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> _Variational:
     """Adam on the ELBO, outputs drawn by local reparametrisation; biases and BatchNorm are not drawn.
@@ -69,6 +72,8 @@ def variational_dropout(
         std_init: Std of every weight at the start.
         factor: Of the KL: a number, or a function of the step.
         family: Of the posterior.
+        max_stds: By name of a tensor, what its stds are cut to after every step; of groups those given their
+            scales. Without it the KL may widen weights that the data need until they are noise.
         seed: Of the noise.
 
     Example:
@@ -89,18 +94,33 @@ def variational_dropout(
         seed=seed,
         estimator="local",
     )
-    return _Variational(net, adam_of(net, lr), num_data, factor)
+    return _Variational(net, adam_of(net, lr), num_data, factor, max_stds or {})
 
 
 @final
 class _Variational(Sparsifying):
-    def __init__(self, net: Any, optimizer: torch.optim.Optimizer, num_data: int, factor: Factor) -> None:
+    def __init__(
+        self,
+        net: Any,
+        optimizer: torch.optim.Optimizer,
+        num_data: int,
+        factor: Factor,
+        max_stds: Mapping[str, float],
+    ) -> None:
         self.model = self._net = net
         self.optimizer = optimizer
+        self._highest = {
+            name: float(inverse_softplus(torch.tensor(std, dtype=torch.double)))
+            for name, std in max_stds.items()
+        }
         self._train_step = compile_step(net, _loss, optimizer, num_data=num_data, factor=factor)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._train_step(x, y)
+        loss = self._train_step(x, y)
+        with torch.no_grad():
+            for name, highest in self._highest.items():
+                self._net.posterior.block(name).raw.clamp_(max=highest)
+        return loss
 
     def posterior(self) -> Factorised:
         frozen: Factorised = self._net.posterior.frozen()

@@ -36,7 +36,7 @@ def play(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         unit: What to do. Of its config, an epoch is ``interactions`` mushrooms.
         device: Where.
         cache: Folder for the checkpoint, written after every epoch.
-        show: Is told of every epoch.
+        show: Called after every epoch.
 
     Example:
         >>> import tempfile

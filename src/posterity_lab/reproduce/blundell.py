@@ -31,12 +31,6 @@ _PIXELS = round(126 / 255, 4)  # the paper divides pixels by 126
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """Train a net as the unit says; test it whole and pruned, and count its weights by size and by ratio.
 
-    Args:
-        unit: What to do.
-        device: Where.
-        cache: Folder for checkpoint and posterior.
-        show: Is told of every epoch.
-
     Example:
         >>> import tempfile
         >>> cell = cells(quick=True)[0]

@@ -31,12 +31,6 @@ ABLATED = ("whole", "no momentum", "no BatchNorm", "neither")
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """Train a net as the unit says, and test it.
 
-    Args:
-        unit: What to do.
-        device: Where.
-        cache: Folder for checkpoint and posterior.
-        show: Is told of every epoch.
-
     Example:
         >>> import tempfile
         >>> cell = cells(quick=True)[0]

@@ -34,7 +34,7 @@ def draw(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         unit: What to do.
         device: Where.
         cache: Not used: it takes seconds.
-        show: Is told of every tenth of the epochs.
+        show: Called after every tenth of the epochs.
 
     Example:
         >>> cell = cells(quick=True)[0]

@@ -33,12 +33,6 @@ _TURNED = 1000  # and how many, of all classes, for averages
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """Train a net as the unit says; test it by ever more networks, and on images that are turned.
 
-    Args:
-        unit: What to do.
-        device: Where.
-        cache: Folder for checkpoint and posterior.
-        show: Is told of every epoch.
-
     Example:
         >>> import tempfile
         >>> cell = cells(quick=True)[1]

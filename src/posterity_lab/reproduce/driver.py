@@ -1,4 +1,5 @@
-"""Running the units of experiments: what is done is skipped, what was killed goes on, time left is told."""
+"""Running the units of experiments: finished units are skipped, killed ones resume, the remaining time is
+shown."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ _SPARSE = {
 }
 
 _GROUPS = {
-    ("300-100", "gnj"): "278-98-13 (recalled)",
-    ("300-100", "ghs"): "311-86-14 (recalled)",
+    **{(f"300-100{how}", "gnj"): "278-98-13 (recalled)" for how in ("", f" {sparse_groups.BOUNDED}")},
+    **{(f"300-100{how}", "ghs"): "311-86-14 (recalled)" for how in ("", f" {sparse_groups.BOUNDED}")},
     ("300-100", "l0"): "266-88-33, 1.8 % (recalled)",
-    ("lenet5", "gnj"): "8-13-88-13, 108× / 361×, 1.0 %",
-    ("lenet5", "ghs"): "5-10-76-16, 156× / 419×, 1.0 %",
+    (f"lenet5 {sparse_groups.BOUNDED}", "gnj"): "8-13-88-13, 108× / 361×, 1.0 %",
+    (f"lenet5 {sparse_groups.BOUNDED}", "ghs"): "5-10-76-16, 156× / 419×, 1.0 %",
     ("lenet5", "l0"): "9-18-65-25, 1.0 % (recalled)",
 }
 

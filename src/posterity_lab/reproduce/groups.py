@@ -88,8 +88,8 @@ def groups(experiment: Experiment, records: Sequence[Record]) -> list[Group]:
             if record["config"] != own[0]["config"]:
                 seeds = f"{own[0]['seed']} and {record['seed']}"
                 raise ValueError(
-                    f"{record['study']}: seeds {seeds} of {setting} {method} were not run alike: delete the "
-                    "records of one of them, and run it again"
+                    f"{record['study']}: seeds {seeds} of {setting} {method} were run with different "
+                    "settings: delete the records of one of them, and run it again"
                 )
     order = [(cell.setting, cell.method) for quick in (False, True) for cell in experiment.cells(quick)]
     return [

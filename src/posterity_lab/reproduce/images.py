@@ -27,12 +27,6 @@ _NETWORKS = 10  # drawn in a test
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """Train a net as the unit says, and test it.
 
-    Args:
-        unit: What to do.
-        device: Where.
-        cache: Folder for checkpoint and posterior.
-        show: Is told of every epoch.
-
     Example:
         >>> import tempfile
         >>> cell = mnist_cells(quick=True)[0]

@@ -33,7 +33,7 @@ def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
             first; of these there is ``prior``: ``"none"``, ``"grid"`` or ``"laplace"``.
         device: Where.
         cache: Folder for the checkpoint, written after every part.
-        show: Is told when all is over; on the way `continual.run` has a bar of its own.
+        show: Called at the end; on the way `continual.run` has a bar of its own.
 
     Example:
         >>> import tempfile

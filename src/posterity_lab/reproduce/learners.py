@@ -27,6 +27,7 @@ from posterity import (
     LogUniform,
     NoisyKFAC,
     ScaleMixture,
+    VariationalOptimizer,
     cfg,
     ghs,
     gnj,
@@ -86,7 +87,8 @@ SPARSE: Mapping[str, tuple[Family, Density]] = {
     "gnj": (gnj, GroupNormalJeffreys()),
     "ghs": (ghs, GroupHorseshoe()),
 }
-_RULES: dict[str, Any] = {"vogn": VOGN, "kfac": KFAC, "noisy-kfac": NoisyKFAC}
+_OSAWA: dict[str, Any] = {"vogn": VOGN, "kfac": KFAC, "noisy-kfac": NoisyKFAC}
+_RULES = ("bgd", "bong", "ivon", *_OSAWA)
 
 
 def learner(
@@ -116,17 +118,21 @@ def learner(
         True
     """
 
-    def given(*keys: str) -> dict[str, Any]:
-        return {key: config[key] for key in keys}
-
+    given = partial(_given, config)
+    if method in _RULES:
+        parts = config.get("parts", 1) if method in _OSAWA else 1
+        return by_rule(model, _rule(method, config, model, num_data, seed), mask, parts)
+    if method == "vcl" or method.removesuffix("-laplace") in FAMILIES:
+        return baselines.vcl(
+            model,
+            num_data=num_data,
+            prior=prior,
+            family=FAMILIES.get(method.removesuffix("-laplace"), DiagonalGaussian),
+            mask=mask,
+            seed=seed,
+            **given("lr", "std_init", "kl_factor"),
+        )
     match method:
-        case "bgd":
-            params = _output_apart(model, config["std_last"]) if "std_last" in config else model
-            std = "std_init" if "std_init" in config else "std_scale"
-            rule = BGD(params, preset="zeno2018", seed=seed, **given(std, "lr", "mc_samples"))
-            return by_rule(model, rule, mask)
-        case "bong":
-            return by_rule(model, BONG(model, seed=seed, **given("lr", "consolidate_after")), mask)
         case "bbb" | "bbb-mixture":
             return backprop(method, config, model, num_data=num_data, seed=seed, mask=mask)
         case "sgd" | "sgd-dropout":
@@ -138,48 +144,6 @@ def learner(
             return baselines.si(model, mask=mask, **given("lr", "strength"))
         case "ewc":
             return baselines.ewc(model, mask=mask, **given("lr", "strength"))
-        case "vcl":
-            return baselines.vcl(
-                model, num_data=num_data, mask=mask, seed=seed, **given("lr", "std_init", "kl_factor")
-            )
-        case _ if (family := FAMILIES.get(method.removesuffix("-laplace"))) is not None:
-            return baselines.vcl(
-                model,
-                num_data=num_data,
-                prior=prior,
-                family=family,
-                mask=mask,
-                seed=seed,
-                **given("lr", "std_init", "kl_factor"),
-            )
-        case "sparse-vd" | "sparse-ard" | "gnj" | "ghs":
-            steps = -(-num_data // config["batch_size"]) * config["epochs"]
-            made_of, sparsity = SPARSE[method]
-            return baselines.variational_dropout(
-                model,
-                family=made_of,
-                prior=sparsity,
-                num_data=num_data,
-                factor=kl_factor(config["kl_factor"], steps, config["kl_delay"], config["kl_rise"]),
-                seed=seed,
-                **given("lr", "std_init"),
-            )
-        case "magnitude":
-            steps = -(-num_data // config["batch_size"]) * config["epochs"]
-            return baselines.magnitudes(model, steps=steps, **given("lr", "keep"))
-        case "l0":
-            assert isinstance(model, nn.Sequential)
-            return baselines.l0(model, num_data=num_data, **given("lr", "strength"))
-        case "ivon":
-            ivon = IVON(
-                model,
-                preset="shen2024",
-                num_data=num_data,
-                betas=(config["momentum"], config["beta2"]),
-                seed=seed,
-                **given("lr", "prior_precision", "hess_init", "mc_samples"),
-            )
-            return by_rule(model, ivon, mask)
         case "vogn-told":
             return baselines.vogn_told(
                 model,
@@ -189,20 +153,56 @@ def learner(
                 seed=seed,
                 **given("lr", "prior_precision", "damping", "strength", "mc_samples"),
             )
-        case "vogn" | "kfac" | "noisy-kfac":
-            drawn = {"seed": seed, **given("augmentation", "mc_samples")} if method != "kfac" else {}
-            every = ("factors_every",) if method != "vogn" else ()
-            made = _RULES[method](
-                model,
-                preset="osawa2019",
-                num_data=num_data,
-                betas=(config["momentum"], config["beta2"]),
-                deterministic=names_of(model, nn.BatchNorm2d),
-                **drawn,
-                **given("lr", "prior_precision", "damping", *every),
-            )
-            return by_rule(model, made, mask, config.get("parts", 1))
-    raise ValueError(f"there is no method {method!r}")
+        case "l0":
+            assert isinstance(model, nn.Sequential)
+            return baselines.l0(model, num_data=num_data, **given("lr", "strength"))
+        case "magnitude":
+            return baselines.magnitudes(model, steps=_steps(config, num_data), **given("lr", "keep"))
+    if method not in SPARSE:
+        raise ValueError(f"there is no method {method!r}")
+    family, sparsity = SPARSE[method]
+    schedule = _steps(config, num_data), config["kl_delay"], config["kl_rise"]
+    return baselines.variational_dropout(
+        model,
+        family=family,
+        prior=sparsity,
+        num_data=num_data,
+        factor=kl_factor(config["kl_factor"], *schedule),
+        max_stds=config.get("max_stds"),
+        seed=seed,
+        **given("lr", "std_init"),
+    )
+
+
+def _given(config: Values, *keys: str) -> dict[str, Any]:
+    return {key: config[key] for key in keys}
+
+
+def _steps(config: Values, num_data: int) -> int:
+    """Of a whole training."""
+    steps: int = -(-num_data // config["batch_size"]) * config["epochs"]
+    return steps
+
+
+def _rule(method: str, config: Values, model: nn.Module, num_data: int, seed: int) -> VariationalOptimizer:
+    """The optimiser of that name, by the paper's preset."""
+    given = partial(_given, config)
+    if method == "bgd":
+        params = _output_apart(model, config["std_last"]) if "std_last" in config else model
+        std = "std_init" if "std_init" in config else "std_scale"
+        return BGD(params, preset="zeno2018", seed=seed, **given(std, "lr", "mc_samples"))
+    if method == "bong":
+        return BONG(model, seed=seed, **given("lr", "consolidate_after"))
+    options: dict[str, Any] = {"num_data": num_data, "betas": (config["momentum"], config["beta2"])}
+    if method == "ivon":
+        options |= {"seed": seed, **given("lr", "prior_precision", "hess_init", "mc_samples")}
+        return IVON(model, preset="shen2024", **options)
+    options |= given("lr", "prior_precision", "damping")
+    options |= {} if method == "kfac" else {"seed": seed, **given("augmentation", "mc_samples")}
+    options |= {} if method == "vogn" else given("factors_every")
+    fixed = names_of(model, nn.BatchNorm2d)
+    made: VariationalOptimizer = _OSAWA[method](model, preset="osawa2019", deterministic=fixed, **options)
+    return made
 
 
 def backprop(

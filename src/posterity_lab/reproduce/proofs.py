@@ -20,7 +20,7 @@ def check(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         unit: Steps, and pairs of draws.
         device: Everything is small and float64; this is not used.
         cache: Not used.
-        show: Is told at the end.
+        show: Called at the end.
 
     Example:
         >>> unit = Unit("theory", "exact", "bgd", 0, {"steps": 20, "pairs": 100}, "")

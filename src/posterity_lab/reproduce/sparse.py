@@ -39,12 +39,6 @@ _PIXELS = round(256 / 255, 6)  # the authors divide pixels by 256
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """Train a net as the unit says, prune it, and test it before and after.
 
-    Args:
-        unit: What to do.
-        device: Where.
-        cache: Folder for checkpoint and posterior.
-        show: Is told of every epoch.
-
     Example:
         >>> import tempfile
         >>> cell = lenet_cells(quick=True)[0]

@@ -32,7 +32,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         unit: What to do; ``dense_epochs`` are those of the dense net with dropout.
         device: Where.
         cache: Folder for checkpoints and posterior.
-        show: Is told of every epoch.
+        show: Called after every epoch.
 
     Example:
         >>> import tempfile

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 Values: TypeAlias = Mapping[str, Any]
 Show: TypeAlias = Callable[[int, int, str], None]
+# Runs a unit on a device, with a folder for checkpoints, and calls ``show(done, total, what)``.
 Run: TypeAlias = Callable[["Unit", str, Path, Show], "Outcome"]
 
 # Of every trial: not one of the seeds that results are reported of.
@@ -116,7 +117,7 @@ class Study:
     Attributes:
         name: Of the folder of its records.
         cells: The cells at full size, or the quick ones.
-        run: Runs a unit, on a device, with a folder for checkpoints; calls ``show(done, total, what)``.
+        run: Runs a unit.
         metrics: Every metric that a record of it has, ``"errors.single"`` being that within another.
         seeds: What to run if nothing else is asked for.
         tested: Whether its units are evaluated on test data, which is counted.

@@ -23,12 +23,6 @@ _Methods = dict[str, tuple[dict[str, Any], list[dict[str, float]]]]
 def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     """Learn the unit's stream, and test on every task whenever one is over.
 
-    Args:
-        unit: What to do.
-        device: Where.
-        cache: Folder for the checkpoint.
-        show: Is told when the stream is over; on the way `continual.run` has a bar of its own.
-
     Example:
         >>> import tempfile
         >>> cell = permuted_cells(quick=True)[0]

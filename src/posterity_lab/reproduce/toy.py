@@ -30,7 +30,7 @@ def draw(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         unit: What to do.
         device: Where.
         cache: Not used: it takes seconds.
-        show: Is told at the end.
+        show: Called at the end.
 
     Example:
         >>> cell = cells(quick=True)[0]

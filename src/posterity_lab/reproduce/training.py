@@ -75,7 +75,7 @@ def fit(
             nothing to do with the images.
         device: Where.
         cache: Folder for the checkpoint.
-        show: Is told of every epoch.
+        show: Called after every epoch.
         scores: Tests the net.
         start: Parameters and buffers to begin with, in their order.
 

@@ -59,7 +59,9 @@ def split(dataset: Dataset, tasks: int, scenario: Scenario) -> Tasks:
     _at_least_one(tasks)
     _learnable(dataset)
     if dataset.classes % tasks:
-        raise ValueError(f"{dataset.name} has {dataset.classes} classes, which {tasks} tasks cannot share")
+        raise ValueError(
+            f"{dataset.name} has {dataset.classes} classes, which cannot be split evenly into {tasks} tasks"
+        )
     size = dataset.classes // tasks
     groups = [_group(dataset, range(task * size, (task + 1) * size)) for task in range(tasks)]
     match scenario:

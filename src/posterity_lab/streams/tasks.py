@@ -117,7 +117,7 @@ def _items(pairs: Iterable[Pair]) -> list[Task]:
     items = []
     for number, pair in enumerate(pairs, start=1):
         if not _two(pair):
-            raise ValueError(f"task {number} is no pair of training and test data: pass ((x, y), (x, y))")
+            raise ValueError(f"task {number} is not a pair of training and test data: pass ((x, y), (x, y))")
         train, test = (_split(each, f"task {number}") for each in pair)
         items.append(Task(train, test))
     return items
@@ -166,7 +166,9 @@ def _check_data(data: Split, task: str, kind: str, like: Tensor, classes: int) -
     lowest, highest = int(data.y.min()), int(data.y.max())
     if lowest < 0 or highest >= classes:
         wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"{task} has the {kind} label {wrong}, which is not in 0 … {classes - 1}: mend it")
+        raise ValueError(
+            f"{task} has the {kind} label {wrong}, which is not in 0 … {classes - 1}: correct it"
+        )
     finite = torch.isfinite(data.x).flatten(1).all(1)
     if not bool(finite.all()):
         first = int((~finite).nonzero()[0, 0])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+import posterity
 from posterity import disk
 
 TENSORS = {
@@ -39,6 +40,12 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 posterior.save(Path(sys.argv[1]))
 print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
+
+
+def test_a_missing_folder_is_refused_by_name(tmp_path: Path) -> None:
+    posterior = posterity.point_mass(torch.nn.Linear(2, 2))
+    with pytest.raises(FileNotFoundError, match=r"^there is no folder .*nowhere: make it first$"):
+        posterior.save(tmp_path / "nowhere" / "posterior.safetensors")
 
 
 def test_a_file_is_as_safetensors_would_write_it(tmp_path: Path) -> None:

@@ -262,6 +262,30 @@ def test_what_compile_step_cannot_use_is_said() -> None:
             step(x, y)
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(
+    ("loss_fn", "called"),
+    [
+        (nn.CrossEntropyLoss(), "a CrossEntropyLoss"),
+        (lambda x, y: x.sum(), "a function"),
+        (lambda model, x, y, weight: x.sum(), "a function"),
+    ],
+)
+def test_a_loss_fn_of_other_arguments_is_refused_by_name(loss_fn: Any, called: str, samples: int) -> None:
+    model = nn.Linear(3, 2)
+    step = posterity.compile_step(model, loss_fn, posterity.BGD(model, mc_samples=samples))
+    message = rf"loss_fn is {called} that does not take \(model, \*batch\), here 3 arguments: pass a function"
+    with pytest.raises(TypeError, match=message):
+        step(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+
+
+def test_a_type_error_inside_loss_fn_is_its_own() -> None:
+    model = nn.Linear(3, 2)
+    step = posterity.compile_step(model, lambda model, x, y: x + "1", posterity.BGD(model))  # type: ignore[operator, return-value]
+    with pytest.raises(TypeError, match=r"unsupported operand|can only concatenate|must be Tensor"):
+        step(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+
+
 def test_an_empty_batch_is_refused_by_name() -> None:
     one, two, bayesian = nn.Linear(3, 2), nn.Linear(3, 2), posterity.variational(nn.Linear(3, 2))
     adam = torch.optim.Adam(bayesian.parameters())

@@ -1,5 +1,7 @@
 """Choosing parameters by name."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -27,3 +29,24 @@ def test_names_of_kinds_are_those_an_optimiser_knows() -> None:
     opt = posterity.BGD(model, deterministic=posterity.names_of(model, nn.BatchNorm1d))
     assert list(opt.posterior().blocks) == ["0.weight", "0.bias", "2.bias"]
     assert torch.equal(opt.param_groups[1]["params"][0], model[1].weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: posterity.variational(
+            net, family={"o.*": posterity.cfg, "*": posterity.DiagonalGaussian}
+        ),
+        lambda net: posterity.variational(net, estimator={"o.*": "local", "*": "weight"}),
+        lambda net: posterity.variational(
+            net,
+            prior=posterity.ByName({"o.*": posterity.IsotropicGaussian(0.1), "*": posterity.around(net, 1)}),
+        ),
+    ],
+    ids=["family", "estimator", "prior"],
+)
+def test_patterns_that_match_no_parameter_are_refused(make: Callable[[nn.Module], object]) -> None:
+    with pytest.raises(
+        ValueError, match=r"no parameter is named like 'o\.\*'; the names are 'weight', 'bias'"
+    ):
+        make(nn.Linear(3, 2))

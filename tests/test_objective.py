@@ -4,12 +4,13 @@ import gc
 import io
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from posterity import blundell, elbo, variational, warmup
+from posterity import DiagonalGaussian, Variational, blundell, cfg, elbo, mnf, variational, warmup
 from posterity.objective import watched_by
 
 NLL, KL = torch.tensor(0.3), torch.tensor(50.0)
@@ -132,3 +133,39 @@ def test_elbo_warns_about_the_inner_module_of_a_variational_model() -> None:
     model = variational(net)  # the tests take warnings for errors
     elbo(sum(std.square().sum() for std in model.posterior.std().values()), model.kl(), num_data=10)
     elbo(model(x).square().mean(), model.kl(), num_data=10).backward()
+
+
+def steps_of(optimizer: torch.optim.Optimizer, model: Variational, steps: int) -> None:
+    for _ in range(steps):
+        loss = elbo(model(torch.ones(3, 4)).square().mean(), model.kl(), num_data=10)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_a_loop_that_trains_means_alone_is_warned_of_once() -> None:
+    net = nn.Linear(4, 2)
+    model = variational(net)
+    optimizer = torch.optim.Adam(net.parameters())
+    steps_of(optimizer, model, 3)
+    with pytest.warns(
+        UserWarning, match="stds have gradients that no optimiser uses: build the optimiser from"
+    ):
+        steps_of(optimizer, model, 1)
+    steps_of(optimizer, model, 5)  # the tests take warnings for errors
+
+
+@pytest.mark.parametrize("family", [DiagonalGaussian, cfg, mnf])
+def test_loops_that_train_all_or_freeze_stds_get_no_warning(family: Any) -> None:
+    model = variational(nn.Linear(4, 2), family=family)
+    steps_of(torch.optim.Adam(model.parameters()), model, 8)
+    net = nn.Linear(4, 2)
+    model = variational(net, family=family)
+    for p in {*model.parameters()} - {*net.parameters()}:
+        p.requires_grad_(False)
+    steps_of(torch.optim.Adam(net.parameters()), model, 8)
+    model = variational(net, family=family)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(5):  # gradients add up, and nothing moves
+        elbo(model(torch.ones(3, 4)).square().mean(), model.kl(), num_data=10).backward()
+    optimizer.step()

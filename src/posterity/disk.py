@@ -43,6 +43,8 @@ def replacing(path: Path) -> Iterator[Path]:
         ...     (Path(folder) / "note").read_text()
         'kept'
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}: make it first")
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         yield unfinished

@@ -19,7 +19,7 @@ from posterity import noise
 from posterity.flat import of_names
 from posterity.layers.stacks import inside, level_of, stack
 from posterity.layers.stand_ins import Drawn, Estimator, StandIn
-from posterity.names import first_match
+from posterity.names import first_match, refuse_unmatched
 from posterity.noise import Domain
 from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.end_to_end import EndToEnd, alike
@@ -43,6 +43,7 @@ def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimato
     for each in given.values():
         if each not in known:
             raise ValueError(f"estimator must be 'weight', 'local' or 'flipout', not {each!r}")
+    refuse_unmatched(given, posterior.blocks)
     found = {name: first_match(given, name) for name in posterior.blocks}
     for name, leaf in posterior.blocks.items():
         if found[name] not in leaf.estimators:

@@ -51,6 +51,19 @@ def first_match(patterns: Mapping[str, T], name: str) -> T:
     raise KeyError(f"no pattern matches {name!r}: add one, or '*' as the last")
 
 
+def refuse_unmatched(patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Raise for a pattern other than ``"*"`` that matches no name, which is nearly always a typing error.
+
+    Example:
+        >>> refuse_unmatched(["fc.*", "*"], ["fc.weight"])
+        >>> refuse_unmatched(["fx.*", "*"], ["fc.weight"])
+        Traceback (most recent call last):
+            ...
+        ValueError: no parameter is named like 'fx.*'; the names are 'fc.weight'
+    """
+    select(names, [pattern for pattern in patterns if pattern != "*"])
+
+
 @takes(model=MODULE)
 def names_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     """Names of the trainable parameters that belong directly to modules of the given kinds.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from posterity.arguments import NUMBER, TENSOR, WHOLE, Kind, described, is_number, takes
 from posterity.caller import warn
-from posterity.optim.watch import LossWatch, noise_of
+from posterity.optim.watch import LossWatch, Untrained, noise_of
 from posterity.posterior import Factorised
 
 Factor: TypeAlias = float | Callable[[int], float]
@@ -99,6 +99,7 @@ class NllWatch:
     def __init__(self, model: Trained) -> None:
         self._model: Trained = proxy(model)
         self._losses = loss_watch(self._model, "the variational() model")
+        self._untrained: Untrained | None = None  # from the first step on
         self._versions: list[int] = []  # of the posterior, at the last step
 
     def follow(self, nll: Tensor) -> None:
@@ -114,13 +115,21 @@ class NllWatch:
                 "what variational() returned, not the module inside it"
             )
         self._losses.follow(nll)
+        if self._untrained is None:
+            self._untrained = Untrained(*self._learned())
+        self._untrained.look()
 
     def _reached(self, nll: Tensor) -> bool:
         """Whether an NLL depends on what the module itself does not have, such as stds."""
-        own = {id(p) for p in self._model.module.parameters()}
-        others = [p for p in self._model.posterior.parameters() if p.requires_grad and id(p) not in own]
+        _, others = self._learned()
         grads = torch.autograd.grad(nll, others, retain_graph=True, allow_unused=True) if others else ()
         return not others or any(grad is not None for grad in grads)
+
+    def _learned(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The posterior's trainable parameters: means, which the module has too, and all others."""
+        own = {id(p) for p in self._model.module.parameters()}
+        learned = [p for p in self._model.posterior.parameters() if p.requires_grad]
+        return [p for p in learned if id(p) in own], [p for p in learned if id(p) not in own]
 
 
 def loss_watch(model: Trained, name: str) -> LossWatch:

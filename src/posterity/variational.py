@@ -32,7 +32,7 @@ from posterity.distributed import World, several
 from posterity.estimators import Sampled, by_block, parameters_of, together
 from posterity.layers import Estimator, Intercept
 from posterity.mc import How, run
-from posterity.names import NameFilter, first_match, select
+from posterity.names import NameFilter, first_match, refuse_unmatched, select
 from posterity.noise import Domain, new_seed
 from posterity.objective import NllWatch, watched_by
 from posterity.optim.presets import TABLE, settings, start_std
@@ -386,6 +386,7 @@ def variational(
                 "deterministic="
             )
     families = family if isinstance(family, Mapping) else {"*": family}
+    refuse_unmatched(families, dict(module.named_parameters()))
     std = start_std(found, drawn.values())
     leaves = {}
     for name, p in drawn.items():

@@ -46,6 +46,8 @@ def read_inputs(file: Path, shape: list[int]) -> Tensor:
         ) from None
     except Exception as error:
         reason = str(error).partition("\n")[0]
+        if "pickle" in reason:  # NumPy's advice too is to load it unsafely
+            reason = "it holds no plain array"
         raise ValueError(f"{file} cannot be read as {file.suffix}: {reason}") from error
     if isinstance(content, dict) and len(content) == 1:
         (content,) = content.values()

@@ -200,6 +200,27 @@ def places(folder: Path) -> list[dict[str, Any]]:
     return [*last.pop("earlier"), last]
 
 
+def refuse_edited(folder: Path, history: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) -> None:
+    """Raise if metrics do not match the digest in the run's record.
+
+    The record of a part that was killed has the digest of the metrics when that part began.
+
+    Example:
+        >>> parts = [{"metrics": record.digest([{"epoch": 1}])}]
+        >>> refuse_edited(Path("run"), [{"epoch": 1}, {"epoch": 2}], parts)
+        >>> refuse_edited(Path("run"), [{"epoch": 7}], parts)
+        Traceback (most recent call last):
+            ...
+        ValueError: run/metrics.jsonl does not match its digest in environment.json: restore it, or train \
+again in another folder
+    """
+    known = parts[-1].get("metrics") if parts else None
+    if known is not None and all(known != record.digest(list(history[:n])) for n in range(len(history) + 1)):
+        raise ValueError(
+            f"{folder / METRICS} does not match its digest in {ENVIRONMENT}: restore it, or {_ELSE}"
+        )
+
+
 def write_place(
     folder: Path, made: record.Provenance, earlier: Sequence[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:

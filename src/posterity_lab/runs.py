@@ -40,6 +40,7 @@ from posterity_lab.run_files import (
     posterior_is,
     read_checkpoint,
     read_metrics,
+    refuse_edited,
     restore,
     save,
     save_posterior,
@@ -135,7 +136,9 @@ def _start(config: Config, folder: Path, world: World) -> _Start | None:
     if checkpoint is not None:
         go_on(method, checkpoint, folder)
     history = read_metrics(folder, 0 if checkpoint is None else int(checkpoint["epoch"]))
-    return _Start(training, held_out, sizes, model, method, history, places(folder), world.size)
+    earlier = places(folder)
+    refuse_edited(folder, history, earlier)
+    return _Start(training, held_out, sizes, model, method, history, earlier, world.size)
 
 
 def _refuse_few(images: int, batch_size: int, processes: int) -> None:
@@ -265,6 +268,7 @@ def load_run(folder: Path, device: str | None = None) -> Run:
 def _finished(folder: Path, config: Config) -> list[dict[str, Any]]:
     """The metrics of a run that is done; a posterior that was lost or damaged since is written again."""
     history, path = read_metrics(folder, config.epochs), folder / POSTERIOR
+    refuse_edited(folder, history, places(folder))
     posterior = load_run(folder).posterior
     if posterior is not None and not posterior_is(path, posterior):
         if path.exists():

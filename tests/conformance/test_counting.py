@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -317,6 +318,37 @@ def test_time_first_inputs_of_bgd_warn_without_batch_dim() -> None:
     model = Words(batch_first=False)
     with pytest.warns(CountWarning, match="a mean over 6 terms, .* the mean over 4 examples"):
         bgd(model).step(lambda: loss_fn(model, IDS.T, Y[:6]))
+
+
+@pytest.mark.parametrize("way", ["closure", "compiled"])
+@rules
+def test_time_first_inputs_are_told_of_batch_dim(rule: Rule, way: str) -> None:
+    """``count=`` alone would leave the number of examples wrong."""
+
+    class Pooled(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).mean(0)
+
+    x, y = X.view(4, 3, 5), Y[:3]
+
+    def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y)
+
+    more = {"batch_size": None} if rule.streams else {}
+
+    def learn(axis: int) -> None:
+        model = Pooled()
+        opt = rule.make(model, batch_dim=axis, **more)
+        if way == "closure":
+            opt.step(lambda: loss(model, x, y))
+        else:
+            posterity.compile_step(model, loss, opt)(x, y)
+
+    with pytest.warns(CountWarning, match=r"or build \w+ with batch_dim=1 if examples are on axis 1, see"):
+        learn(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CountWarning)
+        learn(1)
 
 
 @rules

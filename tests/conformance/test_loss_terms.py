@@ -268,6 +268,25 @@ def test_a_loss_that_wants_no_gradient_says_nothing_of_the_other(rule: Rule, way
         learned(rule, way, loss, CASES[0])
 
 
+@pytest.mark.parametrize("count", [None, B])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.poisson_nll_loss])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@rules
+def test_outputs_that_are_compared_with_all_targets_are_warned_of(
+    rule: Rule, loss: Any, count: int | None
+) -> None:
+    """Outputs [B, 1] and targets [B] have B² differences, of which no count makes the right loss."""
+    model = nn.Linear(5, 1)
+    x, y = torch.randn(B, 5), torch.ones(B)
+    with pytest.warns(CountWarning, match=r"compares every output with every target, .*\[B, 1\]$") as caught:
+        rule.make(model).step(lambda: loss(model(x), y), batch_size=B, count=count)
+    assert sum(issubclass(each.category, CountWarning) for each in caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CountWarning)
+        rule.make(model).step(lambda: loss(model(x), y[:, None]), batch_size=B, count=count)
+        rule.make(model).step(lambda: loss(model(x), torch.ones(B, 3)), batch_size=B, count=3 * B)
+
+
 @pytest.mark.parametrize("name", ["BGD", "IVON"])
 def test_losses_are_compared_with_the_batch_size_that_is_given(name: str) -> None:
     """A net of sets: its inputs are the elements of all of them."""

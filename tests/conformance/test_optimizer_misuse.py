@@ -64,6 +64,22 @@ def test_a_frozen_model_has_nothing_to_learn_and_says_so(rule: Rule) -> None:
         by_stack(model, opt)
 
 
+@rules
+@pytest.mark.parametrize("way", [by_closure, by_stack])
+def test_a_step_in_inference_mode_is_refused_by_name(rule: Rule, way: Callable[..., None]) -> None:
+    model = net()
+    opt = rule.make(model)
+    way(model, opt)
+    before = everything(model, opt)
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"torch.inference_mode\(\) .*: take training steps outside of it"),
+    ):
+        way(model, opt)
+    assert same(before, everything(model, opt))
+    way(model, opt)
+
+
 @drawing_rules
 def test_no_grad_contexts_draw_fresh_networks_without_side_effects(rule: Rule) -> None:
     model, twin = net(), net()

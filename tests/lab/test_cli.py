@@ -323,7 +323,8 @@ def test_an_evil_file_is_refused_without_advice_to_trust_it(run, tmp_path):
 
 def test_predict_refuses_a_damaged_file(run, tmp_path):
     (tmp_path / "x.npy").write_bytes(b"no array")
-    assert "cannot be read as .npy" in refused("predict", run, tmp_path / "x.npy")
+    message = refused("predict", run, tmp_path / "x.npy")
+    assert message.endswith("x.npy cannot be read as .npy: it holds no plain array")  # no advice on pickle
 
 
 class Evil:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ COMMITTED = sorted(
     for path in folder.rglob("*.json")
     if path.name != "config.json" and "cache" not in path.parts
 )
+# Of runs from before records had digests of what lies beside them: SHA-256, the first half.
+WITHOUT_DIGEST = {
+    "mnist-5-epochs/bbb/config.json": "92bd4c571066578fa24e2700d11b7cba",
+    "mnist-5-epochs/bbb/metrics.jsonl": "94d3422d034f8721ab44e383b86d23e0",
+    "mnist-5-epochs/bgd/config.json": "7ec4ddab0c4582c937e2a726aa5ded69",
+    "mnist-5-epochs/bgd/metrics.jsonl": "a75286e8ef16e75beb53baa6d7927d71",
+    "mnist-5-epochs/ivon/config.json": "193586146a96e944267a42cef2b44e5a",
+    "mnist-5-epochs/ivon/metrics.jsonl": "0c69ecc7abaf2641f61ab5cfb345d65d",
+    "mnist-5-epochs/vogn/config.json": "88a3535a59df78a0f2b58d99cde2b34b",
+    "mnist-5-epochs/vogn/metrics.jsonl": "4fb20be95fad671c73869c008ba4503d",
+}
 needs_checkout = pytest.mark.skipif(not COMMITTED, reason="needs a checkout")
 
 
@@ -33,6 +45,16 @@ def test_no_committed_record_was_edited() -> None:
     assert len(COMMITTED) > 250
     edited = [str(path) for path in COMMITTED if not fits(json.loads(path.read_text()))]
     assert not edited
+
+
+@needs_checkout
+def test_no_file_beside_an_old_record_was_edited() -> None:
+    folder = ROOT / "results"
+    beside = {*folder.rglob("config.json"), *folder.rglob("metrics.jsonl")}
+    found = {
+        path.relative_to(folder).as_posix(): sha256(path.read_bytes()).hexdigest()[:32] for path in beside
+    }
+    assert found == WITHOUT_DIGEST
 
 
 @needs_checkout

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -164,7 +165,9 @@ class Stop(Exception):
     pass
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, config: Config, folder: Path, epoch: int) -> None:
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, config: Config, folder: Path, epoch: int, resume: bool = False
+) -> None:
     """Train, but stop where the checkpoint of an epoch would be written."""
     save = runs.save
 
@@ -175,7 +178,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, config: Config, folder: Path, epo
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(runs, "save", stop)
-        runs.train(config, folder)
+        runs.train(config, folder, resume)
 
 
 @pytest.mark.parametrize("method", ["sgd", "adam"])
@@ -264,6 +267,26 @@ def test_a_run_leaves_a_sealed_record_of_config_and_metrics(tmp_path):
     runs.train(tiny(method="adam", epochs=1, validation=100), tmp_path / "held out")
     place = json.loads((tmp_path / "held out" / "environment.json").read_text())
     assert place["looks"] == {"configs": 0, "evaluations": 0}
+
+
+@pytest.mark.parametrize("epochs_done", [1, 2])
+def test_resume_refuses_metrics_that_were_edited(tmp_path, monkeypatch, epochs_done):
+    config, folder = tiny(method="adam", epochs=2), tmp_path / "run"
+    if epochs_done == 1:  # killed twice: the record of the second part has the digest of the first epoch
+        config = tiny(method="adam")
+        interrupt(monkeypatch, config, folder, 2)
+        interrupt(monkeypatch, config, folder, 3, resume=True)
+    else:
+        runs.train(config, folder)
+    path = folder / "metrics.jsonl"
+    before = path.read_text()
+    path.write_text(re.sub(r'"nll": [0-9.]+', '"nll": 0.1', before, count=1))
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl does not match its digest in environment.json: restore"
+    ):
+        runs.train(config, folder, resume=True)
+    path.write_text(before)
+    assert len(runs.train(config, folder, resume=True)) == config.epochs
 
 
 @pytest.mark.parametrize("damage", ["cut short", "flipped", "of another run"])
@@ -590,6 +613,6 @@ def test_a_run_without_its_checkpoint_is_left_as_it_is(tmp_path):
     runs.train(tiny(method="adam", epochs=2), tmp_path / "run")
     (tmp_path / "run" / "checkpoint.pt").unlink()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match=r"has 2 epochs, and there is no checkpoint.pt to go on from"):
+    with pytest.raises(ValueError, match=r"has 2 epochs, but there is no checkpoint.pt to resume from"):
         runs.train(tiny(method="adam", epochs=2), tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before

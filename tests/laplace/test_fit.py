@@ -766,3 +766,32 @@ def test_repr_is_one_line_without_the_weights() -> None:
     assert f"prior_precision={low:.4g} … {high:.4g}, " in repr(found)
     found = laplace.fit(nn.Linear(4, 1), (X, X[:, :1]), likelihood="regression", noise_variance=0.5)
     assert repr(found).endswith("num_data=6, temperature=1, noise_variance=0.5)")
+
+
+@pytest.mark.parametrize("targets", ["column", "row"])
+def test_regression_with_one_number_for_each_input(targets: str) -> None:
+    """A model that squeezes its output, or targets without the axis of outputs, or both."""
+    line = nn.Linear(4, 1)
+    column = (X @ torch.randn(4, 1, generator=torch.Generator().manual_seed(3))) + 0.1
+    y = column if targets == "column" else column[:, 0]
+    held_out = (X[:3], y[:3])
+    found = [
+        laplace.fit(model, (X, y), likelihood="regression", validation=held_out)
+        for model in (line, nn.Sequential(line, nn.Flatten(0)))
+    ]
+    wanted = laplace.fit(line, (X, column), likelihood="regression", validation=(X[:3], column[:3]))
+    for each in found:
+        assert each.noise_variance == pytest.approx(wanted.noise_variance)
+        one, other = (float(fitted.with_prior(1.0).log_evidence) for fitted in (each, wanted))
+        assert one == pytest.approx(other)
+    squeezed = nn.Sequential(line, nn.Flatten(0))
+    posterior = found[1].posterior()
+    assert posterity.predict(squeezed, posterior, X).mean.shape == (len(X),)
+    assert laplace.moments(squeezed, posterior, X).variance.shape == (len(X),)
+
+
+def test_outputs_of_a_regression_are_not_asked_for_classes() -> None:
+    with pytest.raises(ValueError, match=r"the model must give outputs \[B, C\], not \[6, 3, 1\]"):
+        laplace.fit(
+            nn.Sequential(nn.Linear(4, 3), nn.Unflatten(1, (3, 1))), (X, X[:, :3]), likelihood="regression"
+        )

@@ -346,6 +346,21 @@ def test_a_papers_small_learning_rate_is_not_taken_for_adams() -> None:
 
 
 @rules
+def test_stds_far_below_the_usual_are_named_where_a_run_stands_still(rule: Rule) -> None:
+    """Steps are bounded by stds: with tiny ones nothing moves, whatever the rate."""
+    model = net()
+    opt = rule.make(model, std_scale=1e-5, lr=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", posterity.DivergenceWarning)
+        for _ in range(100):
+            by_closure(model, opt)
+    (found,) = caught
+    assert re.search("100 steps .*: raise std_scale: stds begin at .*, and by default at", str(found.message))
+    assert "raise std_init: " in handover.slow(rule.make(net(), std_init=1e-6, lr=1.0))
+    assert handover.slow(rule.make(net(), std_scale=0.1, lr=1.0)) == ""
+
+
+@rules
 @pytest.mark.parametrize("trained", [False, True])
 def test_parameter_unfrozen_after_construction_warns(rule: Rule, trained: bool) -> None:
     """By whoever trains it else it is changed, and then nobody forgot it."""

@@ -197,9 +197,8 @@ def checked(out: Tensor, y: Tensor | None, likelihood: Likelihood) -> Tensor:
     """The outputs, after checking them and the targets, if any, against the likelihood."""
     classes = likelihood == "classification"
     if out.dim() != 2 or not len(out) or out.shape[1] <= classes:
-        raise ValueError(
-            f"the model must give outputs [B, C], for two classes or more, not {list(out.shape)}"
-        )
+        wanted = "[B, C], for two classes or more" if classes else "[B, C]"
+        raise ValueError(f"the model must give outputs {wanted}, not {list(out.shape)}")
     if y is None:
         return out
     if y.shape != (out.shape[:1] if classes else out.shape):

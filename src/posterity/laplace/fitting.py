@@ -78,11 +78,11 @@ def fit(
     random state. Batches are moved to the device of its parameters.
 
     Args:
-        model: Any module that gives logits or means ``[B, C]``, trained in any way.
+        model: Any module that gives logits or means ``[B, C]``, or one mean ``[B]``, trained in any way.
         loader: The training data: a DataLoader or other iterable of batches, read once, or a pair
             ``(inputs, targets)``. A batch is ``(x, y)``, ``(x1, x2, y)`` for a model of several inputs, or a
             dict with ``"labels"``; inputs are as for :func:`~posterity.predict`. Labels are ``[B]``, targets
-            ``[B, C]``.
+            ``[B, C]``, or ``[B]`` if there is one output.
         likelihood: ``"classification"`` or ``"regression"``.
         structure: ``"kronecker"`` for linear layers and convolutions (others have a diagonal), or
             ``"diagonal"`` for all.
@@ -132,6 +132,8 @@ def fit(
         if likelihood != "classification":
             raise ValueError("binary=True is for likelihood='classification': leave one of them out")
         output, read = partial(_two_logits, output), partial(_of_two_classes, model)
+    elif likelihood == "regression":
+        output = partial(_one_column, output)
     options: dict[str, Any] = {"structure": structure, "likelihood": likelihood}
     options |= {"seed": seed, "fallback": fallback, "output": output}
     sums, seen = Sums(likelihood), _Sample()
@@ -142,7 +144,9 @@ def fit(
         data: Iterable[tuple[Inputs, Any]] = pairs(loader, batch_size)
         for step, pair in enumerate(shown(data, "collecting curvature") if progress else data):
             x, y = read(pair)
-            out = _checked(called(model, x, output), y, likelihood)
+            out = called(model, x, output)
+            y = _column(y, out)
+            out = _checked(out, y, likelihood)
             if step == 0:
                 params = last_layer(model, x, output) if names is None else params
                 options["names"] = list(params)
@@ -219,6 +223,17 @@ def _of_two_classes(model: nn.Module, pair: tuple[Inputs, Any]) -> tuple[Inputs,
     return x, y
 
 
+def _one_column(output: Pick | None, result: Any) -> Tensor:
+    """Outputs ``[B, 1]`` of a model that gives ``[B]``; others as they are."""
+    found = tensor_of(result, output)
+    return found[:, None] if found.dim() == 1 else found
+
+
+def _column(y: Any, out: Tensor) -> Any:
+    """Targets ``[B]`` as ``[B, 1]`` if outputs are; others as they are."""
+    return y[:, None] if isinstance(y, Tensor) and y.dim() == 1 and out.shape[1:] == (1,) else y
+
+
 @final
 class _Sample:
     """A sample of the batches, spread evenly over all of them, with about ``_MEASURED`` examples."""
@@ -265,6 +280,7 @@ def _log_probs(
     posterior, logs = found.posterior(), []
     for x, y in data:
         out = predicted(posterior, x).samples
+        y = _column(y, out[0])
         checked(out[0], y, likelihood)
         logs.append(log_probs(out, y, found.noise_variance).logsumexp(0) - math.log(len(out)))
     return torch.cat(logs).nan_to_num(-math.inf, -math.inf, -math.inf)

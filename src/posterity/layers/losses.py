@@ -19,8 +19,8 @@ class Notes(NamedTuple):
 
     Attributes:
         layer: Called with every known layer.
-        loss: Called with the name of every loss that is a mean and wants gradients, its terms, its value, and
-            what it is for a guess.
+        loss: Called with the name of every loss that is a mean and wants gradients, its terms (NaN if it
+            broadcasts both outputs and targets), its value, and what it is for a guess.
     """
 
     layer: Callable[[LayerCall], None]
@@ -51,10 +51,11 @@ def of_labels(
 def of_numbers(
     input: Tensor, target: Tensor, *more: Any, reduction: str = "mean", **others: Any
 ) -> float | None:
-    """All numbers; None if the loss is no mean."""
+    """All numbers; None if the loss is no mean, NaN if it broadcasts both outputs and targets."""
     if reduction != "mean" or others.get("size_average") is not None or others.get("reduce") is not None:
         return None
-    return float(math.prod(torch.broadcast_shapes(input.shape, target.shape)))  # type: ignore[no-untyped-call]
+    both = torch.broadcast_shapes(input.shape, target.shape)  # type: ignore[no-untyped-call]
+    return math.nan if both not in (input.shape, target.shape) else float(math.prod(both))
 
 
 # By loss of torch, its number of terms, given the arguments of a call.

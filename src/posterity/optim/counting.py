@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,10 @@ class CountWarning(UserWarning):
         >>> import warnings
         >>> warnings.filterwarnings("error", category=CountWarning)  # stop at the first step
     """
+
+
+# Lengths of the axis of examples in a batch and of the other one that could hold them, None if unknown.
+Axes: TypeAlias = tuple[float | None, float | None]
 
 
 class Behind(NamedTuple):
@@ -150,6 +154,11 @@ def examples_of(batch: object, axis: int) -> int | None:
     return next((size for each in parts if (size := examples_of(each, axis)) is not None), None)
 
 
+def both_axes(batch: object, axis: int) -> tuple[int | None, int | None]:
+    """Lengths of the axis of examples and of the other one that could hold them: 1, or else 0."""
+    return examples_of(batch, axis), examples_of(batch, 0 if axis else 1)
+
+
 @final
 class ModuleCalls:
     """A forward hook of a module inside one context: counts examples, and refuses a backward pass after it.
@@ -165,11 +174,13 @@ class ModuleCalls:
     Attributes:
         inside: Whether the context is active.
         last: Number of examples of the last call, if known.
+        beside: Length of the other axis that could hold the examples, in that call.
     """
 
     def __init__(self, axis: int, params: Sequence[Tensor], sharded: ShardedModel | None = None) -> None:
         self.inside = True
         self.last: int | None = None
+        self.beside: int | None = None
         self._axis, self._params, self._sharded = axis, params, sharded
         # By backward pass, the examples of the calls behind it.
         self._passes: dict[int, list[int | None]] = {}
@@ -178,7 +189,7 @@ class ModuleCalls:
         """A call of the module."""
         if torch.compiler.is_compiling():
             return
-        self.last = examples_of((args, kwargs), self._axis)
+        self.last, self.beside = both_axes((args, kwargs), self._axis)
         reached = self._hook(self.last)
         for each in [output] if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(each, Tensor) and each.grad_fn is not None:
@@ -227,34 +238,37 @@ class LossTerms:
 
     Args:
         rule: The optimiser's name, for messages.
+        axis: The axis of the examples, if the user can set it by ``batch_dim=``.
 
     Attributes:
         guess: The mean of the first step's losses, and that of a guess: infinite if unknown.
     """
 
-    def __init__(self, rule: str) -> None:
-        self._rule = rule
+    def __init__(self, rule: str, axis: int | None = None) -> None:
+        self._rule, self._axis = rule, axis
         self.guess = math.nan, math.inf
         self._scales: Scales | None = Scales()  # None after the first step
         self.clear()
 
     def clear(self) -> None:
         """Start the next step."""
-        self._seen: list[tuple[str, float, float | None]] = []
+        self._seen: list[tuple[str, float, Axes]] = []
         self._guesses: list[tuple[Tensor, float]] = []
         if self._scales is not None:
             self._scales.clear()
 
-    def notes(self, examples: Callable[[], float | None]) -> Notes | None:
-        """Records layers and losses of the first step; None after it."""
-        scales = self._scales
-        return None if scales is None else Notes(scales.add_layer, partial(self._add, scales, examples))
+    def notes(self, axes: Callable[[], Axes]) -> Notes | None:
+        """Records layers and losses of the first step; None after it.
 
-    def watch(
-        self, module: nn.Module | None, examples: Callable[[], float | None]
-    ) -> AbstractContextManager[object]:
+        Args:
+            axes: Called at every loss for the lengths of both axes.
+        """
+        scales = self._scales
+        return None if scales is None else Notes(scales.add_layer, partial(self._add, scales, axes))
+
+    def watch(self, module: nn.Module | None, axes: Callable[[], Axes]) -> AbstractContextManager[object]:
         """A context in which losses of a module's outputs are recorded."""
-        notes = self.notes(examples)
+        notes = self.notes(axes)
         if notes is None or (module is not None and is_compiled(module)):
             return nullcontext()
         return Intercept(notes=notes)
@@ -262,13 +276,13 @@ class LossTerms:
     def _add(
         self,
         scales: Scales,
-        examples: Callable[[], float | None],
+        axes: Callable[[], Axes],
         name: str,
         terms: float,
         value: Tensor,
         guess: float,
     ) -> None:
-        self._seen.append((name, terms, examples()))
+        self._seen.append((name, terms, axes()))
         self._guesses.append((innermost(value).detach().float().reshape(-1), guess))
         scales.add_loss(name, value)
 
@@ -290,20 +304,31 @@ class LossTerms:
             values, guesses = zip(*self._guesses, strict=True)
             self.guess = float(torch.cat([each.cpu() for each in values]).mean()), sum(guesses) / len(guesses)
         scales.judge()
-        if counted:
+        if crossed := next((name for name, terms, _ in self._seen if math.isnan(terms)), None):
+            warn(
+                f"{crossed} compares every output with every target, because it broadcasts both: "
+                "give outputs and targets the same shape, such as [B, 1]",
+                CountWarning,
+            )
+        if counted or crossed:
             return
         said = batch_size / inputs if inputs and batch_size else 1.0  # of a user who knows better than inputs
-        wrong: list[tuple[str, float, float]] = []
-        for name, terms, examples in self._seen:
+        wrong: list[tuple[str, float, float, bool]] = []
+        for name, terms, (examples, beside) in self._seen:
             own = examples or batch_size
             if any(math.isclose(terms, each, rel_tol=1e-6) for each in (own, said * own)):
                 return
             if own and terms:
-                wrong.append((name, terms, said * own if examples else own))
+                wrong.append((name, terms, said * own if examples else own, terms == beside))
         if wrong:
-            name, terms, own = wrong[0]
+            name, terms, own, turned = wrong[0]
             count = f"{terms * (batch_size or own) / own:g}"
             other = f", or batch_size={count} if these are its examples" if terms < own else ""
+            if turned and self._axis is not None:
+                axis = 0 if self._axis else 1
+                other = f", or build {self._rule} with batch_dim={axis} if examples are on axis {axis}"
+            elif turned:
+                other = f", or count={own:g} if examples are on axis 1"
             warn(
                 f"{name} is a mean over {terms:g} terms, and {self._rule} takes it for the mean over "
                 f"{own:g} examples: pass count={count} to the step{other}, see docs/loss.md",

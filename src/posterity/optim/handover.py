@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posterity.optim import watch
-from posterity.optim.presets import far_below
+from posterity.optim.presets import far_below, too_narrow
 from posterity.optim.state import Group, State, state_dtype, zero
 from posterity.posterior import Factorised, Leaf
 from posterity.posterior.factorised import Key
@@ -61,11 +61,12 @@ def unfit(opt: VariationalOptimizer, leaves: Iterable[Leaf]) -> str | None:
 
 
 def slow(opt: VariationalOptimizer) -> str:
-    """Advice on a learning rate far below the usual ones, as if meant for another optimiser; else empty."""
+    """Advice on a learning rate or stds far below the usual ones; empty if neither is."""
     group = opt.param_groups[0]
     if group.get("lr_unit") == 1.0:  # a paper's own
         return ""
-    return far_below(getattr(opt, "table", opt.__class__.__name__), float(group["lr"]))
+    rule = getattr(opt, "table", opt.__class__.__name__)
+    return far_below(rule, float(group["lr"])) or too_narrow(rule, group, group["params"])
 
 
 def noise(opt: VariationalOptimizer) -> float:

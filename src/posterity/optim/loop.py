@@ -133,7 +133,7 @@ def _one_sample(
             flight.listen(drawn, calls.examples, weight)
         if opt.module is not None and weight:
             handle = opt.module.register_forward_hook(calls, with_kwargs=True)
-        terms = opt.terms.watch(opt.module, lambda: calls.last) if weight else nullcontext()
+        terms = opt.terms.watch(opt.module, lambda: (calls.last, calls.beside)) if weight else nullcontext()
         try:
             with terms, collecting(opt):
                 yield

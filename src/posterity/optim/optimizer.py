@@ -365,7 +365,7 @@ class VariationalOptimizer(Optimizer, ABC):
         slow = partial(handover.slow, proxy(self))
         self.watch = watch.LossWatch(type(self).__name__, self.narrower, noise, fresh, slow)
         self.unfrozen = watch.Unfrozen(self.module, self.parameters())
-        self.terms = counting.LossTerms(type(self).__name__)
+        self.terms = counting.LossTerms(type(self).__name__, self.batch_dim)
         # Captured steps, which learn late whether all they have seen was finite: wait() raises it.
         self.graphs: WeakSet[Any] = WeakSet()
         self.entered: int | None = None  # how often a context was entered again inside itself
@@ -410,6 +410,8 @@ class VariationalOptimizer(Optimizer, ABC):
     def refuse_foreign(self) -> None:
         """Raise, before the first sample of a step, for existing gradients that would be lost."""
         self.refuse_inside("a training step")
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("torch.inference_mode() keeps no gradients: take training steps outside of it")
         if not self.met and several():
             meet(self)
         self.ledger.refuse_foreign(self.named())

@@ -78,6 +78,27 @@ def far_below(rule: str, lr: float) -> str:
     return f"raise lr: it is {lr:g}, and the default is {rates[0]:g}"
 
 
+def too_narrow(rule: str, group: Group, params: Collection[Tensor]) -> str:
+    """Advice on stds that start far below those of all presets, which keep steps short; else empty.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(3, 100)
+        >>> too_narrow("IVON", {"std_scale": 0.001, "std_init": None}, [weight])
+        'raise std_scale: stds begin at 0.0001, and by default at 0.005'
+        >>> too_narrow("IVON", {"std_scale": 0.01, "std_init": None}, [weight])
+        ''
+    """
+    scales = [each["std_scale"] for each in TABLE.get(rule, {}).values() if "std_scale" in each]
+    given = next((key for key in ("std_init", "std_scale") if group.get(key) is not None), None)
+    if not scales or given is None:
+        return ""
+    own, usual = start_std(group, params), start_std({"std_scale": min(scales), "std_init": None}, params)
+    if own >= 0.1 * usual:
+        return ""
+    return f"raise {given}: stds begin at {own:.2g}, and by default at {usual:.2g}"
+
+
 def fan_in(p: Tensor) -> int:
     """The number of products summed with a weight's; for a bias or a norm's scale, its own length.
 

@@ -30,6 +30,8 @@ _SOON, _PATIENCE, _LONG = 100, 300, 500
 _EVERY, _AT_ONCE = 5, 100
 # A loss falls by at least this share in _PATIENCE steps if the learning rate is not far too small.
 _LITTLE = 0.1
+# Updates of a variational() model's means after which its stds should have changed, too.
+_MOVES = 3
 # Below this loss there may be nothing to learn, as in a net that is already trained.
 _LOW = 0.25
 
@@ -302,6 +304,39 @@ class Unfrozen:
                 self._named = []
                 return
             self._versions[name] = p._version
+
+
+@final
+class Untrained:
+    """Warns, once, if an optimiser trains a posterior's means, but not its stds and others with gradients.
+
+    Args:
+        means: The posterior's means, which are the module's parameters.
+        others: Its stds, and all others of its parameters that the module does not have.
+    """
+
+    def __init__(self, means: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        self._means, self._others = means, others
+        self._begin, self._last, self._moves = _versions(others), _versions(means), 0
+
+    def look(self) -> None:
+        """Check at a step, before its backward pass, when gradients are those of the step before."""
+        if not self._others or _versions(self._others) != self._begin:
+            self._others = ()
+            return
+        last, self._last = self._last, _versions(self._means)
+        self._moves += self._last != last and all(p.grad is not None for p in self._others)
+        if self._moves >= _MOVES:
+            self._others = ()
+            warn(
+                "the means of the variational() model are trained, but its stds have gradients that no "
+                "optimiser uses: build the optimiser from the parameters() of what variational() returned, "
+                "not of the module inside it"
+            )
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [each._version for each in tensors]
 
 
 @torch.no_grad()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
+from posterity.names import refuse_unmatched
 from posterity.posterior.diagonal import DiagonalGaussian
 from posterity.posterior.factorised import Factorised
 from posterity.posterior.leaf import Leaf
@@ -28,6 +30,8 @@ def matched(q: Factorised, p: Any) -> Iterator[tuple[str, Leaf, Prior]]:
     """
     if not isinstance(p, Density) and not hasattr(p, "block"):
         raise TypeError(f"a {type(p).__name__} is not a prior: pass a posterior, a Density or ByName of them")
+    if isinstance(p, ByName):
+        refuse_unmatched(p.priors, chain.from_iterable(q.tensors.values()))
     done: set[str] = set()
     for name, leaf in q.blocks.items():
         source = _source(p, q.tensors[name][0])

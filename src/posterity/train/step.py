@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from posterity.inputs import moved
 from posterity.layers import Intercept
 from posterity.layers.stacks import inside, level_of
 from posterity.mc import chunks, stacked_pass
-from posterity.optim.counting import examples_of
+from posterity.optim.counting import both_axes, examples_of
 from posterity.train.learner import Learner
 
 LossFn: TypeAlias = Callable[..., Tensor]
@@ -110,8 +111,8 @@ class TrainStep:
         parts = self._dealt_to(batch) if asked else 1
         samples = parts * asked or 1
         learner.sums.parts = parts
-        size = self.examples(batch)
-        notes = learner.terms.notes(lambda: size and size // parts)
+        size, beside = both_axes(batch, learner.batch_dim)
+        notes = learner.terms.notes(lambda: (size and size // parts, beside))
         for rows in chunks(samples, self.chunk):
             drawn = learner.draw(rows, 1 / samples)
             one = len(rows) == 1
@@ -220,7 +221,27 @@ class _Loss(nn.Module):
         self.title = type(model).__name__
 
     def forward(self, *batch: Any, then: Callable[[Tensor], Any] | None = None) -> Any:
-        loss = self.loss_fn(self.model, *batch)
+        try:
+            loss = self.loss_fn(self.model, *batch)
+        except TypeError as error:
+            if _takes(self.loss_fn, 1 + len(batch)):
+                raise
+            raise TypeError(
+                f"loss_fn is {described(self.loss_fn)} that does not take (model, *batch), here "
+                f"{1 + len(batch)} arguments: pass a function such as lambda model, x, y: "
+                "F.cross_entropy(model(x), y)"
+            ) from error
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return the loss as a tensor, not {type(loss).__name__}")
         return loss if then is None else then(loss)
+
+
+def _takes(call: Any, number: int) -> bool:
+    """Whether a function or module takes this number of arguments, according to its signature."""
+    try:
+        inspect.signature(call.forward if isinstance(call, nn.Module) else call).bind(*range(number))
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        pass
+    return True

@@ -535,7 +535,7 @@ def test_a_rule_of_layers_trains_deterministic_parameters_itself(rule: Rule) -> 
     assert not any(name.startswith("norm") for name in opt.posterior().blocks)
     if rule.streams:
         return
-    with pytest.raises(ValueError, match="damping must be greater than 0 where there is no prior_precision"):
+    with pytest.raises(ValueError, match="damping must be greater than 0 if prior_precision is 0"):
         rule.make(net(), deterministic="norm.*", damping=0.0)
 
 

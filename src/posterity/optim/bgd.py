@@ -17,16 +17,16 @@ before the step, θ = m + v·eps, and L the *summed* loss of the mini-batch:
 | ∂L/∂θ | batch_size / ``temperature`` · gradient | L is a sum, our losses are means over examples |
 
 ``temperature`` is not in the paper: data counts 1/temperature times, as if L were that much larger. At 0.1,
-with a tenth of η, the means move at the same pace, and stds come in one epoch to where ten would bring them.
+with a tenth of η, the means move at the same pace, and stds fall as far in one epoch as otherwise in ten.
 
 There is no KL term, no momentum and no weight decay: the posterior after a batch is the prior of the next.
 
 **Stability.** The mean's step is a gradient step preconditioned by σ². On a loss with Hessian H (of the
-summed batch loss) it is stable while ``lr · λmax(diag(σ) H diag(σ)) < 2``; that every single σ²·h_ii is small
-is not enough. Stds at the start are therefore relative to 1 / sqrt(fan_in), and a step is bounded, in mean
-and in log σ, by ``max_step`` stds, which holds a run that would leave the stable region.
+summed batch loss) it is stable while ``lr · λmax(diag(σ) H diag(σ)) < 2``; it is not enough that every single
+σ²·h_ii is small. Initial stds are therefore relative to 1 / sqrt(fan_in), and ``max_step`` bounds the step of
+the mean, in stds, and that of log σ, which restrains a run that would leave the stable region.
 
-**Deviations.** Equation (13) loses all digits where ½ v E[g·eps] is large and positive; we evaluate the same
+**Deviations.** Equation (13) loses all digits if h = ½ v E[g·eps] is large and positive; we compute the same
 number as v / (sqrt(1+h²) + h). Parameters without a posterior are trained by Adam: with σ = 0, eq. (12) would
 never move them.
 """
@@ -60,7 +60,7 @@ def bgd_mean(mean: Tensor, std: Tensor, grad: Tensor, lr: float) -> Tensor:
 def bgd_std(std: Tensor, grad_noise: Tensor, most: Any = math.inf) -> Tensor:
     """Eq. (13), ``grad_noise`` being E[∂L/∂θ · eps] of the summed loss; positive by construction.
 
-    Its logarithm moves by asinh(½ σ E[∂L/∂θ · eps]), of which ``most`` bounds the argument.
+    Its logarithm changes by asinh(½ σ E[∂L/∂θ · eps]); ``most`` bounds the argument of asinh.
     """
     half = (0.5 * std * grad_noise).clamp(-most, most)
     # sqrt(1+h²) − h and sqrt(1+h²) + h are each other's inverse: take the one without cancellation.
@@ -70,38 +70,38 @@ def bgd_std(std: Tensor, grad_noise: Tensor, most: Any = math.inf) -> Tensor:
 
 @final
 class BGD(VariationalOptimizer):
-    """Bayesian Gradient Descent: learning without forgetting, and without being told of task switches.
+    """Bayesian Gradient Descent: learning without forgetting and without task boundaries.
 
     For every mini-batch: draw ``mc_samples`` weight vectors, average gradient and gradient times noise, then
     move each mean by ``lr · std² · gradient`` and shrink or widen each std by the closed form of the paper.
-    Weights that the data has pinned down have a small std and move little; that is what keeps old tasks.
+    Weights that are well determined by the data have a small std and move little, which preserves old tasks.
 
-    Settings that are not given are those of the preset (``presets.toml``). ``"default"`` learns one task
-    well; ``"continual"`` keeps what earlier tasks have taught; ``"zeno2018"`` is the paper's rule, without a
+    Settings that are not given come from the preset (``presets.toml``). ``"default"`` learns one task well;
+    ``"continual"`` keeps what was learned in earlier tasks; ``"zeno2018"`` is the paper's rule, without a
     bound.
 
     Args:
         params: A module, or what torch.optim takes.
         preset: Where other settings come from.
-        std_scale: Std of a weight at the start, times the root of its fan-in: 0.3. It is the plasticity that
-            is there to be spent.
+        std_scale: Std of a weight at the start, times the square root of its fan-in: 0.3. It is all the
+            plasticity there is.
         std_init: Std of every weight at the start, in place of ``std_scale``.
-        lr: The paper's η: 20, beside stds that are small. 1 is the closed form itself; smaller values forget
+        lr: The paper's η: 20, to make up for small stds. 1 is the closed form itself; smaller values forget
             less.
         mc_samples: Weight samples per step (the paper's K): 10.
-        temperature: Divides the loss: below 1 data counts more often than it comes, and stds fall faster. It
+        temperature: Divides the loss: below 1 each example counts more than once, and stds fall faster. It
             may change at every step.
-        max_step: The furthest that a mean moves in a step, in its stds, and the most that the logarithm of a
-            std does: 0.2.
-        settle_after: Updates after which that bound begins to fall, as ``1 / sqrt(1 + t / settle_after)``; by
-            default it stays, since stds fall themselves.
-        batch_size: Examples behind each step, where they cannot be counted from the inputs of a module and
-            ``step()`` is not told.
+        max_step: The furthest that a mean moves in a step, in its current stds, and about the most that the
+            logarithm of a std changes: 0.2.
+        settle_after: Updates after which that bound starts to fall, as ``1 / sqrt(1 + t / settle_after)``; by
+            default it is constant, since stds themselves fall.
+        batch_size: Examples in each step, if they cannot be counted from the inputs of a module and are not
+            passed to ``step()``.
         deterministic: Filter of names that get no posterior (see ``posterity.names_of`` for BatchNorm).
         deterministic_lr: Adam's learning rate for those.
         batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.
-        mesh: Processes that draw weights of their own, each for its share of a batch.
-        overlap: Whether these send gradients while the backward pass runs.
+        mesh: Processes that each draw their own weights for their share of a batch.
+        overlap: Whether these processes send gradients during the backward pass.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -163,7 +163,7 @@ class BGD(VariationalOptimizer):
         """The std of every weight."""
         if std is None:
             return {"std": torch.full_like(mean, start_std(group, [mean]))}
-        representable(std * std, "BGD")  # what moves a mean: where it is 0, nothing ever will
+        representable(std * std, "BGD")  # the factor on a mean's gradient: at 0 the mean could never move
         return {"std": std}
 
     def std(self, state: State, group: Group) -> Tensor:
@@ -171,7 +171,7 @@ class BGD(VariationalOptimizer):
         return state["std"]
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
-        """What multiplies each weight's gradient of the mean loss in eq. (12): η σ² batch_size / τ."""
+        """The factor on each weight's gradient of the mean loss in eq. (12): η σ² batch_size / τ."""
         rate: Tensor = group["lr"] * batch_size / group["temperature"] * state["std"] * state["std"]
         return rate
 

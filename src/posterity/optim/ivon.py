@@ -16,17 +16,15 @@ is Effective for Large Deep Networks", ICML 2024. Algorithm 1, with g the gradie
 | λ (effective sample size) | ``num_data / temperature`` | |
 | δ (weight decay) | ``temperature · prior_precision / num_data`` | |
 | h at the start | ``hess_init`` | derived from the initial std, 1 / sqrt(λ (hess_init + δ)) |
-| α | ``lr · (hess_init + δ)`` | keeps learning rates near Adam's and SGD's |
+| α | ``lr · (hess_init + δ)`` | learning rates are similar to Adam's and SGD's |
 | β1, β2 | ``betas`` | |
 | samples | ``mc_samples`` | g and ĥ are averaged over them |
-| 1 | ``second_every`` | steps from one ĥ to the next; h then moves with β2 to that power |
+| 1 | ``second_every`` | steps from one ĥ to the next; h then uses β2 to that power |
 
-**Deviations.** Steps fall (``settle_after``) and are bounded by ``max_step`` stds, which they are not with
-``preset="shen2024"``.
-``clip_radius`` bounds each weight's preconditioned step before the learning rate, as the authors' code does.
-``second_every`` leaves ĥ out of steps between.
-With their β2 of 0.99999 the Hessian moves over 100,000 steps, with 0.9999 over 10,000: 1 − 1/steps fits a
-run.
+**Deviations.** Steps fall (``settle_after``) and are bounded by ``max_step`` stds, except with
+``preset="shen2024"``. ``clip_radius`` bounds each weight's preconditioned step before the learning rate, as
+in the authors' code. ``second_every`` skips ĥ in the steps between. The authors' β2 of 0.99999 averages the
+Hessian over 100,000 steps, 0.9999 over 10,000: choose 1 − 1/steps for a run.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def ivon_std(precision: Tensor, ess: float) -> Tensor:
 
 
 def ivon_hess(hess: Tensor, precision: Tensor, estimate: Tensor, beta2: float) -> Tensor:
-    """The Riemannian average of h and ĥ, given h + δ as well, which stays positive."""
+    """The Riemannian average of h and ĥ, given h + δ too, which stays positive."""
     gap = hess - estimate
     mean = torch.sub(hess, gap, alpha=1 - beta2)
     return torch.addcdiv(mean, gap * gap, precision, value=0.5 * (1 - beta2) ** 2)
@@ -70,30 +68,30 @@ class IVON(VariationalOptimizer):
     Args:
         params: A module, or what torch.optim takes.
         num_data: Training examples (N).
-        preset: Where settings come from that are not given: ``"default"``, or ``"shen2024"``, the authors'
+        preset: Source of settings that are not given: ``"default"``, or ``"shen2024"``, the authors' values
             for CIFAR-10.
-        lr: Learning rate: 3. The gradient is averaged, not summed, so 1 is about SGD's 0.1 with momentum 0.9;
-            it falls, see ``settle_after``.
-        std_scale: Std of a weight at the start, times the root of its fan-in, on average: 0.05.
+        lr: Learning rate: 3. The gradient is averaged, not summed, so 1 is about SGD's 0.1 with momentum 0.9.
+            Steps fall, see ``settle_after``.
+        std_scale: Std of a weight at the start, times the square root of the mean fan-in: 0.05.
         std_init: Std of every weight at the start, in place of ``std_scale``.
-        hess_init: Diagonal Hessian of the mean loss that the posterior starts from; by default, that of the
-            std at the start.
+        hess_init: Diagonal Hessian of the mean loss that the posterior starts from; by default, the one that
+            gives the initial std.
         prior_precision: Precision of the prior N(0, ·): 1.
         temperature: 1 is Bayes; smaller values give a sharper posterior.
         betas: Averaging of the gradient and of the Hessian: (0.9, 0.9999).
-        max_step: The furthest that a weight moves in a step, in stds without data: 0.34. Infinite, steps do
-            not fall either.
-        settle_after: Updates after which steps and their bound fall, as ``1 / sqrt(1 + t / settle_after)``:
-            60.
-        clip_radius: Bound on each weight's preconditioned step, as the authors' code has it.
-        second_every: Steps from one update of the Hessian to the next: 1. With ``mesh=`` others send half as
-            much, the gradient alone.
+        max_step: The furthest that a weight moves in a step, in stds without data: 0.34. If it is infinite,
+            steps do not fall either.
+        settle_after: Updates after which steps and their bound start to fall, as
+            ``1 / sqrt(1 + t / settle_after)``: 60.
+        clip_radius: Bound on each weight's preconditioned step, as in the authors' code.
+        second_every: Steps from one update of the Hessian to the next: 1. With ``mesh=`` the other steps send
+            only the gradient, half as much.
         mc_samples: Weight samples per step: 1.
         deterministic: Filter of names that get no posterior.
         deterministic_lr: Adam's learning rate for those.
         batch_dim: The axis of the examples in the module's inputs: 1 for ``[T, B, …]``.
-        mesh: Processes that draw weights of their own, each for its share of a batch.
-        overlap: Whether these send gradients while the backward pass runs.
+        mesh: Processes that each draw their own weights for their share of a batch.
+        overlap: Whether these processes send gradients during the backward pass.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -167,7 +165,7 @@ class IVON(VariationalOptimizer):
         return bool(first["second_every"] == 1 or not due(first))
 
     def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
-        """``hess_init`` of the std at the start."""
+        """The ``hess_init`` that gives the initial std."""
         ess, decay = _scales(group)
         return above_prior(start_std(group, params), ess, decay)
 
@@ -192,13 +190,13 @@ class IVON(VariationalOptimizer):
         return float((ess * (group["hess_init"] + decay)) ** -0.5)
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
-        """What multiplies each weight's averaged gradient of the mean loss: α / (h + δ)."""
+        """The factor on each weight's averaged gradient of the mean loss: α / (h + δ)."""
         decay = _scales(group)[1]
         step: float = group["lr"] * (group["hess_init"] + decay)
         return step / (state["hess"] + decay)
 
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
-        """Hessian, in steps that have an estimate, averaged gradient, then the step with both."""
+        """Update the Hessian, if the step has an estimate, and the averaged gradient, then step by both."""
         beta1, beta2 = group["betas"]
         ess, decay = _scales(group)
         hess = state["hess"]

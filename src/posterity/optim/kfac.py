@@ -1,20 +1,20 @@
-"""K-FAC and Noisy K-FAC: natural gradients with a Kronecker-factored curvature, at means or at drawn weights.
+"""K-FAC and Noisy K-FAC: natural gradients with Kronecker-factored curvature, at means or sampled weights.
 
 Martens, Grosse: "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML 2015;
 Grosse, Martens: "A Kronecker-factored Approximate Fisher Matrix for Convolution Layers", ICML 2016; Zhang,
 Sun, Duvenaud, Grosse: "Noisy Natural Gradient as Variational Inference", ICML 2018. A block is a layer's
-weight and bias, [W | b], ``[O, I + 1]``. With a the layer's inputs (and a 1 for the bias), g the gradients of
-its outputs for single examples, both at weights drawn from the posterior:
+weight and bias, [W | b], ``[O, I + 1]``. Let a be the layer's inputs (and a 1 for the bias) and g the
+per-example gradients of its outputs, both at weights drawn from the posterior:
 
-    A = E[Σ_t a aᵀ],  S = E[Σ_t g gᵀ] / T        over examples and weight samples, T positions in a picture
-    Ā ← β2 Ā + (1−β2) A,  S̄ ← β2 S̄ + (1−β2) S     every ``factors_every`` steps, from the first A and S on
+    A = E[Σ_t a aᵀ],  S = E[Σ_t g gᵀ] / T        over examples and weight samples, T positions in an image
+    Ā ← β2 Ā + (1−β2) A,  S̄ ← β2 S̄ + (1−β2) S     every ``factors_every`` steps, starting at A and S
     A_γ = Ā + π√γ I,  S_γ = S̄ + √γ/π I,  π² = (tr Ā / (I+1)) / (tr S̄ / O)
     m ← β1 m + (G + δ̃ M)                          G the gradient of the mean loss
     M ← M − α S_γ⁻¹ m A_γ⁻¹
     W ~ MN(M, S_γ⁻¹, τ/N A_γ⁻¹)                   covariance among rows, among columns
 
 A draw is M + sqrt(τ/N) R E Cᵀ with R Rᵀ = S_γ⁻¹, C Cᵀ = A_γ⁻¹ and E the noise of the weight and of the bias
-side by side, each addressed by its own name.
+side by side, each with its own name as its noise address.
 
 | papers | here | |
 |---|---|---|
@@ -22,7 +22,7 @@ side by side, each addressed by its own name.
 | m | ``state[p]["momentum"]`` | of the weight and of the bias |
 | Ā, S̄ | ``state[p]["inputs"]``, ``state[p]["outputs"]`` | p the weight |
 | Cholesky factors of A_γ⁻¹, S_γ⁻¹ | ``state[p]["columns"]``, ``state[p]["rows"]`` | lower |
-| α, β1 | ``lr · lr_unit``, ``betas[0]`` | m sums up gradients: the pace is α / (1 − β1) |
+| α, β1 | ``lr · lr_unit``, ``betas[0]`` | m is a sum of gradients: the effective rate is α / (1 − β1) |
 | 1 − β2, the weight of new factors | ``1 − betas[1]`` | |
 | N, λ | ``num_data · augmentation``, ``temperature`` (τ) | |
 | prior variance η | ``1 / prior_precision`` (δ) | |
@@ -30,18 +30,19 @@ side by side, each addressed by its own name.
 | extrinsic damping γ_ex | ``damping``; γ = δ̃ + γ_ex | |
 | T_stats, T_inv | ``factors_every``, ``inverses_every`` | |
 
-K-FAC is the limit without noise: it takes gradients and factors at M, and its Gaussian is fitted, not learned
-from. A parameter without factors (norms, embeddings, convolutions in groups) follows the rule of VOGN, with
-squares of single examples' gradients from the same steps as the factors. So does, with the curvature
-``hess_init``, a weight whose layer has reported no factors yet: the first step draws independent weights.
+K-FAC is the limit without noise: it takes gradients and factors at M, and its Gaussian is fitted, but not
+used in training. A parameter without factors (norms, embeddings, convolutions in groups) follows the rule of
+VOGN, with per-example squared gradients from the same steps as the factors. A weight whose layer has not
+reported factors yet also follows it, with the curvature ``hess_init``: the first step draws independent
+weights.
 
 **Which Fisher.** The factors are those of the loss's own gradients, the empirical Fisher, as in VOGN: they
-cost no second backward pass, and die away with the residuals where a model fits its data.
+cost no second backward pass, and vanish with the residuals as the model fits its data.
 
-**Deviations.** Damping is part of the posterior's precision, as in VOGN, so that one inverse serves both;
-Noisy K-FAC draws with γ = δ̃. The decay is δ̃ M; the paper has δ̃ W at the drawn weights, whose mean it is.
-In place of a trust region by a quadratic model, a block's step, which falls with its updates, is shortened
-until its root mean square is at most ``max_step`` stds, of those without data.
+**Deviations.** Damping is part of the posterior's precision, as in VOGN, so that one inverse serves both; the
+paper's Noisy K-FAC draws with γ = δ̃. The decay is δ̃ M; the paper has δ̃ W at the sampled weights, whose
+mean is δ̃ M. Instead of a trust region from a quadratic model, a block's step, which falls with its updates,
+is shortened until its root mean square is at most ``max_step`` stds without data.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ from posterity.posterior import EigenGaussian, Leaf, MatrixGaussian
 from posterity.posterior.algebra import SINGULAR, full_precision, inverse_cholesky, shares, solved
 from posterity.torch_private import foreach_add_, foreach_mul, foreach_mul_, foreach_sub
 
-# Inverses are made in double precision, which few GPUs are fast in, where damping is less than this part of a
-# factor's diagonal: single precision keeps two to four digits there, more than one batch's factors are worth.
+# Inverses use double precision, which is slow on most GPUs, only if damping is less than this fraction of a
+# factor's diagonal: at that limit single precision keeps two to four digits, more than one batch gives.
 _LEAST = 1e-3
 
 
@@ -77,7 +78,8 @@ def inverse_roots(
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Lower R, C with R Rᵀ = S_γ⁻¹ and C Cᵀ = A_γ⁻¹, given S̄, Ā and γ of blocks by number.
 
-    A GPU is waited for once, before the work: what has enough damping has an inverse, and is not looked at.
+    This waits for a GPU once, before the work: blocks with enough damping have an inverse, and are not
+    checked.
     """
     if not factors:
         return {}
@@ -106,11 +108,10 @@ def inverse_roots(
 
 
 def undamped(rows: Tensor, columns: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The S̄, Ā with S_γ = (rows rowsᵀ)⁻¹ and A_γ = (columns columnsᵀ)⁻¹, or the nearest that there are.
+    """The S̄, Ā with S_γ = (rows rowsᵀ)⁻¹ and A_γ = (columns columnsᵀ)⁻¹, or the nearest possible ones.
 
-    tr A_γ / (I+1) = π (√(tr Ā/(I+1) · tr S̄/O) + √γ), and that of S_γ is the same over π instead of times π:
-    the ratio of both is π², before damping as after it. Where damping alone exceeds S_γ or A_γ, nothing is
-    left of them.
+    tr A_γ / (I+1) = π (√(tr Ā/(I+1) · tr S̄/O) + √γ), and that of S_γ is the same divided by π: their
+    ratio is π², both before and after damping. Eigenvalues of S_γ or A_γ below the damping become 0.
     """
     found = []
     for root in (rows.double(), columns.double()):
@@ -153,7 +154,7 @@ class KroneckerNewton(GaussNewton):
             whole(group, "inverses_every")
 
     def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
-        """Factors whose inverses are a matrix Gaussian's; of a diagonal one, curvature as for VOGN."""
+        """Factors whose inverses are a matrix Gaussian's; for a diagonal Gaussian, curvature as for VOGN."""
         leaf = leaf.product() if isinstance(leaf, EigenGaussian) else leaf
         if not isinstance(leaf, MatrixGaussian):
             return super().adopt(leaf, mean, std, group)
@@ -178,11 +179,11 @@ class KroneckerNewton(GaussNewton):
         return MatrixGaussian(mean, _spread(group) * state["rows"], state["columns"], keep=keep)
 
     def captures(self) -> bool:
-        """Whether it has no factors to collect and no inverses to make: one that fails must be refused."""
+        """Whether the next step collects no factors and computes no inverses, whose failure must raise."""
         return not (due(self.param_groups[0]) or any(map(_inverts, self.param_groups)))
 
     def updates(self, blocks: Sequence[Moving]) -> list[tuple[Tensor, State]]:
-        """Averages of the factors, their inverses where these are due, and steps with both."""
+        """Update the averages of factors, their inverses where these are due, and step by both."""
         news = [self.averages(state, stats, group) for _, state, stats, group in blocks]
         stale = {
             i: (new["outputs"], new["inputs"], scales(group)[2])
@@ -223,44 +224,45 @@ class KroneckerNewton(GaussNewton):
         return foreach_sub(means, natural)
 
     def averages(self, state: State, stats: Statistics, group: Group) -> State:
-        """Ā ← β2 Ā + (1−β2) A and S̄ likewise, in a step that has factors; the matrices else as they are."""
+        """Ā ← β2 Ā + (1−β2) A and S̄ likewise, in a step with factors; otherwise the unchanged matrices."""
         new = {key: state[key].to(stats.grad) for key in self.matrices if key in state}
         if stats.factors is None:
             return new
         for key, factor in (("inputs", stats.factors.A), ("outputs", stats.factors.S)):
             factor = factor.to(stats.grad)
             new[key] = torch.lerp(new[key], factor, 1 - group["betas"][1]) if key in new else factor
-        # Of each weight by itself, for those who ask how fast it moves.
+        # Each weight's own curvature, for reports of its rate.
         new["hess"] = torch.outer(new["outputs"].diagonal(), new["inputs"].diagonal())
         return new
 
     def curvature(self, state: State, stats: Statistics, group: Group) -> State:
-        """VOGN's, of what has no factors, in steps that have squares."""
+        """VOGN's curvature, of parameters without factors, in steps with squares."""
         return super().curvature(state, stats, group) if len(stats.squares) else {"hess": state["hess"]}
 
 
 @final
 class NoisyKFAC(KroneckerNewton):
-    """Noisy K-FAC: a matrix Gaussian for every layer, learned from natural gradients at drawn weights.
+    """Noisy K-FAC: a matrix Gaussian for every layer, learned from natural gradients at sampled weights.
 
     For every mini-batch: draw ``mc_samples`` weight matrices, average the gradient and the Kronecker factors
-    of the layers' inputs and gradients, then step by the first times the inverse of the second, which is also
-    the posterior's covariance. Weights must be used by layers that report single examples, as for
-    :class:`VOGN`. ``compile_step`` runs all samples at once; on a GPU, steps without factors are a graph.
+    of the layers' inputs and gradients, then step by the gradient times the inverse factors, which are also
+    the posterior's covariance. Weights must be used by layers with per-example gradients, as for
+    :class:`VOGN`. ``compile_step`` runs all samples at once; on a GPU, steps without factors are CUDA graphs.
 
-    Settings are as for :class:`VOGN`, with presets of its own (``presets.toml``). ``"osawa2019"`` are those
-    of "Practical Deep Learning with Bayesian Principles" for AlexNet on CIFAR-10, where lr is divided by ten
-    after 30 and 50 of 81 epochs, ``prior_precision=0.5``, and the temperature rises from 0.01 to 1 over
-    15,821 steps: ``posterity.warmup(15821, start=0.01)``.
+    Settings are as for :class:`VOGN`, with other presets (``presets.toml``). ``"osawa2019"`` has those of
+    "Practical Deep Learning with Bayesian Principles" for AlexNet on CIFAR-10. The paper also divides lr by
+    ten after 30 and 50 of 81 epochs, sets ``prior_precision=0.5``, and raises the temperature from 0.01 to 1
+    over 15,821 steps: ``posterity.warmup(15821, start=0.01)``.
 
     Args:
         params: A module, or what torch.optim takes.
         num_data: Training examples (N).
-        factors_every: Steps from one collection of factors to the next: 50. Others cost what a gradient does.
-        inverses_every: Likewise for their inverses; with the factors, if None.
-        settings: All that :class:`VOGN` takes besides. ``damping`` is split between the factors of a block,
-            ``betas`` are (0.9, 0.8), of the factors one in ``factors_every`` steps, and ``max_step`` bounds
-            the root mean square of a block's step.
+        factors_every: Steps from one collection of factors to the next: 50. Other steps cost as much as a
+            gradient.
+        inverses_every: The same for their inverses; by default, whenever factors are collected.
+        settings: All other arguments of :class:`VOGN`. ``damping`` is split between the factors of a block,
+            ``betas`` are (0.9, 0.8), the second applied once in ``factors_every`` steps, and ``max_step``
+            bounds the root mean square of a block's step.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -276,12 +278,12 @@ class NoisyKFAC(KroneckerNewton):
 
 @final
 class KFAC(KroneckerNewton):
-    """K-FAC: Noisy K-FAC with gradients and factors at the means, for a point and a Gaussian around it.
+    """K-FAC: Noisy K-FAC with gradients and factors at the means, for point estimates with a Gaussian around.
 
-    The posterior that it ends in has the factors at the means for its precision, as a Kronecker-factored
-    Laplace approximation has; nothing is drawn in training.
+    As in a Kronecker-factored Laplace approximation, the final posterior's precision comes from factors at
+    the means; training draws no weights.
 
-    It takes what :class:`NoisyKFAC` takes, and nothing else.
+    It takes the same arguments as :class:`NoisyKFAC`.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -303,10 +305,10 @@ def _spread(group: Group) -> Any:
 
 
 def _inverts(group: Group) -> bool:
-    """Whether the step that comes next makes the inverses of a group's blocks."""
+    """Whether the next step computes the inverses of a group's blocks."""
     return bool(group["steps"] % (group["inverses_every"] or group["factors_every"]) == 0)
 
 
 def _number(value: Any, like: Sequence[Tensor]) -> Any:
-    """A factor for all of some tensors: what a captured step has, in single precision, in their own."""
+    """A factor for some tensors: in a captured step, a single-precision tensor cast to their dtype."""
     return value.to(like[0]) if isinstance(value, Tensor) else value

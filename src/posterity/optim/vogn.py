@@ -15,8 +15,8 @@ example i's own loss at θ = μ + σ·eps:
 |---|---|---|
 | μ | the model's parameters | |
 | m, s | ``state[p]["momentum"]``, ``state[p]["hess"]`` | |
-| s at the start | ``hess_init`` | if 0, s is the mean of all ĥ while there are fewer than 1 / (1−β2) |
-| α | ``lr · lr_unit`` | m sums up gradients: the pace is α / (1 − β1) |
+| s at the start | ``hess_init`` | if 0, s is the mean of all ĥ while these are fewer than 1 / (1−β2) |
+| α | ``lr · lr_unit`` | m is a sum of gradients: the effective rate is α / (1 − β1) |
 | β1 | ``betas[0]`` | |
 | β2, the weight of the *new* ĥ | ``1 − betas[1]`` | ``betas`` are as Adam's |
 | N, ρ | ``num_data``, ``augmentation`` | the N above is ``num_data · augmentation`` |
@@ -24,27 +24,28 @@ example i's own loss at θ = μ + σ·eps:
 | τ, γ, K | ``temperature``, ``damping``, ``mc_samples`` | |
 
 After :meth:`VOGN.hand_over` the prior of a weight is N(μ0, 1/(δ + κ)), with ``state[p]["prior_mean"]`` and
-``state[p]["known"]``: δ + κ takes the place of δ above, and μ − μ0 that of μ in δ̃ μ. ``state[p]["since"]``
-is the count of updates at that time.
+``state[p]["known"]``: δ + κ replaces δ above, and μ − μ0 replaces μ in δ̃ μ. ``state[p]["since"]`` is the
+number of updates at that time.
 
-OGN takes its gradients at μ, and is otherwise the same: its Gaussian is fitted, not learned from.
+OGN takes its gradients at μ, and is otherwise the same: its Gaussian is fitted, but not used in training.
 
-**Tempering.** Two forms of the rule exist, which agree at τ = 1. Algorithm 1 prints s ← (1 − τβ2) s + β2 ĥ
-and σ² = 1 / (N (s + δ̃ + γ)), whose precision settles at N ĥ/τ + τδ + Nγ. The authors' code has the form
-above, which settles at N ĥ/τ + δ + Nγ/τ: without damping, the tempered posterior's.
+**Tempering.** Two forms of the rule exist, which agree at τ = 1. Algorithm 1 as printed has
+s ← (1 − τβ2) s + β2 ĥ and σ² = 1 / (N (s + δ̃ + γ)), whose precision converges to N ĥ/τ + τδ + Nγ. The
+authors' code has the form above, which converges to N ĥ/τ + δ + Nγ/τ: without damping, the precision of the
+tempered posterior.
 
 **Damping** is part of the posterior's precision, as in the authors' code.
 
-**Momentum and learning rate.** A step is α·m / (s + δ̃ + γ), and m does not contain α: when α drops, so does
-the step, at once. That is what the momentum correction of Goyal et al. 2017 does for rules whose buffer holds
-α·m, and this rule has no need of it. ``keep_velocity=True`` keeps v = α·m instead, v ← β1 v + α (ĝ + δ̃ μ).
-While α stays, both are the same; when α goes from a to b, v stays and dies away by β1, as if m were
-multiplied by a / b.
+**Momentum and learning rate.** A step is α·m / (s + δ̃ + γ), and m does not contain α: when α drops, the step
+drops at once. Rules whose buffer holds α·m need the momentum correction of Goyal et al. 2017 for that; this
+rule does not. ``keep_velocity=True`` stores v = α·m instead, v ← β1 v + α (ĝ + δ̃ μ). While α is constant
+both are the same; when α changes from a to b, v keeps its value and decays by β1, as if m were multiplied by
+a / b.
 
-**Deviations.** Steps fall (``settle_after``) and are bounded by ``max_step`` stds, which they are not with
-``preset="osawa2019"``. ĥ is exact
-for biases of convolutions and for BatchNorm, which the authors approximate. Parameters without a posterior
-are trained by the same rule at their values, with no prior, as the authors do.
+**Deviations.** Steps fall (``settle_after``) and are bounded by ``max_step`` stds, except with
+``preset="osawa2019"``. ĥ is exact for biases of convolutions and for BatchNorm, which the authors
+approximate. As in the authors' code, the same rule trains parameters without a posterior, without noise and
+without a prior.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def vogn_std(hess: Tensor, temperature: float | Tensor, num_data: float, shift: 
 
 
 class Settings(TypedDict, total=False):
-    """What all of these rules take, as :class:`VOGN` explains."""
+    """Settings common to all of these rules; :class:`VOGN` explains them."""
 
     preset: str
     lr: float | None
@@ -108,7 +109,7 @@ class Settings(TypedDict, total=False):
 
 
 class GaussNewton(VariationalOptimizer):
-    """The rule of VOGN and OGN, which differ in where they take gradients, and what K-FAC shares with it."""
+    """The rule of VOGN and OGN, which differ in where they take gradients, and the base of K-FAC."""
 
     collects: ClassVar[type[Collector]] = Squares
     scheduled = ("lr", "temperature")
@@ -170,12 +171,12 @@ class GaussNewton(VariationalOptimizer):
         size = float(group["num_data"]) * float(group["augmentation"]) / float(group["temperature"])
         moderate("num_data · augmentation / temperature", size)
         if not group["prior_precision"] + group["damping"] > 0:
-            raise ValueError("damping must be greater than 0 where there is no prior_precision")
+            raise ValueError("damping must be greater than 0 if prior_precision is 0")
         if not self.draws and group["mc_samples"] != 1:
             raise ValueError(f"mc_samples must be 1: {type(self).__name__} draws no weights")
 
     def derive(self, key: str, group: Group, params: Sequence[Tensor]) -> float:
-        """``damping`` of the std at the start; ``lr_unit``, by which lr is one of averaged gradients."""
+        """The ``damping`` that gives the initial std, or the ``lr_unit`` for averaged gradients."""
         if key == "damping":
             num_data = group["num_data"] * group["augmentation"]
             ess = num_data / group["temperature"]
@@ -198,17 +199,17 @@ class GaussNewton(VariationalOptimizer):
         return vogn_std(state["hess"], group["temperature"], num_data, shift)
 
     def scale(self, state: State, group: Group) -> Any:
-        """σ without data: curvature slows steps down by itself."""
+        """σ without data: curvature by itself slows steps down."""
         num_data, _, shift = scales(group, state)
         return (group["temperature"] / (num_data * shift)) ** 0.5
 
     def rate(self, state: State, group: Group, batch_size: int) -> Tensor:
-        """What multiplies the sum m of each weight's gradients of the mean loss: α / (s + δ̃ + γ)."""
+        """The factor on the sum m of each weight's gradients of the mean loss: α / (s + δ̃ + γ)."""
         rate: Tensor = group["lr"] * group["lr_unit"] / (state["hess"] + scales(group, state)[2])
         return rate
 
     def update(self, mean: Tensor, state: State, stats: Statistics, group: Group) -> tuple[Tensor, State]:
-        """Curvature, momentum, then the preconditioned step with both."""
+        """Update curvature and momentum, then take the preconditioned step."""
         _, decay, shift = scales(group, state)
         rate = group["lr"] * group["lr_unit"]
         into, out = (rate, 1.0) if group["keep_velocity"] else (1.0, rate)
@@ -219,35 +220,34 @@ class GaussNewton(VariationalOptimizer):
         return moved, {"momentum": momentum, **curvature}
 
     def curvature(self, state: State, stats: Statistics, group: Group) -> State:
-        """s ← β2 s + (1−β2) ĥ; where s begins with nothing, the mean of all ĥ until these are 1 / (1−β2)."""
+        """s ← β2 s + (1−β2) ĥ; if s starts from 0, the mean of all ĥ until there are 1 / (1−β2) of them."""
         beta2 = group["betas"][1]
         if _is_mean(state, group):
             beta2 = _at_most(1 - 1 / (1 + (stats.step - 1) // group.get("factors_every", 1)), beta2)
         return {"hess": vogn_hess(state["hess"], stats.squares, beta2)}
 
     def adopt(self, leaf: Leaf, mean: Tensor, std: Tensor, group: Group) -> State:
-        """State of a posterior, whose curvature is knowledge from the start."""
+        """State from a loaded posterior, whose curvature counts as learned from data."""
         prior = {key: torch.zeros_like(mean) for key in ("prior_mean", "known")}
         return {**self.init(mean, std, group), **prior}
 
     @torch.no_grad()
     def hand_over(self, strength: float = 1.0) -> None:
-        """Take the posterior for the prior of what comes: to be called between tasks.
+        """Make the posterior the prior of what follows; call this between tasks.
 
-        The prior of every weight that was updated becomes N(μ, 1 / (δ + κ)) around its mean of now, κ being
-        the precision that data has given it up to now: neither ``hess_init`` nor the damping, which are no
-        knowledge. Its curvature begins anew, and all momentum does. After t updates a curvature that began
-        with s₀ is β2ᵗ s₀ + (1 − β2ᵗ) ĥ, with ĥ a weighted mean of the batches' own: N ĥ / τ is what κ gains.
-        ``betas[1]`` should be near 1, or ĥ is that of the last batch alone.
+        The prior of every weight that was updated becomes N(μ, 1 / (δ + κ)), where μ is its current mean and
+        κ the precision that it has gained from data so far. ``hess_init`` and the damping do not count, since
+        they do not come from data. Curvature and momentum start from 0 again. After t updates a curvature
+        that started at s₀ is β2ᵗ s₀ + (1 − β2ᵗ) ĥ, where ĥ is a weighted mean over batches; κ grows by
+        N ĥ / τ. ``betas[1]`` should be near 1, or ĥ is that of the last batch alone.
 
-        A posterior that was loaded begins with a curvature that data gave. It counts as an earlier estimate
-        of the same data's: its whole average is handed on. Where it comes from other data, hand it over
-        right after loading it. It brings the prior N(0, 1 / δ) with it. Deterministic parameters have no
-        prior.
+        The curvature of a loaded posterior counts as an earlier estimate from the same data: its whole
+        average is handed on. If it comes from other data, call this right after loading. A loaded posterior
+        comes with the prior N(0, 1 / δ). Deterministic parameters have no prior.
 
         Args:
-            strength: How many times the curvature since the last call counts. Bayes' rule says once, of the
-                true one; squared gradients of examples that are learned by heart come to less.
+            strength: How many times the curvature since the last call counts. Bayes' rule counts the true
+                curvature once; squared gradients of memorised examples underestimate it.
 
         Example:
             >>> model = torch.nn.Linear(4, 2)
@@ -260,7 +260,7 @@ class GaussNewton(VariationalOptimizer):
         if not 0 <= strength < math.inf:
             raise ValueError(f"strength must be 0 or more, and finite, not {strength:g}")
         if self.matrices:
-            raise TypeError(f"{type(self).__name__} has no precision for every weight to hand on: use VOGN")
+            raise TypeError(f"{type(self).__name__} has no precision per weight to hand over: use VOGN")
         self.refuse_inside("hand_over()")
         self.check_changed()
         self.settle()
@@ -270,11 +270,11 @@ class GaussNewton(VariationalOptimizer):
         for _, p, group in self.stochastic():
             state, (num_data, *_) = self.state[p], scales(group)
             mean, hess = state.get("mean", p), state["hess"]
-            begun = "since" in state or "known" not in state  # with no curvature, or a guess: not loaded
+            begun = "since" in state or "known" not in state  # from no curvature or a guess: not loaded
             updates = int(state["step"]) - int(state.get("since", 0))
             if begun and not updates:
                 continue
-            # β2 as rounded in steps: many of them, and 1 / (1 − β2ᵗ), would make much of the difference.
+            # β2 as rounded in steps: many steps, and 1 / (1 − β2ᵗ), would amplify the difference.
             beta2 = torch.tensor(group["betas"][1], dtype=hess.dtype).item()
             forgotten = beta2**updates if begun and not _is_mean(state, group) else 0.0
             if "known" not in state:
@@ -291,50 +291,50 @@ class GaussNewton(VariationalOptimizer):
 
 @final
 class VOGN(GaussNewton):
-    """Variational Online Gauss-Newton: Adam's form, with a scale learned from single examples' gradients.
+    """Variational Online Gauss-Newton: Adam's form, with a scale learned from per-example gradients.
 
     For every mini-batch: draw ``mc_samples`` weight vectors, average the gradient and the examples' squared
-    gradients, then step by both. Weights must be used by layers that report single examples (linear layers,
-    convolutions, norms, embeddings, attention); one that is used in another way is refused by name.
+    gradients, then step by both. Weights must be used by layers with per-example gradients (linear layers,
+    convolutions, norms, embeddings, attention); others are refused by name.
 
-    Settings that are not given are those of the preset (``presets.toml``). In ``"default"`` the std of a
-    weight has an upper limit that goes with its fan-in, curvature from data lowers it, and ``lr`` is that of
-    a step on averaged gradients where there is no curvature. ``"osawa2019"`` are the authors' for CIFAR-10,
-    except ``prior_precision``, theirs being 100 (LeNet-5), 0.5 (AlexNet) and 50 (ResNet-18, with BatchNorm
-    deterministic), and ``mc_samples``, 6, 3 and 5 there; ``betas=(0.9, 0.1)`` on ImageNet. ``augmentation``
-    was 10 on CIFAR-10 and 5 on ImageNet. They warm up the temperature: ``posterity.warmup(steps, start=0.1)``
-    gives it, see the example.
+    Settings that are not given come from the preset (``presets.toml``). In ``"default"`` the std of a weight
+    has an upper limit set by the fan-in, curvature from data lowers it, and ``lr`` is the rate of a step on
+    averaged gradients where there is no curvature. ``"osawa2019"`` has the authors' values for CIFAR-10,
+    except ``prior_precision``, which they set to 100 (LeNet-5), 0.5 (AlexNet) and 50 (ResNet-18, with
+    BatchNorm deterministic), and ``mc_samples``, which they set to 6, 3 and 5. On ImageNet they used
+    ``betas=(0.9, 0.1)``. Their ``augmentation`` was 10 on CIFAR-10 and 5 on ImageNet. They warm up the
+    temperature, as ``posterity.warmup(steps, start=0.1)`` does in the example.
 
     Args:
         params: A module, or what torch.optim takes.
         num_data: Training examples (N).
-        preset: Where other settings come from.
+        preset: Source of settings that are not given.
         lr: Learning rate: 3, in units of ``lr_unit``; it falls, see ``settle_after``.
-        lr_unit: What ``lr`` is multiplied by; by default (1 − betas[0]) · (hess_init + damping + δ̃).
-        std_scale: Std of a weight without data, times the root of its fan-in, on average: 0.05.
+        lr_unit: Factor on ``lr``; by default (1 − betas[0]) · (hess_init + damping + δ̃).
+        std_scale: Std of a weight without data, times the square root of the mean fan-in: 0.05.
         std_init: Std of every weight without data, in place of ``std_scale``.
-        damping: Added to the curvature of every weight, in steps and in the posterior; by default, what gives
-            the std without data.
-        hess_init: Curvature of the mean loss to start from, a guess that is averaged away. 0, the default,
-            begins with what the first batch gives.
+        damping: Added to the curvature of every weight, in steps and in the posterior; by default, the value
+            that gives the std without data.
+        hess_init: Curvature of the mean loss to start from, a guess whose weight falls with every batch. With
+            0, the default, the first batch gives it.
         prior_precision: Precision of the prior N(0, ·): 1.
         temperature: 1 is Bayes; smaller values give a sharper posterior. It may change at every step.
-        betas: Momentum, and averaging of the curvature: (0.9, 0.999). 0.001 follows each batch's, near 1
-            averages many.
-        max_step: The furthest that a weight moves in a step, in stds without data: 0.34. Infinite, steps do
-            not fall either.
-        settle_after: Updates after which steps and their bound fall, as ``1 / sqrt(1 + t / settle_after)``:
-            60.
-        augmentation: By how much data augmentation multiplies the number of examples.
-        keep_velocity: Whether a change of lr leaves the momentum of earlier gradients at its pace.
+        betas: Momentum, and averaging of the curvature: (0.9, 0.999). For the latter, 0.001 follows each
+            batch, and values near 1 average many batches.
+        max_step: The furthest that a weight moves in a step, in stds without data: 0.34. If it is infinite,
+            steps do not fall either.
+        settle_after: Updates after which steps and their bound start to fall, as
+            ``1 / sqrt(1 + t / settle_after)``: 60.
+        augmentation: Factor by which data augmentation multiplies the number of examples.
+        keep_velocity: Whether earlier gradients in the momentum keep the lr that they had.
         mc_samples: Weight samples per step: 1.
         deterministic: Filter of names that get no posterior and no prior (see ``posterity.names_of`` for
             BatchNorm); the same rule trains them, without noise.
-        deterministic_lr: Let Adam train those, with this learning rate: for parameters that are used in ways
-            that no layer reports, such as a position that is added to its inputs.
-        batch_dim: The axis of the examples in the inputs of the module and of layers that have a choice: 1
-            for ``[T, B, …]``.
-        mesh: Processes that draw weights of their own, each for its share of a batch.
+        deterministic_lr: If given, Adam trains those, with this learning rate: for parameters without
+            per-example gradients, such as a position embedding that is added to inputs.
+        batch_dim: The axis of the examples in the inputs of the module and of layers with several axes: 1 for
+            ``[T, B, …]``.
+        mesh: Processes that each draw their own weights for their share of a batch.
         seed: Seed of the weight noise; by default one number from torch's generator, see
             :class:`~posterity.optim.VariationalOptimizer`.
 
@@ -355,12 +355,12 @@ class VOGN(GaussNewton):
 
 @final
 class OGN(GaussNewton):
-    """Online Gauss-Newton: VOGN with gradients at the means, for a point and a Gaussian around it.
+    """Online Gauss-Newton: VOGN with gradients at the means, for point estimates with a Gaussian around them.
 
-    The posterior that it ends in has the precision of the squared gradients at the means, as a diagonal
-    Laplace approximation has; nothing is drawn in training.
+    As in a diagonal Laplace approximation, the final posterior's precision comes from squared gradients at
+    the means; training draws no weights.
 
-    It takes what :class:`VOGN` takes, and nothing else.
+    It takes the same arguments as :class:`VOGN`.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -377,7 +377,7 @@ class OGN(GaussNewton):
 
 
 def scales(group: Group, state: Mapping[str, Tensor] = MappingProxyType({})) -> tuple[float, Any, Any]:
-    """N, δ̃ and δ̃ + γ, with what a block's state says of its prior; tensors in a captured step."""
+    """N, δ̃ and δ̃ + γ, with the prior in a block's state if there is one; tensors in a captured step."""
     num_data = group["num_data"] * group["augmentation"]
     precision = group["prior_precision"] + state["known"] if "known" in state else group["prior_precision"]
     decay = group["temperature"] * precision / num_data
@@ -385,10 +385,10 @@ def scales(group: Group, state: Mapping[str, Tensor] = MappingProxyType({})) -> 
 
 
 def _is_mean(state: Mapping[str, Tensor], group: Group) -> bool:
-    """Whether s is a mean over batches, and no guess or loaded value has a part in it."""
+    """Whether s is a plain mean over batches, without a guess or loaded value in it."""
     return bool(group["hess_init"] == 0) and "known" not in state
 
 
 def _at_most(value: float | Tensor, limit: float) -> float | Tensor:
-    """The lesser of two numbers, of which the first is a tensor in a captured step."""
+    """The smaller of two numbers; the first is a tensor in a captured step."""
     return value.clamp(max=limit) if isinstance(value, Tensor) else min(value, limit)

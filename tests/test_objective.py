@@ -128,7 +128,7 @@ def test_a_compiled_loss_takes_a_kl() -> None:
 def test_elbo_warns_about_the_inner_module_of_a_variational_model() -> None:
     net, x = nn.Linear(4, 2), torch.ones(3, 4)
     model = variational(net)
-    with pytest.warns(UserWarning, match="never drawn, .*: call what variational.. returned, not the module"):
+    with pytest.warns(UserWarning, match="never drawn, .*: call the model that variational.. returned"):
         elbo(net(x).square().mean(), model.kl(), num_data=10)
     model = variational(net)  # the tests take warnings for errors
     elbo(sum(std.square().sum() for std in model.posterior.std().values()), model.kl(), num_data=10)

@@ -1,6 +1,6 @@
-"""Which estimator each block of a posterior has, and what a model gets for its parameters in a forward pass.
+"""The estimator of each block of a posterior, and the values that parameters get in a forward pass.
 
-What estimators do in a layer is in :mod:`posterity.layers.estimators`.
+:mod:`posterity.layers.estimators` applies the estimators in layers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from posterity.posterior import DiagonalGaussian, Factorised, Leaf
 from posterity.posterior.end_to_end import EndToEnd, alike
 from posterity.torch_private import outermost, transforms
 
-_ONE = torch.ones((), device="cpu")  # a kernel on a GPU has it as a number
+_ONE = torch.ones((), device="cpu")  # kernels on a GPU take it as a number
 
 
 def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimator]) -> dict[str, Estimator]:
-    """The estimator of every block; one that a block's family does not have is refused.
+    """The estimator of every block; one that a block's family does not support is refused.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimato
         if found[name] not in leaf.estimators:
             own = " or ".join(repr(each) for each in known if each in leaf.estimators)
             raise ValueError(
-                f"{name!r} cannot have estimator={found[name]!r}: a {type(leaf).__name__} has {own} (give "
+                f"{name!r} cannot have estimator={found[name]!r}: a {type(leaf).__name__} has {own} (pass "
                 "estimators by name patterns, in order: estimator={PATTERN: ESTIMATOR, '*': ESTIMATOR})"
             )
     return found
@@ -58,17 +58,17 @@ def by_block(posterior: Factorised, estimator: Estimator | Mapping[str, Estimato
 def together(
     posterior: Mapping[str, Leaf], estimators: Mapping[str, Estimator], kind: Callable[[str], object]
 ) -> list[EndToEnd]:
-    """Blocks whose draws are made at once: vectors, and diagonal leaves of more dimensions; others alone.
+    """Blocks grouped by common draws: vectors, and diagonal leaves of more dimensions; others alone.
 
     Args:
         posterior: Leaves by block.
-        estimators: By block.
-        kind: Of a block: leaves that agree in it may be one; None for one that stays alone.
+        estimators: Estimators by block.
+        kind: The kind of a block: leaves of equal kind may be joined; None for one that stays alone.
     """
 
     def key(name: str) -> object:
         leaf, own = posterior[name], kind(name)
-        vector = len(leaf.shape) < 2  # of a normalisation, say, which has no estimator and gets the one draw
+        vector = len(leaf.shape) < 2  # such as a norm's scale, which has no estimator and gets one draw
         alone = own is None or not (vector or isinstance(leaf, DiagonalGaussian))
         return name if alone else (estimators[name], own, vector)
 
@@ -86,16 +86,16 @@ def parameters_of(
     ahead: int = 0,
     **at: Any,
 ) -> dict[str, Tensor]:
-    """What a model gets for its parameters: one draw, or a stand-in where a block has another estimator.
+    """The values that a model gets for its parameters: one draw, or a stand-in for other estimators.
 
     Args:
-        blocks: Those that are drawn together have one estimator.
+        blocks: Groups of blocks; those that are drawn together have the same estimator.
         tensors: The names of every block's tensors.
-        estimators: By block.
-        samples: Number of the sample, or of all those that vmap stacks.
-        level: Of vmap, if it stacks them.
-        batch_dim: The axis that counts examples, where a layer leaves a choice.
-        ahead: Samples of other processes, which draw the same weights for other examples.
+        estimators: Estimators by block.
+        samples: Number of the sample, or of all samples that vmap stacks.
+        level: Level of vmap, if it stacks them.
+        batch_dim: The axis of the examples, for layers with several axes.
+        ahead: Number of samples in other processes, which draw the same weights for other examples.
         at: Seed and step of the noise.
     """
     found: dict[str, Tensor] = {}
@@ -136,7 +136,7 @@ class BlockDraws:
     ) -> None:
         self.blocks, self.estimator, self.batch_dim = blocks, estimator, batch_dim
         self._block, self._first = next(iter(blocks.leaves.items()))
-        # Several blocks have no scales.
+        # Joined blocks have no scales.
         self.transforms, self.scaled_axis = transforms(), self._first.scaled_axis
         self._samples, self._level = samples, level
         self._by_example = range(samples.start + ahead, samples.stop + ahead)
@@ -151,17 +151,17 @@ class BlockDraws:
         return self._parts
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Standard normals of examples that belong to a name: no other process has the same."""
+        """Standard normals of examples under a name; they differ between processes."""
         with self._outside():
             return self._placed(self._normal(name, shape))
 
     def signs(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The signs of such normals, 1 or -1; those that the last pass has asked for are made at once."""
+        """The signs of such normals, 1 or -1; all signs that the last pass needed are drawn together."""
         known = self.blocks.signs
         with self._outside():
             if known.get(name) == shape:
                 found = self._signs.get(name)
-                if found is not None and found.shape[1:] == shape:  # made before the shape changed, if not
+                if found is not None and found.shape[1:] == shape:  # otherwise drawn before the shape changed
                     return self._placed(found)
             known[name] = torch.Size(shape)
             return self._placed(_ONE.copysign(self._normal(name, shape)))
@@ -186,7 +186,7 @@ class BlockDraws:
         return noise.normal(self._by_example, shape, block=name, **like, **self._at)
 
     def _outside(self) -> AbstractContextManager[None]:
-        """Inside, no samples are stacked, and no transform of the model's own runs."""
+        """A context in which no samples are stacked, and none of the model's own transforms runs."""
         return outermost(len(self.transforms) - (self._level is not None))
 
     @cached_property
@@ -212,7 +212,7 @@ class BlockDraws:
         return self.blocks.noise(self._leaf, self._samples, but=but, **self._at)
 
     def _tensors(self, values: Tensor) -> list[Tensor]:
-        """The blocks' tensors of values ``[n, *shape]``, or ``shape`` if all samples share them."""
+        """The blocks' tensors, from values ``[n, *shape]``, or ``shape`` if all samples share them."""
         shared = values.dim() == len(self._leaf.shape)
         lead = () if shared else values.shape[:1]
         by_block = self.blocks.apart(values.reshape(*lead, self._leaf.shape.numel()))
@@ -221,21 +221,21 @@ class BlockDraws:
         return list(tensors if shared else map(self._placed, tensors))
 
     def _placed(self, drawn: Tensor) -> Tensor:
-        """What has all samples in front as the forward pass has it."""
-        # By index its gradient would be written into zeros.
+        """A tensor with all samples in front, in the form that the forward pass uses."""
+        # Indexing would write its gradient into a tensor of zeros.
         return drawn.squeeze(0) if self._level is None else stack(drawn, self._level)
 
 
 @final
 class Sampled(nn.Module):
-    """A module with what it gets for its parameters, as a model of one parameter: where the noise is.
+    """A module whose parameters are made in each call, as a model with one parameter: the noise address.
 
-    So whatever runs a model under many weights runs it under many samples. The parameter has the number of
-    the sample, the step, and the samples of other processes, so that threads may share this.
+    So code that runs a model under many weights can run it under many samples. The parameter holds the number
+    of the sample, the step, and the number of samples in other processes, so that threads may share this.
 
     Args:
         module: The user's own module.
-        make: From these three, and the level of vmap, to the module's parameters.
+        make: Makes the module's parameters from these three and the level of vmap.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Sampled(nn.Module):
         self.at = nn.Parameter(torch.zeros(3, dtype=torch.long), requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output under the sample, or under all that vmap stacks."""
+        """The module's output under the sample, or under all samples that vmap stacks."""
         rows, level = inside(self.at).reshape(-1, 3).tolist(), level_of(self.at)
         (first, step, ahead), last = rows[0], rows[-1][0]
         made = self.make(range(first, last + 1), level, step, ahead)

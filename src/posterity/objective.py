@@ -4,11 +4,11 @@ The loss of every gradient method is
 
     mean NLL of the batch + factor · KL(q ‖ p) / num_data
 
-so that a whole epoch counts the KL once when ``factor`` is 1. A factor is a number (KL down-scaling) or a
-function of the step: :func:`blundell` and :func:`warmup` give two.
+so that a whole epoch counts the KL once if ``factor`` is 1. A factor is a number (KL down-scaling) or a
+function of the step, such as those of :func:`blundell` and :func:`warmup`.
 
-In a plain loop ``elbo`` is the only one that sees the NLL. So a model's KL names the :class:`NllWatch` of its
-model, in its node of autograd's graph.
+In a plain loop only ``elbo`` sees the NLL. So a KL carries a reference to the :class:`NllWatch` of its model,
+in the metadata of its autograd node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posterity.optim.watch import LossWatch, Untrained, noise_of
 from posterity.posterior import Factorised
 
 Factor: TypeAlias = float | Callable[[int], float]
-# The entry of a KL's node in the autograd graph: unlike an attribute of the tensor it is not saved with it.
+# The key in the metadata of a KL's autograd node: unlike an attribute of the tensor, it is not saved with it.
 _WATCH = "posterity_watch"
 _FACTOR = Kind("a number, or a function of the step", lambda factor: is_number(factor) or callable(factor))
 
@@ -42,8 +42,8 @@ def elbo(
         nll: Mean negative log-likelihood of the batch, at sampled weights.
         divergence: KL(q ‖ p), summed over weights.
         num_data: Training examples.
-        factor: Scale of the KL against 1 / num_data, or a function of the step that gives it.
-        step: Number of the batch since the start, from 0; needed if ``factor`` is a function.
+        factor: Scale of the KL, on top of 1 / num_data, or a function of the step that gives it.
+        step: Number of the batch, counted from 0 at the start; needed if ``factor`` is a function.
 
     Example:
         >>> import torch
@@ -65,16 +65,16 @@ def elbo(
 
 
 def watched_by(divergence: Tensor, watch: NllWatch) -> Tensor:
-    """The same KL, with a watch that ``elbo`` gives the NLL as long as the watch is alive."""
+    """The same KL, with a watch to which ``elbo`` passes the NLL while the watch is alive."""
     _notes(divergence)[_WATCH] = ref(watch)
     return divergence
 
 
 def _notes(tensor: Tensor) -> dict[str, Any]:
-    """What is left at a tensor's node; nothing lasts where it has none, and the compiler knows of none."""
+    """The metadata of a tensor's autograd node; an empty dict without a node, or under the compiler."""
     if torch.compiler.is_compiling() or tensor.grad_fn is None:
         return {}
-    return cast(dict[str, Any], tensor.grad_fn.metadata)  # torch's types take the property for a method
+    return cast(dict[str, Any], tensor.grad_fn.metadata)  # torch's stubs type this property as a method
 
 
 class Trained(Protocol):
@@ -90,10 +90,10 @@ class Trained(Protocol):
 
 @final
 class NllWatch:
-    """Looks at the NLLs that a loop adds a model's KL to, and warns of a run that goes wrong.
+    """Watches the NLLs to which a loop adds a model's KL, and warns about a run that goes wrong.
 
     Args:
-        model: Whose KL; it owns this, and is not kept alive.
+        model: The model of the KL; it owns this object, which holds only a weak reference to it.
     """
 
     def __init__(self, model: Trained) -> None:
@@ -103,7 +103,7 @@ class NllWatch:
         self._versions: list[int] = []  # of the posterior, at the last step
 
     def follow(self, nll: Tensor) -> None:
-        """Take the NLL of a step; of several in one, the first."""
+        """Take the NLL of a step; only the first if a step has several."""
         if nll.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         before, self._versions = self._versions, self._model.versions()
@@ -111,8 +111,8 @@ class NllWatch:
             return
         if not (before or self._model.draws or self._reached(nll)):
             warn(
-                "elbo() has the NLL of a model whose weights were never drawn, which trains no std: call "
-                "what variational() returned, not the module inside it"
+                "elbo() got the NLL of a model whose weights were never drawn, which trains no std: call the "
+                "model that variational() returned, not the module inside it"
             )
         self._losses.follow(nll)
         if self._untrained is None:
@@ -120,24 +120,24 @@ class NllWatch:
         self._untrained.look()
 
     def _reached(self, nll: Tensor) -> bool:
-        """Whether an NLL depends on what the module itself does not have, such as stds."""
+        """Whether an NLL depends on parameters outside the module, such as stds."""
         _, others = self._learned()
         grads = torch.autograd.grad(nll, others, retain_graph=True, allow_unused=True) if others else ()
         return not others or any(grad is not None for grad in grads)
 
     def _learned(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The posterior's trainable parameters: means, which the module has too, and all others."""
+        """The posterior's trainable parameters: the means, shared with the module, and all others."""
         own = {id(p) for p in self._model.module.parameters()}
         learned = [p for p in self._model.posterior.parameters() if p.requires_grad]
         return [p for p in learned if id(p) in own], [p for p in learned if id(p) not in own]
 
 
 def loss_watch(model: Trained, name: str) -> LossWatch:
-    """What looks at the NLLs of a gradient method, and warns by the names of its settings.
+    """The watch over the NLLs of a gradient method, whose warnings name the method's settings.
 
     Args:
-        model: That is trained.
-        name: Of what is to blame, for messages.
+        model: The trained model.
+        name: Who is named in messages.
     """
     return LossWatch(
         name,
@@ -155,7 +155,7 @@ def refuse_num_data(num_data: int) -> None:
 
 
 def factor_at(factor: Factor, step: int | None) -> float:
-    """The KL's factor at a step, a number of 0 or more."""
+    """The KL's factor at a step, a number that is 0 or more."""
     if callable(factor):
         if step is None:
             raise ValueError("factor is a function of the step: pass step=, the number of the batch")
@@ -169,7 +169,7 @@ def factor_at(factor: Factor, step: int | None) -> float:
 
 @takes(num_batches=WHOLE)
 def blundell(num_batches: int) -> Callable[[int], float]:
-    """Blundell et al. 2015, eq. (9): batch i of M weighs the KL by 2^(M−i) / (2^M − 1), early ones most.
+    """Blundell et al. 2015, eq. (9): batch i of M weights the KL by 2^(M−i) / (2^M − 1), early batches most.
 
     Example:
         >>> factor = blundell(3)  # times num_batches, since elbo() divides by num_data
@@ -188,9 +188,9 @@ def blundell(num_batches: int) -> Callable[[int], float]:
 
 @takes(steps=WHOLE, delay=WHOLE, start=NUMBER, end=NUMBER)
 def warmup(steps: int, *, delay: int = 0, start: float = 0.0, end: float = 1.0) -> Callable[[int], float]:
-    """``start`` for ``delay`` steps, then a straight line to ``end`` over ``steps`` more.
+    """``start`` for ``delay`` steps, then a straight line to ``end`` over ``steps`` more steps.
 
-    As a factor of the KL it may start at 0; a temperature must start above it.
+    A factor of the KL may start at 0; a temperature must start above 0.
 
     Example:
         >>> [warmup(4, delay=2)(step) for step in (0, 2, 4, 6, 100)]

@@ -1,4 +1,4 @@
-"""Any module, unmodified, with weights drawn from a trainable posterior: Bayes by Backprop and its kin.
+"""Any unmodified module with weights from a trainable posterior: Bayes by Backprop and related methods.
 
 Blundell, Cornebise, Kavukcuoglu, Wierstra: "Weight Uncertainty in Neural Networks", ICML 2015. Weights are
 ``w = μ + softplus(ρ) · eps``; autograd through the draw gives the paper's gradients of μ and ρ for any loss,
@@ -11,7 +11,7 @@ so a method is this wrapper, a prior, :func:`~posterity.elbo` and any torch opti
 | F(D, θ) | ``num_data · elbo(nll, kl, num_data=...)`` |
 | π_i | ``factor=posterity.blundell(num_batches), step=...`` |
 
-Deviations: stds start at a share of ``1 / sqrt(fan_in)``, not at one number for all nets.
+Deviation: initial stds are relative to ``1 / sqrt(fan_in)``, not one number for all nets.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from posterity.torch_private import graph_task_id, is_compiled
 
 Family: TypeAlias = Callable[[nn.Parameter, float], Leaf]
 _drawing = threading.Lock()
-# Numbers of draws that one process may take alone: far from those of any step.
+# First number of the draws that a process makes alone: far above the numbers of all steps.
 _PEEKS = 1 << 30
 _PRIOR = IsotropicGaussian(TABLE["variational"]["default"]["prior_precision"] ** -0.5)
 Prior: TypeAlias = Posterior | Density | ByName
@@ -64,7 +64,7 @@ _A_PRIOR = instance("a prior", Posterior, Density, ByName)
 
 
 class _Draw(NamedTuple):
-    """Weights by name, those of leaves end to end, and versions of the posterior that they are of."""
+    """Weights by name, joined leaves, and the versions of the posterior that the weights were drawn from."""
 
     weights: dict[str, Tensor]
     joined: list[Joined]
@@ -75,31 +75,32 @@ class _Draw(NamedTuple):
 class Variational(nn.Module):
     """A module whose named weights are drawn anew from ``posterior`` at every call.
 
-    The wrapped ``module`` is the user's own and holds the means: call it for predictions at the mean, pass it
-    to :func:`~posterity.predict` together with ``posterior`` for all others. A posterior from elsewhere gives
-    its means to the module. One that can be trained shares them from then on; for one that cannot, as rules
-    and ``frozen()`` give, ``posterior`` is a trainable copy. Pruned weights stay zero, and padding rows of
-    embeddings what they are.
+    The wrapped ``module`` is the user's own and holds the means: call it for predictions at the mean, and
+    pass it to :func:`~posterity.predict` with ``posterior`` for all other predictions. A given posterior's
+    means are copied to the module. A trainable posterior then shares them with the module; for others, such
+    as those of rules and ``frozen()``, ``posterior`` is a trainable copy. Pruned weights stay zero, and
+    padding rows of embeddings keep their values.
 
     Several processes train ``DistributedDataParallel(variational(net))``, and all of them draw the same
-    weights: without a seed by the first one's. What they draw under ``torch.no_grad`` is their own, and so is
-    what ``"local"`` and ``"flipout"`` draw for each example.
+    weights; without a given seed they use that of the first process. Draws under ``torch.no_grad`` differ
+    between processes, and so do the draws of ``"local"`` and ``"flipout"`` for each example.
 
     Args:
         module: The user's own module.
-        posterior: Of its weights; a block that is not trained by gradient, such as K-FAC's, is refused.
-        seed: Seed of the weight noise. By default one number is drawn from torch's generator here, as when a
-            layer is built; training never draws from it.
-        estimator: How a layer's outputs are drawn: by one draw of its weights for all examples
-            (``"weight"``), or for each example by its own, ``"local"`` or ``"flipout"``; or estimators by
-            name patterns of blocks. docs/estimators.md says what each of them serves.
-        batch_dim: The axis that counts examples in the inputs of linear layers, for ``"flipout"`` and for
-            scales of groups, where these have several axes to choose from.
-        prior: What :meth:`kl` and ``compile_step`` take the KL to: N(0, 1) if None. It is no part of this
-            module: ``to``, ``state_dict`` and ``parameters`` leave it out.
+        posterior: The posterior of its weights; a block that gradients cannot train, such as K-FAC's, is
+            refused.
+        seed: Seed of the weight noise. By default one number from torch's generator is drawn here, as for
+            the initial weights of a layer; training never draws from that generator.
+        estimator: How a layer's outputs are drawn: with one draw of its weights for all examples
+            (``"weight"``), or with one for each example (``"local"`` or ``"flipout"``); or estimators by name
+            patterns of blocks. docs/estimators.md says what each one is good for.
+        batch_dim: The axis of the examples in inputs of linear layers with several axes, for ``"flipout"``
+            and for scales of groups.
+        prior: The prior in the KL of :meth:`kl` and ``compile_step``: N(0, 1) if None. It is not a part of
+            this module: ``to``, ``state_dict`` and ``parameters`` leave it out.
 
     Attributes:
-        one_draw: Whether each draw of the weights serves all examples: no estimator but ``"weight"``.
+        one_draw: Whether all blocks have the estimator ``"weight"``, so that one draw serves all examples.
 
     Example:
         >>> import torch
@@ -143,10 +144,10 @@ class Variational(nn.Module):
         self.one_draw = set(self.estimators.values()) == {"weight"}
         if not self.one_draw and is_compiled(module):
             raise ValueError(
-                f"estimator={estimator!r} must see the layers of the module, which torch.compile hides: pass "
-                "the module as it was before, or estimator='weight'"
+                f"estimator={estimator!r} needs the layers of the module, which torch.compile hides: pass "
+                "the uncompiled module, or estimator='weight'"
             )
-        self._prior = (_PRIOR if prior is None else prior,)  # in a tuple: it is no submodule
+        self._prior = (_PRIOR if prior is None else prior,)  # in a tuple: it is not a submodule
         self.module = module
         self.posterior = share_means(posterior.check(module), module, prior)
         self.seed = new_seed() if seed is None else seed
@@ -165,7 +166,7 @@ class Variational(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output under one draw of the weights."""
         self._meet()
-        # In training the module's own, whose forward() may leave things in it, such as terms of the loss.
+        # In training the module itself, whose forward() may store values in it, such as terms of the loss.
         module = self.module if self.training else replica(self.module)
         if self.one_draw:
             return functional_call(module, self._draw_one(), args, kwargs)
@@ -179,7 +180,7 @@ class Variational(nn.Module):
     ) -> Tensor:
         """The module's outputs ``[samples, B, ...]`` under as many draws of the weights."""
         self._meet()
-        if self.one_draw or samples < 1:  # which is refused there
+        if self.one_draw or samples < 1:  # run() refuses samples < 1
             return run(self.module, self._draw(samples), *args, how=how, chunk=chunk, **kwargs)
         step, ahead = self._count(), self._ahead(samples)
         at = torch.tensor([[number, step, ahead] for number in range(samples)])
@@ -187,14 +188,14 @@ class Variational(nn.Module):
 
     @property
     def prior(self) -> Prior:
-        """What the KL is taken to if nothing else is said."""
+        """The default prior of :meth:`kl`."""
         return self._prior[0]
 
     def kl(self, prior: Prior | None = None) -> Tensor:
         """KL(posterior ‖ prior), the model's own if None; estimated where there is no closed form.
 
-        The weights are those that were drawn last, if the posterior is as it was then; else others. With an
-        estimator that draws none for all examples they are always others, the same for one forward pass.
+        An estimate uses the last drawn weights if the posterior has not changed since, otherwise new ones.
+        With ``"local"`` or ``"flipout"`` it always uses other weights, the same ones for one forward pass.
         """
         return watched_by(self._divergence(self.prior if prior is None else prior), self._watch)
 
@@ -202,13 +203,13 @@ class Variational(nn.Module):
         leaf = next(iter(self.posterior.blocks.values()))
         if any(p is not None and is_sharded(p) for p in leaf._parameters.values()):
             raise RuntimeError(
-                "the posterior is in shards: leave reshard_after_forward= out, so that kl() finds it whole "
+                "the posterior is sharded: leave reshard_after_forward= out, so that kl() finds it unsharded "
                 'after a forward pass, or call register_fsdp_forward_method(model, "kl") once'
             )
         if not self.one_draw:
             undrawn = [Joined(each, each.leaf()) for each in self._groups()[0]]
             return kl(self.posterior, prior, seed=self.seed, step=self.draws, joined=undrawn)
-        # Weights of what the posterior was before it changed would give no KL.
+        # Weights drawn before the posterior changed would give a wrong KL.
         last = self._last
         if last is None or last.versions != self.versions():
             return kl(self.posterior, prior)
@@ -216,16 +217,16 @@ class Variational(nn.Module):
         return kl(self.posterior, prior, weights=last.weights, **at, joined=last.joined)
 
     def get_extra_state(self) -> dict[str, int]:
-        """Seed and count of draws: with these a resumed run draws what an uninterrupted one would."""
+        """Seed and number of draws, so that a resumed run draws the same weights as an uninterrupted one."""
         return {"seed": self.seed, "draws": self.draws}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Go on from a saved count of draws."""
+        """Continue from a saved number of draws."""
         self.seed, self.draws = state["seed"], state["draws"]
         self._met, self._watch = False, NllWatch(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Parts of an autograd graph, which cannot be copied, and what belongs to these leaves.
+        # Parts of an autograd graph cannot be copied, and the rest refers to these leaves.
         own: dict[str, Any] = {"_last": None, "_runner": None, "_watch": None}
         return {**self.__dict__, **own, "_grouped": ([], [], [])}
 
@@ -234,7 +235,7 @@ class Variational(nn.Module):
         self._watch = NllWatch(self)
 
     def _meet(self) -> None:
-        """Before the first draw: let all processes draw by one seed, and refuse those that would not."""
+        """Before the first draw: give all processes one seed, and refuse them if draws would differ."""
         if self._met or not (torch.is_grad_enabled() and several()):
             return
         self._met, world = True, World(None)
@@ -243,7 +244,7 @@ class Variational(nn.Module):
         world.refuse_others(self.get_extra_state(), "the Variational's")
 
     def _draw(self, samples: int) -> dict[str, Tensor]:
-        """Weights ``[samples, ...]`` of every tensor, which the next KL is taken at."""
+        """Weights ``[samples, ...]`` of every tensor, kept for the next KL."""
         if samples < 1:
             raise ValueError(f"a posterior draws at least one sample, not {samples}: pass samples >= 1")
         weights = self.posterior._sample(range(samples), self.seed, self._count(), Domain.TRAIN)
@@ -251,7 +252,7 @@ class Variational(nn.Module):
         return weights
 
     def _draw_one(self) -> dict[str, Tensor]:
-        """The same of one sample, without the leading dimension; leaves of one kind are drawn all at once."""
+        """The same for one sample, without the leading dimension; leaves of one kind are drawn together."""
         at: dict[str, Any] = {"seed": self.seed, "step": self._count(), "domain": Domain.TRAIN}
         joined = [each.draw(**at) for each in self._groups()[0]]
         done = {name for each in joined for name in each.blocks.leaves}
@@ -270,13 +271,13 @@ class Variational(nn.Module):
         return one
 
     def _drawn(self, weights: dict[str, Tensor], joined: list[Joined]) -> None:
-        # For kl(): weights drawn without a graph would give it no gradient.
+        # For kl(): weights drawn without a graph would not give it a gradient.
         self._last = _Draw(weights, joined, self.versions()) if torch.is_grad_enabled() else None
 
     def _groups(self) -> tuple[list[EndToEnd], list[EndToEnd]]:
-        """Leaves of one kind end to end, and what is drawn at once for layers with estimators.
+        """Joined leaves of one kind, and the blocks that are drawn together for layers with estimators.
 
-        They are found anew where leaves were replaced, moved or cast.
+        They are rebuilt if leaves were replaced, moved or cast.
         """
         leaves = self.posterior.blocks
         kinds: list[Any] = [(leaf, leaf.device, leaf.dtype) for leaf in leaves.values()]
@@ -288,18 +289,18 @@ class Variational(nn.Module):
     def _count(self) -> int:
         """The number of this draw."""
         with _drawing:  # two threads must not get the same number
-            if several() and not torch.is_grad_enabled():  # one process alone may look
+            if several() and not torch.is_grad_enabled():  # a single process may draw
                 number, self._peeks = _PEEKS + self._peeks, self._peeks + 1
             else:
                 number, self.draws = self.draws, self.draws + 1
         return number
 
     def _ahead(self, samples: int) -> int:
-        """Samples of the processes before this one, where each has examples of its own."""
+        """Number of samples in the processes before this one, each of which has its own examples."""
         return World(None).rank * samples if torch.is_grad_enabled() and several() else 0
 
     def _given(self, samples: range, level: int | None, step: int, ahead: int) -> dict[str, Tensor]:
-        """What the module gets for its parameters, by the blocks' estimators."""
+        """The values that the module gets for its parameters, by the blocks' estimators."""
         return parameters_of(
             self._groups()[1],
             self.posterior.tensors,
@@ -314,14 +315,14 @@ class Variational(nn.Module):
 
     @property
     def _sampled(self) -> Sampled:
-        """The module as a model of sample numbers."""
+        """The module as a function of sample numbers."""
         if self._runner is None:
-            self._runner = (Sampled(self.module, self._given),)  # in a tuple: it is no submodule
+            self._runner = (Sampled(self.module, self._given),)  # in a tuple: it is not a submodule
         return self._runner[0]
 
     def versions(self) -> list[int]:
         """Numbers that change whenever the posterior does."""
-        # Most leaves have no modules, through which parameters() would walk.
+        # Most leaves have no submodules, so this is faster than parameters().
         leaves = self.posterior.blocks.values()
         own = (leaf.parameters() if leaf._modules else leaf._parameters.values() for leaf in leaves)
         return [now for p in chain.from_iterable(own) if p is not None for now in (id(p), p._version)]
@@ -345,18 +346,18 @@ def variational(
     Args:
         module: Any module; it is not copied, and its parameters become the means. A hook on its layers
             refuses to run them inside a backward pass.
-        family: From a parameter and its std at the start to its leaf; or families by name patterns, in order,
-            of which the first that matches counts: ``{"conv*.weight": MyFamily, "*": DiagonalGaussian}``.
-        std_scale: Std of the weights at the start, times the root of their fan-in (its mean over weights), as
-            rules have it. Each draw of the weights is shared by a batch, so wider stds slow training down.
-            With a sparsity prior the default is wider (``presets.toml``).
-        std_init: Std of every weight at the start, instead.
-        deterministic: Filter of names that stay plain parameters, of which no prior says anything.
+        family: A function from a parameter and its initial std to its leaf; or families by name patterns, of
+            which the first match is used: ``{"conv*.weight": MyFamily, "*": DiagonalGaussian}``.
+        std_scale: Std of the weights at the start, times the square root of their mean fan-in, as for rules.
+            A whole batch shares each draw of the weights, so wider stds slow training down. With a sparsity
+            prior the default is wider (``presets.toml``).
+        std_init: Std of every weight at the start, in place of ``std_scale``.
+        deterministic: Filter of names that stay plain parameters, without a prior.
         seed: Seed of the weight noise; see :class:`Variational` for the default.
-        estimator: ``"weight"``, ``"local"`` or ``"flipout"``, or these by name patterns, as for families; see
+        estimator: ``"weight"``, ``"local"`` or ``"flipout"``, or these by name patterns; see
             :class:`Variational`.
-        batch_dim: The axis that counts examples; see :class:`Variational`.
-        prior: What ``model.kl()`` is taken to: N(0, 1), or anything else that ``kl`` takes, such as
+        batch_dim: The axis of the examples; see :class:`Variational`.
+        prior: The prior of ``model.kl()``: N(0, 1), or any other that ``kl`` takes, such as
             :class:`~posterity.LogUniform` for weights that can be removed.
 
     Example:
@@ -378,7 +379,9 @@ def variational(
     fixed = select(params, deterministic)
     drawn = {name: p for name, p in params.items() if name not in fixed}
     if not drawn:
-        raise ValueError("no parameter is left to draw: the model has none that requires a gradient")
+        raise ValueError(
+            "there is no parameter to draw: none requires a gradient, or deterministic= names all of them"
+        )
     for name, p in drawn.items():
         if not p.is_floating_point():
             raise TypeError(
@@ -397,11 +400,11 @@ def variational(
 
 
 def _leaf_by(family: Any, p: Tensor, std: float) -> Leaf:
-    """The leaf that a family makes of a parameter."""
+    """The leaf that a family makes for a parameter."""
     called = getattr(family, "__name__", None) or described(family)
     refusal = (
-        f"family= makes a leaf of a parameter and its std, which {called} does not: take DiagonalGaussian, "
-        "cfg or mnf"
+        f"family= must make a leaf from a parameter and its std, which {called} does not: use "
+        "DiagonalGaussian, cfg or mnf"
     )
     kind = isinstance(family, type)
     if not callable(family) or isinstance(family, nn.Module) or (kind and not issubclass(family, Leaf)):
@@ -409,7 +412,7 @@ def _leaf_by(family: Any, p: Tensor, std: float) -> Leaf:
     try:
         leaf = family(p, std)
     except TypeError as error:
-        if kind:  # a leaf of other numbers, as K-FAC and Laplace find them
+        if kind:  # a leaf built from other arguments, such as those of K-FAC and Laplace
             raise TypeError(refusal) from error
         raise
     if not isinstance(leaf, Leaf):
@@ -418,23 +421,23 @@ def _leaf_by(family: Any, p: Tensor, std: float) -> Leaf:
 
 
 def _sparse(prior: Prior | None) -> bool:
-    """Whether a prior, or one of those by name, makes weights noise."""
+    """Whether a prior, or one of a ByName, turns unneeded weights into noise."""
     if isinstance(prior, ByName):
         return any(map(_sparse, prior.priors.values()))
     return isinstance(prior, SparsityPrior | GroupPrior)
 
 
 def _refuse_again(module: nn.Module, args: object) -> None:
-    """Raise for a layer that is run again in a backward pass: it has its means by then."""
+    """Raise if a layer runs again in a backward pass, where it would use its means."""
     if graph_task_id() != -1:
         raise RuntimeError(
             f"activation checkpointing would run a {type(module).__name__} again at its means, not at the "
-            "weights that were drawn: do without it, or train by an optimizer's step(closure)"
+            "drawn weights: turn it off, or train by an optimizer's step(closure)"
         )
 
 
 def _refuse_drawn(posterior: Factorised, module: nn.Module) -> None:
-    """Raise for parameters that a part of the module draws by itself."""
+    """Raise for parameters that a submodule already draws."""
     drawing = [
         f"{path}." if path else "" for path, part in module.named_modules() if isinstance(part, Variational)
     ]
@@ -442,10 +445,10 @@ def _refuse_drawn(posterior: Factorised, module: nn.Module) -> None:
         if drawing and name.startswith(tuple(drawing)):
             raise ValueError(
                 f"{name!r} belongs to a Variational, which draws its weights already: pass the module that "
-                "it was made from, or name its parameters in deterministic="
+                "inside it, or name its parameters in deterministic="
             )
 
 
 def _share_again(model: Variational, _: object) -> None:
-    """After a load with ``assign=True``, which gives module and posterior means of their own: share them."""
+    """Share means again after a load with ``assign=True``, which gives module and posterior separate ones."""
     share_means_again(model.posterior, model.module)

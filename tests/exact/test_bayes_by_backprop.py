@@ -214,7 +214,7 @@ def test_many_samples_share_one_divergence_estimate() -> None:
     first = model.kl(prior)
     assert torch.equal(first, model.kl(prior))  # at the weights drawn last
     assert not torch.equal(first, kl(model.posterior, prior))
-    with pytest.raises(ValueError, match="no parameter is left to draw"):
+    with pytest.raises(ValueError, match="there is no parameter to draw"):
         variational(nn.Linear(2, 3), deterministic="*")
     for setting in ("std_init", "std_scale"):
         with pytest.raises(ValueError, match=f"{setting} must be finite and greater than 0, not 0"):

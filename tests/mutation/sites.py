@@ -640,7 +640,7 @@ _STEP = [
     Site(
         "a frozen parameter keeps the gradient of before",
         "posterity/train/gradient.py",
-        "p.grad = None  # of the last step, or of before it was frozen",
+        "p.grad = None  # of the last step, or from before it was frozen",
         "pass",
         ("train/test_gradient.py::test_steps_with_other_priors_leaves_and_parameters_are_followed",),
     ),

@@ -302,7 +302,7 @@ def test_weights_of_other_shapes_or_too_few_are_refused() -> None:
 )
 def test_family_that_cannot_make_a_leaf_is_refused_by_name(family: Any) -> None:
     name = "a Linear" if isinstance(family, nn.Module) else getattr(family, "__name__", repr(family))
-    with pytest.raises(TypeError, match=f"which {name} does not: take DiagonalGaussian, cfg or mnf$"):
+    with pytest.raises(TypeError, match=f"which {name} does not: use DiagonalGaussian, cfg or mnf$"):
         variational(nn.Linear(3, 2), family={"bias": DiagonalGaussian, "*": family})
 
 

@@ -603,7 +603,7 @@ def test_what_cannot_be_is_refused_in_one_sentence() -> None:
     foreign = torch.optim.Adam([*m.parameters(), nn.Parameter(torch.zeros(2, 5))])
     with pytest.raises(ValueError, match=r"Adam holds a parameter of shape \[2, 5\] that the model does not"):
         make(m, loss_fn, foreign, num_data=N)
-    with pytest.raises(TypeError, match="needs an optimiser of torch such as Adam, not BGD"):
+    with pytest.raises(TypeError, match="needs a torch optimiser such as Adam, not BGD"):
         make(m, loss_fn, posterity.BGD(m.module), num_data=N)
     with pytest.raises(TypeError, match="Adam does not learn a posterior of a plain Net: pass variational"):
         make(net, loss_fn, torch.optim.Adam(net.parameters()))

@@ -1,8 +1,8 @@
-"""A posterior that is trained by gradient, with any torch optimiser, as a training step sees it.
+"""Training steps of a posterior by gradient, with any torch optimiser.
 
-The loss is that of :func:`~posterity.elbo`: mean NLL + factor · KL / num_data, its expectation over drawn
-weights estimated from ``mc_samples`` of them. It has the gradients that autograd would give it, with all
-weights in a few flat buffers (:mod:`posterity.train.blocks`).
+The loss is that of :func:`~posterity.elbo`: mean NLL + factor · KL / num_data, with an expectation over drawn
+weights that is estimated from ``mc_samples`` draws. Its gradients equal those of autograd, but all weights
+lie in a few flat buffers (:mod:`posterity.train.blocks`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class ByGradient(Learner):
     """A :class:`~posterity.Variational`, and the torch optimiser of its parameters.
 
     Args:
-        model: The model that is trained.
-        optimizer: Of all parameters of the model that want gradients.
-        prior: The model's own if None.
+        model: The trained model.
+        optimizer: The optimiser of all parameters of the model that require gradients.
+        prior: The prior; the model's own if None.
         num_data: Training examples.
-        factor: What the KL counts for, times ``num_data``, or a function of ``model.draws`` that gives it.
-        mc_samples: Weight samples of a step.
+        factor: Factor of the KL / num_data, or a function of ``model.draws`` that gives it.
+        mc_samples: Weight samples per step.
     """
 
     listens = False
@@ -95,10 +95,10 @@ class ByGradient(Learner):
         self.check()
         self.watch = loss_watch(model, self.optimizer.name)
 
-    # What is drawn and moved.
+    # Blocks and parameters.
 
     def check(self) -> None:
-        """Refuse missing and foreign parameters, and find all blocks again if one has changed."""
+        """Refuse missing and foreign parameters, and rebuild all blocks if one has changed."""
         held = self._held()
         fits = len(held) == len(self._found) and all(map(is_, held, self._found))
         if not fits or not all(flat.locate() for flat in self.blocks.flats()):
@@ -109,7 +109,7 @@ class ByGradient(Learner):
             each.follow()
 
     def _held(self) -> list[object]:
-        """What blocks are made of: if a leaf, tensor, prior or parameter is new, they are found again."""
+        """The parts of the blocks: a new leaf, tensor, prior or parameter means that blocks are rebuilt."""
         leaves = list(self.model.posterior._leaves)
         parts = chain.from_iterable((*leaf._parameters.values(), *leaf._buffers.values()) for leaf in leaves)
         return [*leaves, *parts, *sources_of(self._prior), *self.optimizer.parameters()]
@@ -121,16 +121,16 @@ class ByGradient(Learner):
             priors[name] = prior
             if leaf is not q.blocks.get(name):
                 raise ValueError(
-                    f"the prior holds {name!r} as one block, which compile_step does not take: train in a "
-                    "plain loop with model.kl(), or take a prior of single tensors, such as that of "
+                    f"the prior holds {name!r} as one block, which compile_step does not support: train in a "
+                    "plain loop with model.kl(), or use a prior of single tensors, such as that of "
                     "laplace.fit(structure='diagonal')"
                 )
-        with torch.no_grad():  # refuses a prior that does not fit
+        with torch.no_grad():  # raises for a prior that does not fit
             kl(q, self._prior, seed=self.model.seed)
         self.blocks = blocks_of(self.model, priors)
         self._named: dict[str, Tensor] = dict(self.module.named_parameters())
         self._params: list[Tensor] = list(self.module.parameters())
-        # Looking for them takes longer than a step.
+        # Collecting these takes longer than a step.
         self._own: list[Tensor] = list(self.model.parameters())
         self._learned: list[Tensor] = list(q.parameters())
         masks = (mask for leaf in q.blocks.values() for mask in (leaf.keep, leaf.held) if mask is not None)
@@ -158,44 +158,44 @@ class ByGradient(Learner):
         return found
 
     def parameters(self) -> list[Tensor]:
-        """The module's own."""
+        """The module's own parameters."""
         return self._params
 
     def samples(self) -> int:
-        """As the user has it."""
+        """The number of weight samples per step."""
         return self._samples
 
-    # Several processes, each with its share of the batch and the same drawn weights.
+    # Several processes, each with its share of the batch, and the same drawn weights.
 
     def pack(self, losses: Tensor) -> list[Tensor]:
-        """Examples, loss and reached parameters, then all gradients of the loss, times the examples."""
+        """Number of examples, loss, reached parameters, then all gradients of the loss times the examples."""
         self._shares = Shares(self.blocks, self._values, float(self._behind.batch_size or 1))
         return self._shares.pack(losses, self._row)
 
     def unpack(self, sent: list[Tensor], losses: Tensor) -> Tensor:
-        """The sums over the examples of all."""
-        self._behind = self._behind._replace(scale=None)  # which is in the sums
+        """Take in the sums over the examples of all processes."""
+        self._behind = self._behind._replace(scale=None)  # the sums include it
         return self._shares.unpack(sent, losses, captured=isinstance(self._clock, Tensor))
 
     def postponed(self, step: Any) -> None:
-        """The next call raises it."""
+        """Nothing: the next call raises the error."""
 
     def together(self, behind: Behind) -> Behind:
-        """The optimiser does not ask."""
+        """The same: torch's optimisers do not use it."""
         return behind
 
     def shared_buffers(self) -> SharedBuffers | None:
-        """Of the module."""
+        """The module's buffers, if several processes share them."""
         return None if self.world is None else SharedBuffers(self.world, self.module)
 
     # A step.
 
     def _share_now(self) -> float:
-        """Factor of the KL in the loss of the next step."""
+        """The weight of the KL in the loss of the next step."""
         return factor_at(self._factor, self.model.draws) / self._num_data
 
     def begin(self, examples: int | None, count: float | Tensor | None) -> None:
-        """Take note of this step's numbers."""
+        """Store this step's numbers."""
         self.world = World(None) if several() else None
         if self.world is not None and not self._met:
             self._meet(self.world)
@@ -204,28 +204,28 @@ class ByGradient(Learner):
 
     @torch.enable_grad()
     def _meet(self, world: World) -> None:
-        """Before the first step: refuse processes that differ, and let all draw by one seed."""
+        """Before the first step: refuse processes that differ, and give all of them one seed."""
         self.model._meet()
         settings = {"mc_samples": self._samples, "num_data": self._num_data}
         refuse_unlike(world, dict(self.model.named_parameters()), self.optimizer.optimizer, settings)
         self._met = True
 
     def expect(self, examples: int | None, behind: Behind) -> None:
-        """The same, in a captured step."""
+        """Store this step's numbers in a captured step."""
         self._behind = behind
 
     @property
     def _at(self) -> dict[str, Any]:
-        """Where the noise of this step is."""
+        """The noise address of this step."""
         return {"seed": self.model.seed, "step": self._clock, "domain": Domain.TRAIN}
 
     @property
     def _values(self) -> StepValues:
-        """Of this step, for all blocks."""
+        """This step's values, for all blocks."""
         return StepValues(self.sums, self._share, self._behind.scale, self._at, self.world is not None)
 
     def draw(self, rows: range, weight: float) -> Drawn:
-        """Weights of all blocks."""
+        """Draw the weights of all blocks."""
         self._origins = []
         self._ahead = self.world.rank * self.parts * self._samples if self.world else 0
         drawn, step = Drawn({}, {}, [], {}, self._origins), self._values
@@ -234,11 +234,11 @@ class ByGradient(Learner):
         return drawn._replace(sources=sources)
 
     def collecting(self, drawn: Drawn, *, stacked: bool) -> AbstractContextManager[object]:
-        """Nothing but gradients."""
+        """No context: only gradients are collected."""
         return nullcontext()
 
     def absorb(self, grads: Mapping[Tensor, Tensor | None], drawn: Drawn, rows: range, weight: float) -> None:
-        """Add them to the sums, and what the KL says of these weights."""
+        """Add gradients to the sums, with the KL's at these weights."""
         self.sums.samples += len(rows)
         step = self._values
         for block, source in zip(self.blocks.drawn(), drawn.sources, strict=True):
@@ -249,12 +249,12 @@ class ByGradient(Learner):
                 self.sums.of(flat, None).add(own, None, weight)
 
     def publish(self, losses: Tensor, max_norm: float | None) -> Tensor:
-        """Gradients are complete in the end only."""
+        """Keep ``max_norm``: gradients are complete only at the end."""
         self._max_norm = max_norm
         return losses
 
     def finish(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Give all parameters their gradients; the mean NLL."""
+        """Give all parameters their gradients, and return the mean NLL."""
         loss, _ = self._give_gradients(losses)
         poisons = [sums.poison for sums in self.sums]
         poisons.append(0.0 * self._divergence)
@@ -263,16 +263,16 @@ class ByGradient(Learner):
         return loss[None], poisons
 
     def objective(self, loss: Tensor) -> Tensor:
-        """The negative ELBO, of the wider of both types: a mean in half precision would hide a change."""
+        """The negative ELBO, in the wider dtype: a mean in half precision would hide a change."""
         return loss + self._divergence
 
     @torch.no_grad()
     def _give_gradients(self, losses: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The same, without checking whether all is finite; and gradients, in few tensors."""
+        """Set all gradients without checking them; the mean NLL, and the gradients in a few tensors."""
         step = self._values
         loss = losses.mean() if step.scale is None else losses.mean() * step.scale
         for p in self._own:
-            p.grad = None  # of the last step, or of before it was frozen
+            p.grad = None  # of the last step, or from before it was frozen
         found = list(chain.from_iterable(block.finish(step) for block in self.blocks.drawn()))
         for flat in self.blocks.plain:
             mine = self.sums.of(flat, None)
@@ -290,12 +290,12 @@ class ByGradient(Learner):
         return loss, found
 
     def learn(self, losses: Tensor, examples: int | None, count: float | Tensor | None) -> Tensor:
-        """Move, if loss and gradients are finite."""
+        """Take the step if loss and gradients are finite."""
         nll, grads = self._give_gradients(losses)
         if self.world is not None:
             share_buffers(self.world, self.module)
         loss = self.objective(nll)
-        # Sums, which are not finite either; a norm takes a CPU ten times as long.
+        # A sum is non-finite if an entry is; a norm takes ten times as long on a CPU.
         judged = [loss, *(grad.sum(dtype=loss.dtype).to(loss.device) for grad in grads)]
         value, worst = torch.stack([nll.to(loss.dtype), torch.stack(judged).abs().sum()]).tolist()
         self.watch(value)
@@ -311,33 +311,33 @@ class ByGradient(Learner):
         return loss
 
     def behind(self, examples: int | None, count: float | None) -> Behind:
-        """The loss becomes a mean over examples."""
+        """The examples behind the loss, and the scale that makes it a mean over them."""
         if count is None:
             return Behind(examples or 0)
         if not examples:
             raise ValueError(
-                f"count={count:g} needs the number of examples beside it: let the batch begin with a tensor "
-                "that has them on its first axis"
+                f"count={count:g} needs the number of examples too: let the batch start with a tensor that "
+                "has them on its first axis"
             )
         return Behind(examples, count / examples)
 
     def move(self, behind: Behind, ok: Tensor | None) -> None:
         """A step of the optimiser."""
         self.optimizer.step(ok)
-        torch.clear_autocast_cache()  # of weights that were
+        torch.clear_autocast_cache()  # it holds casts of the old weights
         self.model.draws += 1
 
     def overshot(self) -> str:
-        """No setting but the optimiser's lr makes its steps smaller."""
+        """The error for a non-finite step: only the optimiser's lr makes steps smaller."""
         return "the step would give a mean or a std that is not finite: lower the optimiser's lr"
 
     def drop(self) -> None:
-        """Forget sums and gradients."""
+        """Drop sums and gradients."""
         self.optimizer.optimizer.zero_grad()
         self.reset()
 
     def reset(self) -> None:
-        """Forget the sums."""
+        """Drop the sums."""
         self.sums.clear()
         self.terms.clear()
         for block in self.blocks.drawn():
@@ -346,34 +346,34 @@ class ByGradient(Learner):
     # Captured steps.
 
     def devices(self) -> set[torch.device]:
-        """Of all parameters."""
+        """The devices of all parameters."""
         return {p.device for p in self._own}
 
     def captures(self) -> bool:
-        """Whether the optimiser reads its numbers on the device; of several processes once they have met."""
+        """Whether the optimiser reads its settings on the device; several processes take one step before."""
         return self.optimizer.captures() and (self._met or not several())
 
     def settle(self) -> None:
-        """Nothing waits."""
+        """Nothing: no result is pending."""
 
     def fixed(self) -> tuple[object, ...]:
-        """Where parameters and the optimiser's state lie, and its settings."""
+        """Addresses of parameters and of the optimiser's state, and its settings."""
         return (
             self.generation,
-            tuple(mask._version for mask in self._masks),  # of leaves end to end a graph has a copy
+            tuple(mask._version for mask in self._masks),  # a graph holds a copy of joined leaves' masks
             tuple(tensor.data_ptr() for tensor in chain(self._own, self.optimizer.state())),
             tuple(p.requires_grad for p in self._own),
             self.optimizer.settings(),
         )
 
     def tensors(self) -> list[Tensor]:
-        """Parameters, and the optimiser's state."""
+        """Parameters and the optimiser's state."""
         return self.optimizer.tensors()
 
     def replays(self, device: torch.device) -> Replays:
-        """Learning rates and the KL's share."""
+        """The replays, with learning rates and the KL's weight."""
         return GradientReplays(self, device)
 
     def seen(self, loss: float) -> None:
-        """Look at the NLL of a step, which tells more than the ELBO, whose KL may rise by schedule."""
+        """Watch the NLL of a step: in the ELBO, the KL may rise by its schedule."""
         self.watch(loss)

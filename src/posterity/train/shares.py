@@ -1,4 +1,4 @@
-"""Steps by gradient of several processes: gradients that travel together, and processes that do not fit."""
+"""Gradient steps of several processes: gradients sent together, and checks that processes agree."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from posterity.train.partition import Blocks
 
 @final
 class Shares:
-    """The gradients of one step, of which every process has its share.
+    """The gradients of one step, to which every process contributes its share.
 
-    With b examples here and B in all, the gradient of the step is Σ (b / B) of those of processes. A KL that
-    all take of the same weights, and add to what they have, counts once in that sum.
+    With b examples here and B in all processes, the gradient of the step is the sum of (b / B) times that of
+    each process. A KL that all processes compute from the same weights, and add, counts once in that sum.
 
     Args:
-        blocks: Of the posterior.
+        blocks: The posterior's blocks.
         step: The values of the step.
-        examples: Those of this process.
+        examples: The number of examples in this process.
     """
 
     def __init__(self, blocks: Blocks, step: StepValues, examples: float) -> None:
@@ -36,11 +36,11 @@ class Shares:
 
     @torch.no_grad()
     def pack(self, losses: Tensor, row: Callable[..., Tensor]) -> list[Tensor]:
-        """Examples, loss and reached parameters, then all gradients of the loss, times the examples.
+        """Number of examples, loss, reached parameters, then all gradients of the loss times the examples.
 
         Args:
-            losses: Of the samples.
-            row: Makes one tensor of numbers.
+            losses: The samples' losses.
+            row: Makes one tensor from numbers.
         """
         step, here = self._step, self._examples
         scale = 1.0 if step.scale is None else step.scale
@@ -57,7 +57,7 @@ class Shares:
 
     @torch.no_grad()
     def unpack(self, sent: list[Tensor], losses: Tensor, *, captured: bool) -> Tensor:
-        """Take in the sums over the examples of all; their loss. The host does not look if it is captured."""
+        """Take in the sums over all examples; their loss. A captured step reads nothing on the host."""
         found: list[Any] = list(sent[0].unbind()) if captured else sent[0].tolist()
         total, weighted, poison, *everywhere = found
         for mine in self._plain:
@@ -80,13 +80,13 @@ class Shares:
 
 @final
 class Joined:
-    """Tensors end to end, in one for each device and type, so that they travel together.
+    """Tensors joined end to end, one flat tensor for each device and dtype, so that they are sent together.
 
     Args:
         tensors: The tensors.
 
     Attributes:
-        flats: They, end to end.
+        flats: The joined tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -98,7 +98,7 @@ class Joined:
         self.flats = [torch.cat([tensors[i].reshape(-1) for i in numbers]) for numbers in self._numbers]
 
     def parts(self) -> list[Tensor]:
-        """The tensors, as they are there."""
+        """The tensors, as views of ``flats``."""
         found: dict[int, Tensor] = {}
         for numbers, flat in zip(self._numbers, self.flats, strict=True):
             parts = torch.split(flat, [self._shapes[i].numel() for i in numbers])

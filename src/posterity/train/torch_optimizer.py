@@ -1,4 +1,4 @@
-"""An optimiser of torch, as a step by gradient moves it: in a CUDA graph, too, and as a flag lets it."""
+"""Steps of a torch optimiser, also in a CUDA graph, and only if a flag on the device allows them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from posterity.caller import warn
 from posterity.optim import VariationalOptimizer
 from posterity.train.learner import settings
 
-# Entries of a group that a graph does not read.
+# Group entries that a captured graph does not read.
 _UNREAD = ("params", "lr", "initial_lr")
 
 
 @final
 class TorchOptimizer:
-    """What a step needs of an optimiser.
+    """A torch optimiser with the operations that a training step needs.
 
     Args:
-        optimizer: Of all parameters of a model that want gradients.
+        optimizer: The optimiser of all parameters of a model that require gradients.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -33,7 +33,7 @@ class TorchOptimizer:
             optimizer, VariationalOptimizer | torch.optim.LBFGS
         ):
             raise TypeError(
-                "a posterior that is trained by gradient needs an optimiser of torch such as Adam, not "
+                "a posterior that is trained by gradient needs a torch optimiser such as Adam, not "
                 f"{type(optimizer).__name__}; rules take the plain module"
             )
         self.optimizer, self.name = optimizer, type(optimizer).__name__
@@ -45,7 +45,7 @@ class TorchOptimizer:
         return self.optimizer.param_groups
 
     def parameters(self) -> list[Tensor]:
-        """Those that it holds."""
+        """The parameters that it holds."""
         return [p for group in self.groups for p in group["params"]]
 
     def tensors(self) -> list[Tensor]:
@@ -53,18 +53,18 @@ class TorchOptimizer:
         return [*(p.detach() for p in self.parameters()), *self.state()]
 
     def state(self) -> list[Tensor]:
-        """What it has made of their gradients."""
+        """The tensors of its state."""
         states = self.optimizer.state.values()
         return [each for state in states for each in state.values() if isinstance(each, Tensor)]
 
     def refuse_unfit(self, own: Mapping[str, Tensor]) -> None:
-        """Raise unless it holds all parameters of a model that want gradients, and no others."""
+        """Raise unless it holds all parameters of a model that require gradients, and no others."""
         held = set(self.parameters())
         for path, p in own.items():
             if p.requires_grad and p not in held:
                 raise ValueError(
-                    f"{self.name} does not hold {path!r}: build it from the parameters() of what "
-                    "variational() gave, or freeze that parameter"
+                    f"{self.name} does not hold {path!r}: build it from the parameters() of the model that "
+                    "variational() returned, or freeze that parameter"
                 )
         if foreign := held - set(own.values()):
             shape = list(next(iter(foreign)).shape)
@@ -79,15 +79,15 @@ class TorchOptimizer:
 
     @torch.no_grad()
     def step(self, ok: Tensor | None) -> None:
-        """A step, if a flag on the device lets it; without one it is taken."""
+        """Take a step, if the flag on the device is true or there is none."""
         optimizer = self.optimizer
         if ok is None:
             with warnings.catch_warnings() if self._quiet else nullcontext():
-                if self._quiet:  # said once, of steps that come before a capture or between two
+                if self._quiet:  # expected for steps before a capture or between two
                     warnings.filterwarnings("ignore", message="This instance was constructed with capturable")
                 optimizer.step()
         elif all(group.get("fused") for group in self.groups):
-            # What tells fused kernels of a GradScaler's bad step; they leave state and parameters alone then.
+            # Fused kernels treat this like a GradScaler's bad step, and leave state and parameters unchanged.
             optimizer.grad_scale, optimizer.found_inf = None, (~ok).float()  # type: ignore[attr-defined]
             try:
                 optimizer.step()
@@ -102,7 +102,7 @@ class TorchOptimizer:
     # Captured steps.
 
     def make_capturable(self) -> None:
-        """Let its steps be captured, or say why they cannot be."""
+        """Make its steps capturable, or warn that they are not captured."""
         for group in self.groups:
             if group.get("capturable") is False:
                 group["capturable"] = self._quiet = True
@@ -113,13 +113,13 @@ class TorchOptimizer:
         if not self.captures():
             warn(
                 f"steps of {self.name} are not captured as CUDA graphs: build it with capturable=True or "
-                "fused=True if it has either"
+                "fused=True if it has one of them"
             )
 
     def captures(self) -> bool:
-        """Whether it reads its numbers on the device."""
+        """Whether it reads its settings on the device."""
         return all(group.get("capturable") or group.get("fused") for group in self.groups)
 
     def settings(self) -> tuple[object, ...]:
-        """What a graph of its steps has fixed."""
+        """The settings that a graph of its steps has fixed."""
         return settings(self.groups, _UNREAD)

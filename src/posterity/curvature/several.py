@@ -1,4 +1,4 @@
-"""Weights that several layers use in one forward pass: an example's gradient is the sum of all of theirs."""
+"""Weights that several layers use in one forward pass: their gradients for an example add up."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from posterity.layers.embedding import Embedding
 @final
 @dataclass(eq=False)
 class Run:
-    """A forward pass, as far as it is listened to.
+    """A forward pass under a collector.
 
     Attributes:
-        context: In which it was run.
-        examples: In the layer that was called last.
-        uses: What layers use of each parameter.
-        repeated: Whether one has several uses.
+        context: The context in which it runs.
+        examples: Number of examples in the layer that was called last.
+        uses: For each parameter, the parts that layers use.
+        repeated: Whether a parameter has several uses.
         begun: Samples whose backward pass has begun.
-        matched: Examples in the layers that have reported.
-        counted: Their axis, where it is known.
-        tasks: By parameter and sample, the backward pass that has reported it first.
+        matched: Number of examples in the layers that have reported.
+        counted: The axis of the examples, if it is known.
+        tasks: By parameter and sample, the backward pass that reported it first.
     """
 
     context: object
@@ -44,7 +44,7 @@ class Run:
 
 
 class Report(NamedTuple):
-    """What a layer has reported: inputs, if its weight is watched, gradient, and whether it is the first."""
+    """A layer's report: inputs if its weight is watched, gradient, and whether it is the first one."""
 
     call: LayerCall
     x: Tensor | None
@@ -53,7 +53,7 @@ class Report(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """What a layer uses: its weight (role 0) or its bias (role 1)."""
+    """A part used by a layer, as its weight (role 0) or its bias (role 1)."""
 
     part: Part
     role: int
@@ -61,9 +61,9 @@ class _Use(NamedTuple):
 
 
 def gathered(reports: list[Report]) -> tuple[list[Report], list[tuple[Part, list[_Use]]]]:
-    """Reports whose parameters are in no other report, and for all other parameters their uses.
+    """Reports whose parameters are in no other report, and the uses of all other parameters.
 
-    A report that shares one parameter with others is there once for each of its parameters.
+    A report that shares one parameter with others appears once for each of its parameters.
     """
     uses = [
         _Use(part, role, report)
@@ -90,10 +90,10 @@ def gathered(reports: list[Report]) -> tuple[list[Report], list[tuple[Part, list
 
 
 def several_batches(group: list[_Use]) -> bool:
-    """Whether uses may be those of several batches, whose examples have nothing to do with each other.
+    """Whether uses may come from several batches with different examples.
 
-    Different inputs from outside the model are the sign. An embedding has no others; there it is a second one
-    that every parameter is used several times.
+    The sign is different inputs from outside the model. Inputs of embeddings always come from outside, so
+    there every parameter must also be used several times.
     """
     data = [use.report for use in group if use.role == 0 and use.report.call.from_data]
     if len({each.x.data_ptr() for each in data if each.x is not None}) < 2:
@@ -103,7 +103,7 @@ def several_batches(group: list[_Use]) -> bool:
 
 
 def added_squares(group: list[_Use]) -> Tensor:
-    """Σ_i (Σ_u g_iu)² over uses u; of all rows, unless all uses have the same."""
+    """Σ_i (Σ_u g_iu)² over uses u; for all rows, unless all uses have the same rows."""
     tensors, numbers = [], 0
     for _, role, (call, x, grad, _) in group:
         own = grad if role == 1 or x is None else spread(call.prepared(x), grad)

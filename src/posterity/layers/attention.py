@@ -1,4 +1,4 @@
-"""``F.scaled_dot_product_attention`` of stacks, and attention modules with their layers in sight."""
+"""``F.scaled_dot_product_attention`` of stacks, and attention modules whose layers are visible."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from posterity.torch_private import attention_in_parts, temporarily_pop_interpre
 
 
 def examples_axis() -> int | None:
-    """On which axis the model has its examples around the attention module that is running, if one is.
+    """The axis of the examples in the inputs of the running attention module, if there is one.
 
-    Only the module knows: what it passes on has them on axis 1, whatever its ``batch_first``.
+    Only the module knows it: inside the module they are on axis 1, whatever its ``batch_first``.
     """
     frame = currentframe()
     for _ in range(_FRAMES):
@@ -30,16 +30,16 @@ def examples_axis() -> int | None:
     return None
 
 
-# From a module's forward() over torch's handling of modes to here.
+# Frames from a module's forward(), through torch's handling of modes, to here.
 _FRAMES = 16
 
 
 @final
 @dataclass(eq=False)
 class Attention(Call):
-    """Queries, keys and values ``[B, …, T, D]``; samples of a stack are more of the first axis.
+    """Queries, keys and values ``[B, …, T, D]``; samples of a stack extend the first axis.
 
-    vmap's own way keeps statistics of the rows in a layout that torch's backward kernels refuse.
+    Under vmap, statistics of the rows would have a layout that torch's backward kernels refuse.
     """
 
     query: Tensor
@@ -52,7 +52,7 @@ class Attention(Call):
     enable_gqa: bool = False
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
-        """By torch's own kernels, outside vmap; masks of dropout differ from sample to sample, by vmap."""
+        """By torch's kernels, outside vmap; with dropout, whose masks differ between samples, by vmap."""
         texts, mask = (self.query, self.key, self.value), self.attn_mask
         level, dims = level_of(*texts, mask), self.query.dim()
         alike = {(each.dim(), each.shape[0]) for each in texts} == {(dims, self.query.shape[0])}
@@ -68,7 +68,7 @@ class Attention(Call):
         return stack(out.view(samples, -1, *out.shape[1:]), level)
 
     def in_parts(self) -> Tensor:
-        """By operations that have all derivatives."""
+        """By operations that are differentiable any number of times."""
         texts, mask = (self.query, self.key, self.value), self.attn_mask
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, -torch.inf).to(self.query.dtype)
@@ -77,7 +77,7 @@ class Attention(Call):
 
 
 def _folded(x: Tensor, samples: int, query: Tensor) -> Tensor:
-    """``[K·B, …]`` of a tensor that broadcasts with ``[B, …]``, which samples may share."""
+    """``[K·B, …]`` from a tensor that broadcasts to ``[B, …]``, and that samples may share."""
     dims, own = x.dim(), front(x)
     own = own if batched(x) else own.expand(samples, *own.shape)
     own = own.reshape(samples, *[1] * (query.dim() - dims), *own.shape[1:])
@@ -85,7 +85,7 @@ def _folded(x: Tensor, samples: int, query: Tensor) -> Tensor:
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's, as it is, that shows what it calls to a mode, but not itself."""
+    """A copy of a torch function that function modes do not see, while they see the functions it calls."""
     assert isinstance(function, FunctionType)
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)

@@ -1,7 +1,7 @@
 """``F.conv1d`` and ``F.conv2d``.
 
-On a GPU a kernel squares each example's gradient where it is made; elsewhere, and in full float32, some
-examples' at a time are written out.
+On a GPU a kernel squares each example's gradient inside the product; elsewhere, and in full float32, the
+gradients of some examples at a time are written to memory.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from posterity.layers.stacks import (
 )
 from posterity.noise import kernels
 
-# A convolution of shared inputs with at most so many weights for each output is done as a linear layer: the
+# A convolution of shared inputs with at most this many weights per output is computed as a linear layer:
 # tiles of the convolution's kernels would be almost empty.
 _FEW_TAPS = 64
 
 
 class Sizes(NamedTuple):
-    """How a convolution walks over a picture; one with one axis walks over a picture of one row.
+    """The sizes of a 2-d convolution; a 1-d one is treated as a 2-d one over one row.
 
     Attributes:
         taps: Height and width of the filters.
-        stride: From one output to the next.
+        stride: Distance from one output to the next.
         padding: Zeros at the top and bottom, and at the left and right.
-        dilation: From one tap to the next.
-        before: Zeros that padding="same" puts on the sides of each axis, last axis first, if it puts any.
+        dilation: Distance from one tap to the next.
+        before: Zeros that padding="same" adds on the sides of each axis, last axis first, if any.
     """
 
     taps: tuple[int, int]
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 @final
 @dataclass(eq=False)
 class Conv(Multiplying):
-    """``x [N, C, H, W]``, ``grad [N, O, P, Q]``; without heights if there is one axis."""
+    """``x [N, C, H, W]``, ``grad [N, O, P, Q]``; a 1-d convolution has no H and P."""
 
     brings_gradient = True
 
@@ -68,12 +68,12 @@ class Conv(Multiplying):
     groups: int = 1
 
     def leading(self) -> int:
-        """Of pictures in a batch, one."""
+        """One, for a batch; none for a single image."""
         return int(self.input.dim() == self.weight.dim())
 
     @property
     def matrix(self) -> bool:
-        """Whether filters see all channels: flat, they are rows of a matrix."""
+        """Whether filters use all channels, so that each one, flattened, is a row of a matrix."""
         return self.groups == 1
 
     def keep(self, out: Tensor) -> None:
@@ -104,7 +104,7 @@ class Conv(Multiplying):
         return stack(out.movedim(-1, -3), level)
 
     def squares(self, x: Tensor, grad: Tensor, bias: bool) -> Found:
-        """From the same products that make the gradient, example by example."""
+        """From the products of the gradient, example by example."""
         shift = self.bias_squares(grad) if bias else None
         lines = grad.dim() == 3
         if lines or self.sizes.before or x.dtype is not grad.dtype:
@@ -121,7 +121,7 @@ class Conv(Multiplying):
         return Found(squares, shift, sums)
 
     def _sums(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_i g_i of every sample and Σ_i g_i² of all, of pictures ``[K, B, …]``, or ``[B, …]`` of one."""
+        """Σ_i g_i of every sample and Σ_i g_i² of all, from images ``[K, B, …]``, or ``[B, …]`` of one."""
         shape = (grad.shape[-3], x.shape[-3] // self.groups, *self.sizes.taps)
         sums = grad.new_zeros(*grad.shape[:-4], *shape, dtype=wide_dtype(grad.dtype))
         squares = grad.new_zeros(shape, dtype=sums.dtype)
@@ -134,40 +134,40 @@ class Conv(Multiplying):
         return sums, squares
 
     def held(self, x: Tensor, grad: Tensor) -> int:
-        """Filters, and what each output sees."""
+        """The size of filters, and of the inputs of each output."""
         places, taps = grad[0, 0].numel(), self.sizes.taps[0] * self.sizes.taps[1]
         return x.shape[1] * taps * (grad.shape[1] // self.groups + places)
 
     def terms(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Products of gradients and what each output sees, summed over places."""
+        """Products of gradients and the inputs of each output, summed over positions."""
         if grad.dim() == 4:
             return self._products(x, grad)
         return self._products(x, grad.unsqueeze(2)).squeeze(-2)
 
     def prepared(self, x: Tensor) -> Tensor:
-        """Pictures."""
+        """Inputs as images."""
         return self._planes(x)
 
     def bias_terms(self, grad: Tensor) -> Tensor:
-        """Sums over places."""
+        """Sums over positions."""
         return grad.flatten(2).sum(2, dtype=wide_dtype(grad.dtype))
 
     def columns(self, x: Tensor, grad: Tensor) -> Iterator[Tensor]:
-        """What each output sees, in the order of the filters' numbers."""
+        """The inputs of each output, in the order of the filters' weights."""
         for (some,) in chunks(self.held(x, grad), self._planes(x)):
             yield windows(some, self.sizes).flatten(1)
 
     def products(self, grad: Tensor) -> Tensor:
-        """By places."""
+        """By positions."""
         return grad.flatten(2).movedim(1, 0)
 
     def _planes(self, x: Tensor) -> Tensor:
-        """Inputs as pictures, with the zeros of padding="same" around them."""
+        """Inputs as images, with the zeros of padding="same" around them."""
         x = F.pad(x, self.sizes.before) if self.sizes.before else x
         return x if x.dim() == 4 else x.unsqueeze(2)
 
     def _products(self, x: Tensor, grad: Tensor) -> Tensor:
-        """``[n, O, C / groups, R, S]`` of pictures."""
+        """``[n, O, C / groups, R, S]``, from images."""
         # [n, G, O / G, P·Q] times [n, G, P·Q, C / G·R·S]
         seen = windows(x.to(grad.dtype), self.sizes)
         own = grad.reshape(len(grad), self.groups, -1, seen.shape[2])
@@ -191,20 +191,20 @@ def _sizes(shape: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> 
     before: tuple[int, ...] = ()
     if padding == "same":
         totals = [d * (t - 1) for t, d in zip(taps, each(dilation), strict=True)]
-        # Torch puts the odd zero at the end.
+        # torch puts the odd zero at the end.
         before = tuple(side for total in reversed(totals) for side in (total // 2, total - total // 2))
     zeros = plane(0 if isinstance(padding, str) else padding, 0)
     return Sizes(plane(taps, 1), plane(stride, 1), zeros, plane(dilation, 1), before if any(before) else ())
 
 
 def windows(x: Tensor, sizes: Sizes) -> Tensor:
-    """What each output of a convolution sees of ``x [n, C, H, W]``: ``[C·R·S, n, P·Q]``."""
+    """The inputs of each output of a convolution of ``x [n, C, H, W]``: ``[C·R·S, n, P·Q]``."""
     seen = _windows(x, *sizes[:4])
     return seen.permute(3, 4, 5, 0, 1, 2).reshape(seen[0, 0, 0].numel(), len(x), -1)
 
 
 def _windows(x: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """``[n, P, Q, C, R, S]`` in the memory of ``x [n, C, H, W]``, or of a copy with zeros around it."""
+    """A view ``[n, P, Q, C, R, S]`` of ``x [n, C, H, W]``, or of a copy with zeros around it."""
     (down, across), (below, beside) = padding, dilation
     x = F.pad(x, (across, across, down, down)) if down or across else x
     axes = zip(x.shape[2:], taps, stride, dilation, strict=True)
@@ -223,7 +223,7 @@ class StackedConv2d(StackedLayer):
         taps = low[0, 0].numel()
         if x.dim() == 5 or taps > _FEW_TAPS:
             return kernels.conv2d(x, low, bias, *sizes)
-        # A picture has few channels: each output's inputs side by side, and it is a linear layer.
+        # Images have few channels: with each output's inputs side by side, this is a linear layer.
         rows = _windows_last(x, low.shape[3:], *sizes)
         out = kernels.linear(rows.flatten(0, 2), F.pad(low.flatten(2), (0, rows.shape[-1] - taps)), bias)
         return out.view(len(low), *rows.shape[:3], -1)
@@ -247,7 +247,7 @@ class StackedConv2d(StackedLayer):
 
 
 def _windows_last(x: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """What each output of a convolution sees of ``x [B, H, W, C]``: ``[B, P, Q, C·R·S]`` and zeros."""
+    """The inputs of each output of a convolution of ``x [B, H, W, C]``: ``[B, P, Q, C·R·S]`` and zeros."""
     seen = _windows(x.movedim(-1, 1), taps, stride, padding, dilation)
     width = seen[0, 0, 0].numel()
     out = x.new_zeros(*seen.shape[:3], -(-width // 16) * 16)  # loads are wide for multiples of 16

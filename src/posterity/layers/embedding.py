@@ -1,8 +1,8 @@
 """``F.embedding``, also of positions that all examples share.
 
-Such an embedding gives a leaf. An addition (or a difference, or a product) that is given this leaf and the
-examples' own rows gets, in its place, the rows expanded to all examples, whose gradients are reported. Any
-other use sends its gradient to the leaf, which is refused.
+An embedding of shared positions returns a leaf. If an addition, a difference or a product combines this leaf
+with the examples' own rows, it gets the rows expanded to all examples instead, and their gradients are
+reported. Any other use sends a gradient to the leaf, which is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALIKE = (
 @final
 @dataclass(eq=False)
 class Embedding(LayerCall):
-    """``x [N, T…]``, whole numbers, ``grad [N, T…, D]``."""
+    """``x [N, T…]`` of integers, ``grad [N, T…, D]``."""
 
     input: Tensor
     weight: Tensor
@@ -52,12 +52,12 @@ class Embedding(LayerCall):
         return self.input.dim()
 
     def keep(self, out: Tensor) -> None:
-        """How many words there are, and which is padding."""
+        """Keep the number of words, and which one is padding."""
         self.count = len(self.weight)
         self.padding = None if self.padding_idx is None else self.padding_idx % self.count
 
     def squares(self, x: Tensor, grad: Tensor, bias: bool) -> Found:
-        """A word that an example has several times has the sum of their gradients, s, and Σ_t g_t·s = s²."""
+        """A repeated word of an example has the sum s of its gradients, and Σ_t g_t·s = s²."""
         words, own = self._words(spread(x, grad), grad)
         squares = own.new_zeros(self.count, own.shape[-1])
         for word, each in chunks(words.shape[1] ** 2, words, own):
@@ -66,11 +66,11 @@ class Embedding(LayerCall):
         return Found(squares)
 
     def held(self, x: Tensor, grad: Tensor) -> int:
-        """A table."""
+        """The size of a table."""
         return self.count * grad.shape[-1]
 
     def terms(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Tables with the sums of their words' gradients."""
+        """Tables with the sums of each word's gradients."""
         words, own = self._words(x, grad)
         tables = own.new_zeros(len(words), self.count, own.shape[-1])
         first = self.count * torch.arange(len(words), device=words.device)
@@ -78,11 +78,11 @@ class Embedding(LayerCall):
         return tables
 
     def bias_terms(self, grad: Tensor) -> Tensor:
-        """It has none."""
+        """An embedding has no bias."""
         raise NotImplementedError
 
     def _words(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """``[N, T]`` and ``[N, T, D]``, zeros where a word is padding."""
+        """Words ``[N, T]`` and gradients ``[N, T, D]``, zero where a word is padding."""
         words = x.reshape(len(x), -1)
         own = grad.reshape(*words.shape, grad.shape[-1]).to(wide_dtype(grad.dtype))
         return words, own if self.padding is None else own * (words != self.padding)[..., None]
@@ -92,10 +92,10 @@ class Rows(NamedTuple):
     """The outputs of an embedding.
 
     Attributes:
-        given: To the model.
-        out: As the embedding made them.
-        calls: Of the embedding, one for each listener.
-        shared: Whether all examples share them; else there is, perhaps, a row for each example.
+        given: The tensor that the model gets.
+        out: The embedding's output.
+        calls: The embedding's calls, one for each listener.
+        shared: Whether all examples share the rows; if not, there may be a row for each example.
     """
 
     given: Tensor
@@ -108,12 +108,12 @@ def shares_positions(call: LayerCall, aranges: Mapping[int, Tensor]) -> bool:
     """Whether all examples share the inputs of an embedding.
 
     Args:
-        call: Of the embedding.
-        aranges: By id, what torch.arange() has made: it counts positions, not examples.
+        call: The embedding's call.
+        aranges: By id, results of torch.arange(), which number positions, not examples.
     """
     ids, examples = call.input, call.listener.seen_examples()
     made = id(ids) in aranges or id(ids._base) in aranges
-    if call.counted is None:  # one axis alone
+    if call.counted is None:  # only one axis
         return made or (examples is not None and call.examples != examples)
     return call.examples == 1 and (made or examples not in (None, 1))
 
@@ -121,7 +121,7 @@ def shares_positions(call: LayerCall, aranges: Mapping[int, Tensor]) -> bool:
 def shared_rows(
     out: Tensor, calls: Sequence[LayerCall], level: int | None, refuse: Callable[[str, Tensor], None]
 ) -> Rows:
-    """What such an embedding gives in the place of its outputs; gradients of that itself are refused."""
+    """A leaf in place of an embedding's outputs; gradients that reach it are refused."""
     with nullcontext() if level is None else temporarily_pop_interpreter_stack():
         leaf = inside(out).detach().requires_grad_()
     add_hook(leaf, lambda grad: refuse(_SHARED, grad))
@@ -129,22 +129,22 @@ def shared_rows(
 
 
 def with_batch_axis(rows: Rows, given: Tensor) -> Rows:
-    """The same rows behind an axis of length 1 in front: ``pos(arange(T))[None]``.
+    """The same rows with an axis of length 1 in front: ``pos(arange(T))[None]``.
 
-    A row for each example would not be used so.
+    Rows of examples would not be used like this.
     """
     calls = [copy(call) for call in rows.calls]
     for call in calls:
         if not rows.shared:
             call.listener.refuse(call.names, _ALIKE)
-        # With an axis more, as if its inputs had been [1, T].
+        # With one more axis, as if its inputs had been [1, T].
         call.input, call.axis, call.counted, call.examples = call.input[None], 0, 0, 1
         call.x_axis = None if call.x_axis is None else call.x_axis + 1
     return Rows(given, rows.out[None], calls, rows.shared)
 
 
 def rows_by_example(rows: Rows, other: Any) -> Tensor:
-    """What is added to another tensor in the place of rows that were given: those of all examples."""
+    """The operand in place of given rows in a sum with another tensor: the rows of all examples."""
     one, out, calls, shared = rows
     if not isinstance(other, Tensor):
         return one

@@ -1,20 +1,20 @@
-"""Estimators: outputs drawn for each example, where one draw of the weights would serve the whole batch.
+"""Estimators that draw outputs per example, instead of one draw of the weights for the whole batch.
 
-Weights are w = μ + Δ and biases b = μ_b + Δ_b, the inputs of a layer x:
+Let w = μ + Δ be the weights, b = μ_b + Δ_b the biases, and x the inputs of a layer:
 
-    local     out ~ N(x μ + μ_b, x² σ² + σ_b²), all outputs independently
+    local     out ~ N(x μ + μ_b, x² σ² + σ_b²), independently for all outputs
     flipout   out = x μ + μ_b + ((x ⊙ s) Δ + Δ_b) ⊙ r, with random signs s [B, C] of an example's input
               channels and r [B, O] of its output channels, the same at all positions
 
-Weights z · (μ + Δ) with a random scale z of each input or output channel have scales [B, C] or [B, O] of
-each example, by either estimator: x ⊙ z takes the place of x, or z · (x μ) that of x μ, and so on.
+Weights z · (μ + Δ) with a random scale z of each input or output channel have separate scales [B, C] or
+[B, O] for each example, with either estimator: x ⊙ z replaces x, or z · (x μ) replaces x μ.
 
-``x μ`` is whatever the layer does, a convolution too. With flipout an example's weights are μ + r sᵀ ⊙ Δ:
-each example has an exact draw of its own, if Δ has the same distribution with the signs of whole kernels
-changed. With local only the moments of single outputs are exact: those that share a weight (at other
-positions of a picture or a text) are correlated under q, and drawn independently.
+``x μ`` is the layer's operation, such as a product or a convolution. With flipout an example's weights are
+μ + r sᵀ ⊙ Δ: each example has its own exact draw if the distribution of Δ does not change with the signs of
+whole kernels. With local only the moments of single outputs are exact: outputs that share a weight (at other
+positions of an image or a text) are correlated under q, but are drawn independently.
 
-A layer is known by the stand-in that it has for a weight or a bias (:mod:`posterity.layers.stand_ins`).
+A layer has an estimator if its weight or bias is a stand-in (:mod:`posterity.layers.stand_ins`).
 
 References: Kingma, Salimans, Welling: "Variational Dropout and the Local Reparameterization Trick", NIPS
 2015. Wen, Vicol, Ba, Tran, Grosse: "Flipout", ICLR 2018.
@@ -38,12 +38,12 @@ from posterity.torch_private import apply_of, lasting, threshold_backward, trans
 
 
 def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, int | None] | None) -> Any:
-    """The outputs of a layer whose weight or bias is a stand-in; NotImplemented if no estimator serves it.
+    """The outputs of a layer whose weight or bias is a stand-in; NotImplemented if no estimator applies.
 
     Args:
-        func: Torch's operation.
+        func: The torch operation.
         call: Its call.
-        attending: Inside an attention layer how many examples there are, and their axis around it.
+        attending: Inside an attention layer, the number of examples and their axis in the layer's inputs.
     """
     if not isinstance(call, Multiplying) or isinstance(call.input, StandIn):
         return NotImplemented
@@ -64,13 +64,13 @@ def estimate(func: Callable[..., Any], call: LayerCall, attending: tuple[int, in
 
 
 def _served(call: Multiplying, attending: tuple[int, int | None] | None) -> tuple[Drawn | None, Drawn | None]:
-    """The weight and the bias, as far as their estimators serve the call; one that is not has its draw."""
+    """The weight and the bias if their estimators apply to the call; otherwise the call gets their draw."""
     roles = {"weight": call.weight, "bias": call.bias}
     given = {role: each.drawn for role, each in roles.items() if isinstance(each, StandIn)}
     if not call.known():
         return None, None
     first = next(iter(given.values()))
-    call.listener = first  # type: ignore[assignment]  # of it, only the axis of examples is asked for
+    call.listener = first  # type: ignore[assignment]  # it only provides the axis of the examples
     found = call.find_examples(attending)
     served = {
         role: each
@@ -84,13 +84,13 @@ def _served(call: Multiplying, attending: tuple[int, int | None] | None) -> tupl
 
 
 def _scales(call: Multiplying, weight: Drawn) -> Tensor | None:
-    """Scales of the outputs of each example, but for the bias; those of inputs multiply the inputs."""
+    """Scales of each example's outputs without the bias; scales of inputs multiply the inputs here."""
     if weight.draws.scaled_axis is None:
         return None
     scales = weight.draws.scales(call.examples)
     if weight.draws.scaled_axis == 0:
         return _spread(scales, call)
-    # Filters in groups have the same scales.
+    # Groups of filters share the scales.
     groups = call.input.shape[call.channel_axis] // scales.shape[1]
     call.input = call.input * _spread(scales.repeat(1, groups), call)
     return None
@@ -104,7 +104,7 @@ def _applied(
     bias: Tensor | None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """What the layer makes of other inputs and weights, with scales of all but the bias."""
+    """The layer's outputs for other inputs and weights, with scales for all but the bias."""
     other = copy(call)
     other.input, other.weight, other.bias = x, weight, bias if scales is None else None
     out = other.stacked({}) if transforms() else NotImplemented
@@ -116,7 +116,7 @@ def _applied(
 
 
 def _with_bias(call: Multiplying, out: Tensor, bias: Drawn) -> Tensor:
-    """Outputs with noise or signs of the bias alone."""
+    """Outputs with only the bias's noise or signs."""
     local = bias.estimator == "local"
     factor = bias.normal("out", out.shape) if local else _signs(bias, "out", call, out)
     return out + (call.by_channel(bias.spread()) * factor).to(out.dtype)
@@ -130,7 +130,7 @@ def _with_noise(
     shift: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
-    """Outputs at the mean with noise of the outputs' own variance."""
+    """Outputs at the mean plus noise with the outputs' variance."""
     x, std = call.input, weight.spread()
     narrow = torch.float16 in (x.dtype, autocast_dtype(x))
     # Squares of stds would be zero in half precision.
@@ -150,21 +150,21 @@ def _with_signs(
     shift: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
-    """Outputs at the mean with each example's own signs of one deviation of all weights."""
+    """Outputs at the mean plus one deviation of all weights, with separate signs for each example."""
     x = call.input * _signs(weight, "in", call, call.input)
-    # A bias has its output channel's sign, and none of the inputs'.
+    # The bias takes the sign of its output channel only.
     deviation = _applied(func, call, x, weight.spread(), shift, scales)
     return torch.addcmul(out, deviation, _signs(weight, "out", call, out))
 
 
 def _signs(drawn: Drawn, what: str, call: Multiplying, like: Tensor) -> Tensor:
-    """1 or -1 for each example and channel, of inputs or outputs: they broadcast to these."""
+    """1 or -1 for each example and channel, in a shape that broadcasts to ``like``."""
     signs = drawn.signs(what, (call.examples, like.shape[call.channel_axis]))
     return _spread(signs.to(like.dtype), call)
 
 
 def _spread(values: Tensor, call: Multiplying) -> Tensor:
-    """Numbers ``[B, C]`` of examples and channels, so that they broadcast to inputs or outputs."""
+    """Values ``[B, C]`` of examples and channels, in a shape that broadcasts to inputs or outputs."""
     shape = [1] * (call.input.dim() + call.folded)
     shape[call.axis], shape[call.channel_axis] = values.shape
     values = values.view(shape)
@@ -175,7 +175,7 @@ def _spread(values: Tensor, call: Multiplying) -> Tensor:
 
 @final
 class Square(torch.autograd.Function):
-    """The square, whose gradient takes one pass over what may be as large as inputs are."""
+    """The square, whose gradient takes only one pass over a possibly large tensor."""
 
     generate_vmap_rule = True
 
@@ -195,7 +195,7 @@ class Square(torch.autograd.Function):
 
 @final
 class Root(torch.autograd.Function):
-    """The square root, with no gradient at 0, where padding and pruned weights are, or below, by rounding."""
+    """The square root, without a gradient at 0 (padding, pruned weights) or below (rounding)."""
 
     generate_vmap_rule = True
 
@@ -218,7 +218,7 @@ class Root(torch.autograd.Function):
 @lru_cache(maxsize=64)
 @lasting()
 def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What products with a factor are added to: they are one operation then."""
+    """A zero, so that a sum and a product with a factor are one operation."""
     return torch.zeros((), device=device, dtype=dtype)
 
 

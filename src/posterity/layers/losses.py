@@ -1,4 +1,4 @@
-"""Losses of torch that are means: how many terms of the log-likelihood each is a mean of."""
+"""torch's mean losses: how many terms of the log-likelihood each one averages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from posterity.layers.stacks import inside, samples_axis, stacking
 
 
 class Notes(NamedTuple):
-    """What a forward pass is noted in.
+    """Callbacks of a forward pass.
 
     Attributes:
         layer: Called with every known layer.
-        loss: Called with the name of every loss that is a mean and wants gradients, its terms (NaN if it
-            broadcasts both outputs and targets), its value, and what it is for a guess.
+        loss: Called for every mean loss that requires gradients, with its name, its number of terms (NaN if
+            it broadcasts both outputs and targets), its value, and its value for a uniform guess.
     """
 
     layer: Callable[[LayerCall], None]
@@ -37,7 +37,7 @@ def of_labels(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> float | None:
-    """Labels that are not ignored, or the sum of their classes' weights; None if the loss is no mean."""
+    """Number of labels that are not ignored, or the sum of their weights; None if it is not a mean."""
     if reduction != "mean" or size_average is not None or reduce is not None:
         return None
     if target.is_floating_point():  # probabilities of classes, whose weights are not in the denominator
@@ -51,14 +51,14 @@ def of_labels(
 def of_numbers(
     input: Tensor, target: Tensor, *more: Any, reduction: str = "mean", **others: Any
 ) -> float | None:
-    """All numbers; None if the loss is no mean, NaN if it broadcasts both outputs and targets."""
+    """Number of entries; None if it is not a mean, NaN if it broadcasts both outputs and targets."""
     if reduction != "mean" or others.get("size_average") is not None or others.get("reduce") is not None:
         return None
     both = torch.broadcast_shapes(input.shape, target.shape)  # type: ignore[no-untyped-call]
     return math.nan if both not in (input.shape, target.shape) else float(math.prod(both))
 
 
-# By loss of torch, its number of terms, given the arguments of a call.
+# For each torch loss, a function from the arguments of a call to the number of terms.
 TERMS: dict[Any, Callable[..., float | None]] = {
     **dict.fromkeys((F.cross_entropy, F.nll_loss), of_labels),
     **dict.fromkeys((F.mse_loss, F.gaussian_nll_loss, F.poisson_nll_loss), of_numbers),
@@ -68,7 +68,7 @@ TERMS: dict[Any, Callable[..., float | None]] = {
 
 
 def of_a_guess(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The loss of a net that takes all classes for equally likely; infinite where that is not known.
+    """The loss of a net that finds all classes equally likely; infinite if that is not known.
 
     Example:
         >>> of_a_guess(F.cross_entropy, [torch.zeros(5, 10), torch.zeros(5, dtype=torch.long)], {})  # log 10

@@ -20,7 +20,7 @@ class ByChannel(LayerCall):
     """A norm of ``x [N, C, T…]`` with a scale and a shift for each channel."""
 
     def terms(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Of normalised inputs, summed over positions."""
+        """Gradients times normalised inputs, summed over positions."""
         return self.bias_terms(x * grad)
 
     def bias_terms(self, grad: Tensor) -> Tensor:
@@ -31,9 +31,9 @@ class ByChannel(LayerCall):
 @final
 @dataclass(eq=False)
 class BatchNorm(ByChannel):
-    """What an example does to the batch's statistics is in ``grad`` already."""
+    """``grad`` already includes an example's effect on the batch's statistics."""
 
-    # Torch's own nodes that keep the batch's mean and 1 / √(var + eps) as their second and third results.
+    # torch's nodes that keep the batch's mean and 1 / √(var + eps) as their second and third results.
     saved = ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "NativeBatchNormBackward0")
 
     input: Tensor
@@ -46,7 +46,7 @@ class BatchNorm(ByChannel):
     eps: float = 1e-5
 
     def keep(self, out: Tensor) -> None:
-        """Mean and 1 / √(var + eps) that inputs were normalised by, ``[C]`` or ``[K, C]``, if known."""
+        """Keep the mean and 1 / √(var + eps) of the normalisation, ``[C]`` or ``[K, C]``, if known."""
         self.statistics: tuple[Tensor, Tensor] | None = None
         mean, var, node = self.running_mean, self.running_var, cast("Any", out.grad_fn)
         if not self.training and mean is not None and var is not None:
@@ -55,7 +55,7 @@ class BatchNorm(ByChannel):
             self.statistics = node._saved_result1, node._saved_result2
 
     def squares(self, x: Tensor, grad: Tensor, bias: bool) -> Found:
-        """By a kernel, where it can be."""
+        """By a kernel if possible."""
         if kernels is None or not _fuses(grad):
             return super().squares(x, grad, bias)
         mean, rstd = self._statistics(x)
@@ -74,7 +74,7 @@ class BatchNorm(ByChannel):
         return ((rows - own) * scale).flatten(0, 1)
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Contiguous, in single precision at least."""
+        """Mean and 1 / √(var + eps), contiguous, in single precision or wider."""
         wide = wide_dtype(x.dtype)
         if self.statistics is None:
             rows = x.reshape(-1, self.examples, x.shape[1], *x.shape[2:]).to(wide)
@@ -86,7 +86,7 @@ class BatchNorm(ByChannel):
         return mean, rstd
 
     def stacked(self, sinks: Mapping[Tensor, Sink]) -> Any:
-        """By kernels in training; else as one product and sum."""
+        """By kernels in training; otherwise as one product and sum."""
         input, running_mean, running_var = self.input, self.running_mean, self.running_var
         level = level_of(input, running_mean, running_var, self.weight, self.bias)
         x = channels_last(input) if level is not None and batched(input) else None
@@ -125,7 +125,7 @@ class LayerNorm(LayerCall):
     eps: float = 1e-5
 
     def leading(self) -> int:
-        """All axes but those that are normalised."""
+        """All axes except the normalised ones."""
         return self.input.dim() - len(self.normalized_shape)
 
     def prepared(self, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class LayerNorm(LayerCall):
         return F.layer_norm(x.to(wide_dtype(x.dtype)), self.normalized_shape, eps=self.eps)
 
     def terms(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Of normalised inputs, summed over positions."""
+        """Gradients times normalised inputs, summed over positions."""
         return self.bias_terms(x * grad)
 
     def bias_terms(self, grad: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class StackedBatchNorm(Stacked):
         ctx.save_for_backward(x, weight, output[1], output[3])
         ctx.bias_dim = None if bias is None else bias.dim()
         ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # else zeros would be written for those
+        ctx.set_materialize_grads(False)  # otherwise zeros would be written for those
 
     @staticmethod
     @once_differentiable
@@ -188,5 +188,5 @@ class StackedBatchNorm(Stacked):
 
 
 def _fuses(x: Tensor) -> bool:
-    """Whether a kernel may walk over such numbers: it sums in float32."""
+    """Whether a kernel supports such a tensor: kernels sum in float32."""
     return x.is_cuda and wide_dtype(x.dtype) == torch.float32

@@ -1,4 +1,4 @@
-"""Backward passes of watched layers: what they report to listeners, and deliver to the weights.
+"""Backward passes of watched layers: reports to listeners, and gradients for the weights.
 
 Autograd delivers a known layer's gradient to its weight's alias, never to the weight: a gradient that reaches
 the weight itself was reported by no layer, and is refused by the parameter's name. After each backward pass
@@ -30,25 +30,25 @@ class Passes:
     """The weights that are watched inside an :class:`Intercept`, and the backward passes there.
 
     Attributes:
-        watched: By id of the weight.
-        listeners: Who watches them.
+        watched: Watched weights, by id.
+        listeners: The listeners that watch them.
         reasons: Why a layer reports nothing, by the parameter's name.
         edgeless: Whether a layer has no edge to its weight's alias.
-        aranges: By id, what torch.arange() has made in this forward pass.
-        rows: What embeddings have made, by the id of what they gave.
+        aranges: By id, the results of torch.arange() in this forward pass.
+        rows: The rows of embeddings, by the id of their output.
     """
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
         self.watched: dict[int, Watched] = {}
-        self._memory: dict[int, list[Watched]] = {}  # the same, by where they lie
+        self._memory: dict[int, list[Watched]] = {}  # the same, by memory address
         self._unreported: dict[int, tuple[Watched, str]] = {}
         self.reasons: dict[str, str] = {}
         self.edgeless = False
         self.aranges: dict[int, Tensor] = {}
         self.rows: dict[int, Rows] = {}
 
-    # Who listens to what.
+    # Listeners.
 
     def listen(self, listener: Listener, parts: Iterable[tuple[Tensor, Part]]) -> None:
         """From here on, layers that use these tensors report to a listener."""
@@ -63,7 +63,7 @@ class Passes:
             watched.parts[listener] = part
 
     def leave(self, listener: Listener, failed: bool) -> None:
-        """No longer, and check what is left to check unless something else has failed."""
+        """Remove a listener, and make the last checks unless something else has failed."""
         try:
             if failed:
                 self._drop()
@@ -73,7 +73,7 @@ class Passes:
             self.listeners.remove(listener)
             self._memory.clear()
             if any_autocast_enabled():
-                torch.clear_autocast_cache()  # it would hold what it has made of aliases that are gone
+                torch.clear_autocast_cache()  # it would keep casts of removed aliases
             for key, (tensor, _, parts) in list(self.watched.items()):
                 parts.pop(listener, None)
                 if not parts:
@@ -81,7 +81,7 @@ class Passes:
                     hooks_of(tensor).pop(self, None)
 
     def find(self, tensor: Tensor | None) -> Watched | None:
-        """What is watched of a layer's weight: all of it, some rows, or one sample."""
+        """The watched part of a layer's weight: all of it, some rows, or one sample."""
         found = self.watched.get(id(tensor))
         if found is not None or tensor is None:
             return found
@@ -96,13 +96,13 @@ class Passes:
         return next((part for each in there if (part := each.part(own, axis)) is not None), None)
 
     def unreport(self, watched: Watched, reason: str, _: Tensor) -> None:
-        """The hook on a watched tensor, to which no layer that is known sends a gradient."""
+        """The hook on a watched tensor: no known layer sends it a gradient."""
         self._unreported[id(watched.tensor)] = watched, reason
 
     # Backward passes.
 
     def backward(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A call of backward(), whose gradients go to aliases, and from these to the weights."""
+        """A call of backward(), whose gradients reach the aliases, and then the weights."""
         kept: list[tuple[Tensor, Tensor | None]] = []
         if (given := kwargs.get("inputs")) is not None:
             given = (given,) if isinstance(given, Tensor) else tuple(given)
@@ -139,12 +139,12 @@ class Passes:
             self._keep_grads(())
         if not may_lack and any(each is None for each in found):
             raise RuntimeError(
-                "one of the tensors to differentiate in was not used: pass allow_unused=True if that is meant"
+                "one of the tensors to differentiate was not used: pass allow_unused=True if that is intended"
             )
         return tuple(found)
 
     def _keep_grads(self, inputs: Sequence[Any]) -> None:
-        """Drop the gradients of all aliases but those of some inputs."""
+        """Drop the gradients of all aliases except those of some inputs."""
         kept = set(map(id, inputs))
         for key, watched in self.watched.items():
             if key not in kept:
@@ -152,7 +152,7 @@ class Passes:
 
     @contextmanager
     def _one_pass(self, keep_graph: bool = True) -> Iterator[None]:
-        """Inside, a backward pass runs; if it fails, nothing is left of it."""
+        """A context for a backward pass; if the pass fails, everything from it is dropped."""
         try:
             yield
         except BaseException:
@@ -161,10 +161,10 @@ class Passes:
         self._end_pass(keep_graph)
 
     def _more(self, outputs: Any, inputs: Sequence[Any]) -> list[Tensor]:
-        """What else a backward pass to some inputs must reach, so that all layers report.
+        """The other leaves that a backward pass to some inputs must reach, so that all layers report.
 
-        A layer whose gradient a listener brings has no edge to its weight's alias, and rows that all examples
-        share are a leaf.
+        A layer whose gradient comes from a listener has no edge to its weight's alias, and rows that all
+        examples share are a leaf.
         """
         if not (self.edgeless or self.rows):
             return []
@@ -173,14 +173,14 @@ class Passes:
         return [leaf for leaf in leaves(outputs) if id(leaf) not in there]
 
     def _aliases(self, inputs: Sequence[Any]) -> list[Any]:
-        """What a backward pass is to be restricted to instead of some inputs."""
+        """The inputs of a restricted backward pass, with aliases in place of watched weights."""
         found = [self.watched.get(id(each)) for each in inputs]
         for listener in self.listeners:
             listener.only = {each.parts[listener].name for each in found if each and listener in each.parts}
         return [each if own is None else own.alias for each, own in zip(inputs, found, strict=True)]
 
     def _end_pass(self, keep_graph: bool = True) -> None:
-        """Refuse what no layer reported, let listeners add up, and deliver gradients."""
+        """Refuse parameters that no layer reported, let listeners sum reports, and deliver gradients."""
         unreported = list(self._unreported.values())
         self._forget()
         made = [watched for watched in self.watched.values() if watched.alias.grad is not None]
@@ -205,15 +205,15 @@ class Passes:
             self.reasons.clear()
         if made:
             self._deliver(made, keep_graph)
-        self._unreported.clear()  # hooks on parameters hear of what is delivered
+        self._unreported.clear()  # delivery has called the hooks on parameters
 
     @torch.no_grad()
     def _deliver(self, made: Iterable[Watched], keep_graph: bool) -> None:
         """Give weights the gradients of their aliases.
 
-        Autograd takes twenty times as long for that as an assignment does: it is asked only where somebody
-        would notice, by hooks or in other processes, or where weights were made of others: by a graph, which
-        may be kept to serve again.
+        Autograd takes twenty times as long as an assignment, so it is used only where it makes a difference:
+        with hooks, in several processes, or for weights computed from others by a graph, which may have to be
+        kept.
         """
         everyone = torch.distributed.is_available() and torch.distributed.is_initialized()
         weights, grads = list[Tensor](), list[Tensor | None]()
@@ -246,7 +246,7 @@ class Passes:
 
 
 class _Deliver(torch.autograd.Function):
-    """A node with an edge to every weight: autograd adds gradients as it always does, and calls hooks."""
+    """A node with an edge to every weight: autograd adds gradients as usual, and calls hooks."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor | None], *weights: Tensor) -> Tensor:
@@ -255,14 +255,14 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Nothing else may reference them, or autograd would copy each.
+        # Without other references to them, autograd does not copy them.
         grads = (None, *ctx.grads)
         ctx.grads = None
         return grads
 
 
 def leaves(outputs: Iterable[Any]) -> list[Tensor]:
-    """All leaves that outputs depend on, as far as their gradients are wanted."""
+    """All leaves that outputs depend on and that require a gradient."""
     nodes = {each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs} - {None}
     waiting, found = list(nodes), []
     while waiting:

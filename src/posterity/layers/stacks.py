@@ -1,7 +1,7 @@
-"""Tensors as vmap has stacked them, what autograd functions of whole stacks share, and those without weights.
+"""Tensors that vmap has stacked, and the base and weightless cases of autograd functions of whole stacks.
 
-These see K weight samples at once, forward and backward. They take stacked tensors as they lie in memory,
-samples first and channels last.
+The functions handle K weight samples at once, forward and backward. They take stacked tensors in memory
+order, samples first and channels last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posterity.layers.calls import Call, Sink
 from posterity.noise import kernels
 from posterity.torch_private import functorch
 
-# What kernels compute in.
+# The types that kernels compute in.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,14 +33,14 @@ def inside(x: Any) -> Any:
 
 
 def innermost(x: Tensor) -> Tensor:
-    """The tensor below all transforms of torch.func, of which a user's model may have some of its own."""
+    """The tensor below all torch.func transforms, including those inside a user's model."""
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
 
 
 def samples_axis(x: Tensor | None) -> int | None:
-    """Where it has its samples, if it has any."""
+    """The axis of its samples, if it has any."""
     return functorch.maybe_get_bdim(x) if batched(x) else None
 
 
@@ -52,14 +52,14 @@ def front(x: Tensor) -> Tensor:
 
 
 def stack(x: Tensor, level: int, axis: int | None = 0) -> Tensor:
-    """A tensor as vmap has it at a level, with its samples on an axis; as it is if it has none."""
+    """A tensor stacked for vmap at a level, with its samples on an axis; unchanged if it has none."""
     return x if axis is None else functorch._add_batch_dim(x, axis, level)
 
 
 def level_of(*tensors: Tensor | None) -> int | None:
-    """The level of vmap at which those of the tensors are stacked that are; None if there is not one.
+    """The level of vmap of the stacked tensors; None unless there is exactly one level.
 
-    A user's own vmap inside the model stacks at another level: what it does is not ours to take apart.
+    A user's own vmap inside the model stacks at another level, which is left to vmap.
     """
     found: list[Tensor] = [each for each in tensors if batched(each)]
     levels = {functorch.maybe_get_level(each) for each in found}
@@ -69,7 +69,7 @@ def level_of(*tensors: Tensor | None) -> int | None:
 
 
 def stacking() -> tuple[int | None, int]:
-    """The level of vmap that is running and its samples; None if it is not the only transform."""
+    """The running level of vmap and its number of samples; None if it is not the only transform."""
     running = functorch.get_interpreter_stack() or []
     if len(running) != 1 or running[0].key() != functorch.TransformType.Vmap:
         return None, 1
@@ -77,7 +77,7 @@ def stacking() -> tuple[int | None, int]:
 
 
 def rows_of(some: Tensor, whole: Tensor, at: int = 0) -> tuple[int, int] | None:
-    """Which rows of a tensor, along an axis, another one is in the same memory; None if it is none."""
+    """The rows, along an axis, that a view takes of a tensor; None if it is not such a view."""
     if some.dim() != whole.dim() or whole.dim() <= at:
         return None
     same = (
@@ -93,7 +93,7 @@ def rows_of(some: Tensor, whole: Tensor, at: int = 0) -> tuple[int, int] | None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would multiply in, if anything."""
+    """The dtype in which autocast would multiply, if any."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return None
@@ -119,7 +119,7 @@ class StackedLayer(Stacked):
 
     @staticmethod
     def into_weight(ctx: Any, make: Callable[[slice], Tensor]) -> Tensor | None:
-        """The gradient in the weights, by samples, unless a sink has taken it."""
+        """The gradient of the weights, by samples, unless a sink has taken it."""
         if not ctx.needs_input_grad[1]:
             return None
         parts = [] if ctx.sink is None else ctx.sink.parts()
@@ -131,9 +131,9 @@ class StackedLayer(Stacked):
 def operands(
     input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """A layer's input, weight ``[K, …]`` and bias ``[K, O]``, and the weight as it is multiplied.
+    """A layer's input, weight ``[K, …]`` and bias ``[K, O]``, and the weight as cast for the product.
 
-    Autocast does not look inside an autograd function, so what it would cast is cast here.
+    Autocast does not work inside an autograd function, so this does its casts.
     """
     x, w, b, dtype = front(input), front(weight), None, autocast_dtype(input)
     if bias is not None:
@@ -152,7 +152,7 @@ def column_sums(grad: Tensor) -> Tensor:
 
 
 def channels_last(input: Tensor) -> Tensor | None:
-    """Stacked activations ``[K, B, …, C]`` if kernels can work on them, else None."""
+    """Stacked activations ``[K, B, …, C]`` if kernels support them, else None."""
     x = front(input)
     if kernels is None or not x.is_cuda or x.dim() < 3 or x.dtype not in FLOATS:
         return None
@@ -162,7 +162,7 @@ def channels_last(input: Tensor) -> Tensor | None:
 
 
 def pair(size: Any) -> tuple[int, int]:
-    """A size for both axes of a picture."""
+    """A size for both axes of an image."""
     return (size, size) if isinstance(size, int) else (size[0], size[-1])
 
 
@@ -213,7 +213,7 @@ class StackedMaxPool2d(Stacked):
 @final
 @dataclass(eq=False)
 class CrossEntropy(Call):
-    """The mean loss of logits ``[B, C]`` and labels ``[B]``, with nothing else asked for."""
+    """The mean loss of logits ``[B, C]`` and labels ``[B]``, with all other options at their defaults."""
 
     input: Tensor
     target: Tensor

@@ -1,8 +1,8 @@
-"""Stand-ins: what a model gets in the place of parameters whose layers draw their own outputs.
+"""Stand-ins for the parameters of layers that draw their own outputs.
 
-A linear layer or a convolution that is given one has its estimator (:mod:`posterity.layers.estimators`);
-every other operation gets the one draw of the weight that the stand-in stands for. A stand-in has no numbers
-of its own, so nothing can use a weight at its mean by mistake.
+A linear layer or a convolution that gets a stand-in uses its estimator (:mod:`posterity.layers.estimators`);
+every other operation gets one draw of the weight. A stand-in has no values of its own, so nothing can use a
+weight at its mean by mistake.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Estimator: TypeAlias = Literal["weight", "local", "flipout"]
 
 
 class Draws(Protocol):
-    """The draws of some blocks in one forward pass, each made when it is first asked for.
+    """The draws of some blocks in one forward pass, each made at first use.
 
     Attributes:
         estimator: ``"local"`` or ``"flipout"``.
-        batch_dim: The axis that counts examples, where a layer leaves a choice.
-        transforms: Levels of the transforms of torch.func that the draws are for.
-        scaled_axis: The axis of weights that each example has scales of, 0 for outputs and 1 for inputs.
+        batch_dim: The axis of the examples, for layers with several axes.
+        transforms: Levels of the torch.func transforms that the draws are for.
+        scaled_axis: The axis of weights with scales for each example: 0 for outputs, 1 for inputs.
     """
 
     estimator: Estimator
@@ -46,50 +46,50 @@ class Draws(Protocol):
         """Mean and std of each tensor's weights with local, mean and deviation with flipout."""
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Standard normals that belong to a name."""
+        """Standard normals under a name."""
 
     def signs(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Random signs that belong to a name."""
+        """Random signs under a name."""
 
     def scales(self, examples: int) -> Tensor:
-        """Scales ``[examples, size]`` of ``scaled_axis``, which ``parts`` are without."""
+        """Scales ``[examples, size]`` of ``scaled_axis``; ``parts`` do not include them."""
 
 
 @final
 class Drawn:
-    """One parameter in one forward pass: how it may be used, and how it was.
+    """One parameter in one forward pass: its draws, and how it was used.
 
     Args:
-        name: Of the parameter.
+        name: The parameter's name.
         block: Name of its block.
-        draws: Of its block, and perhaps others.
-        index: Its number among all tensors of these.
+        draws: The draws of its block, and perhaps of others.
+        index: Its index among all tensors of these draws.
     """
 
     def __init__(self, name: str, block: str, draws: Draws, index: int) -> None:
         self.name, self.block, self.draws, self.index = name, block, draws, index
         self.estimator, self.batch_dim = draws.estimator, draws.batch_dim
-        self._call: tuple[int, str] | None = None  # examples and signs of the layer that it served
+        self._call: tuple[int, str] | None = None  # examples and signs of the layer that used its estimator
         self._used = False  # as one draw
 
     @property
     def by_example(self) -> bool:
-        """Whether it must know which axis counts examples."""
+        """Whether its estimator needs the axis of the examples."""
         return self.estimator == "flipout" or self.draws.scaled_axis is not None
 
     def serves(self, examples: int, signs: str) -> bool:
-        """Whether its estimator serves a call of a layer; if not, the call is to have the one draw.
+        """Whether its estimator applies to a call of a layer; if not, the call gets the one draw.
 
         Args:
-            examples: How many the call has.
-            signs: Name of those that it multiplies outputs with.
+            examples: Number of examples in the call.
+            signs: Name of the signs that multiply the outputs.
         """
         if self._used or transforms() != self.draws.transforms:
             return False
         if self._call is not None and self.estimator == "local":
             raise RuntimeError(
                 f"{self.name!r} is used twice in one forward pass, and estimator='local' would draw its "
-                f"outputs as if of other weights each time: pass {self._instead()}, or estimator='flipout'"
+                f"outputs as if from other weights each time: pass {self._instead()}, or estimator='flipout'"
             )
         if self._call not in (None, (examples, signs)):
             raise RuntimeError(
@@ -108,11 +108,11 @@ class Drawn:
         return self.draws.parts()[self.index][1]
 
     def normal(self, what: str, shape: Sequence[int]) -> Tensor:
-        """Standard normals of its own, for a purpose."""
+        """Its own standard normals, for a purpose."""
         return self.draws.normal(f"{self.name}|{what}", shape)
 
     def signs(self, what: str, shape: Sequence[int]) -> Tensor:
-        """Random signs of its own, for a purpose."""
+        """Its own random signs, for a purpose."""
         return self.draws.signs(f"{self.name}|{what}", shape)
 
     def value(self) -> Tensor:
@@ -120,16 +120,16 @@ class Drawn:
         return self.draws.values()[self.index]
 
     def use(self) -> None:
-        """From here on, the one draw is what all operations get."""
+        """From here on, all operations get the one draw."""
         if self._call is not None:
             raise RuntimeError(
-                f"{self.name!r} is used by a layer and then by something else, which estimator="
+                f"{self.name!r} is used by a layer and then by another operation, to which estimator="
                 f"{self.estimator!r} cannot give the same weights: pass {self._instead()}"
             )
         self._used = True
 
     def hidden(self, _: Tensor) -> None:
-        """The hook on a stand-in: no operation that was seen has used it."""
+        """The hook on a stand-in: an operation that was not seen has used it."""
         raise RuntimeError(
             f"{self.name!r} is used by an operation that torch's function modes do not see (such as a "
             f"torch.autograd.Function): pass {self._instead()}"
@@ -141,11 +141,11 @@ class Drawn:
 
 @final
 class StandIn(Tensor):
-    """What a model gets in the place of a parameter; all its numbers are NaN.
+    """A tensor in place of a parameter; all its values are NaN.
 
     Attributes:
-        drawn: What it stands for.
-        origin: The tensor that it is a view of, whose hook hears of gradients that reach it.
+        drawn: The parameter that it stands for.
+        origin: The tensor that it is a view of, with a hook for gradients that reach it.
     """
 
     drawn: Drawn
@@ -153,10 +153,10 @@ class StandIn(Tensor):
 
     @classmethod
     def of(cls, drawn: Drawn, shape: Sequence[int], nothing: Tensor) -> Self:
-        """A stand-in of a shape, made of a tensor that has one number, NaN.
+        """A stand-in of a shape, made from a tensor with one value, NaN.
 
-        Made where no transform of torch.func runs. A gradient that reaches it comes from an operation that
-        nobody has seen.
+        Call it outside all torch.func transforms. A gradient that reaches a stand-in comes from an operation
+        that was not seen.
         """
         empty = nothing.detach().expand(shape)
         if torch.is_grad_enabled():
@@ -169,7 +169,7 @@ class StandIn(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """An operation that has no estimator gets the draws."""
+        """Give an operation without an estimator the draws."""
         if func.__name__ in _ABOUT:
             with DisableTorchFunctionSubclass():
                 found = func(*args, **(kwargs or {}))
@@ -183,12 +183,12 @@ class StandIn(Tensor):
         return out
 
 
-# Functions that may only ask what a tensor is, by name: attributes, and methods that need no numbers.
+# Functions, by name, that only inspect a tensor: attributes, and methods that need no values.
 _ABOUT = frozenset({"__get__", "__len__", "dim", "is_complex", "is_floating_point", "numel", "size"})
 
 
 def drawn_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Drawn]]:
-    """The arguments with the draws in the places of stand-ins, and what was drawn."""
+    """The arguments with draws in place of stand-ins, and the parameters that were drawn."""
     leaves, shape = tree_flatten((args, kwargs))
     drawn = [each.drawn for each in leaves if isinstance(each, StandIn)]
     plain = [each.drawn.value() if isinstance(each, StandIn) else each for each in leaves]

@@ -1,4 +1,4 @@
-"""Watched weights and their aliases, which layers are given in their place."""
+"""Watched weights, and the aliases that layers get in their place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Watched(NamedTuple):
 
     Attributes:
         tensor: The whole tensor.
-        alias: What layers are given instead, a leaf in the same memory; of a part a view of that.
-        parts: What it is to each listener.
+        alias: The tensor that layers get instead, a leaf in the same memory; for a part, a view of that.
+        parts: The part that it is for each listener.
     """
 
     tensor: Tensor
@@ -26,11 +26,11 @@ class Watched(NamedTuple):
     parts: dict[Listener, Part]
 
     def part(self, some: Tensor, samples_axis: int | None) -> Watched | None:
-        """The rows, the sample, or the rows of a sample that another tensor is in the same memory, if any.
+        """The rows, the sample, or the rows of a sample that another tensor is a view of, if any.
 
         Args:
             some: The other tensor.
-            samples_axis: Where vmap has its samples, if it has any.
+            samples_axis: The axis of its vmap samples, if it has any.
         """
         whole, alias, sample, at = self.tensor, self.alias, None, 0 if samples_axis is None else 1
         if samples_axis not in (None, 0):
@@ -50,7 +50,7 @@ class Watched(NamedTuple):
 
 
 class _Tap(torch.autograd.Function):
-    """Nothing, forward; backward, a layer reports, and the listener brings the gradient of its weight."""
+    """The identity; in the backward pass a layer reports, and may return the gradient of its weight."""
 
     @staticmethod
     def forward(
@@ -71,6 +71,6 @@ class _Tap(torch.autograd.Function):
         return grad, into, None, None, None
 
 
-# y, the alias, the call, where the weight has its samples, and whether vmap runs: outputs behind a node that
+# From y, the alias, the call, the axis of the weight's samples, and whether vmap runs: y after a node that
 # reports.
 tap = fast_apply(_Tap)

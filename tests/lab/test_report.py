@@ -423,7 +423,7 @@ def test_metrics_that_lack_a_number_are_refused_by_name(folder: Path) -> None:
 
 def test_runs_that_were_not_run_alike_are_refused(folder: Path) -> None:
     made(folder, images.MNIST, "400", "bgd", 2, image_metrics(0.01), epochs=5)
-    with pytest.raises(ValueError, match="seeds 0 and 2 of 400 bgd were not run alike"):
+    with pytest.raises(ValueError, match="seeds 0 and 2 of 400 bgd were run with different settings"):
         page(folder)
 
 

@@ -198,7 +198,7 @@ def test_rules_are_given_what_the_config_says(method: str, monkeypatch) -> None:
         seen.update(given)
         return IVON(model, num_data=1)
 
-    monkeypatch.setitem(learners._RULES, method, rule)
+    monkeypatch.setitem(learners._OSAWA, method, rule)
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.LazyLinear(2))
     net(torch.zeros(2, 1, 4, 4))
     config = CELLS["alexnet", method].config

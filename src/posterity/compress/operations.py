@@ -302,9 +302,7 @@ def _joined(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) ->
         return Axis(dim, units, torch.cat([axis.constant for axis in axes]))
     known = [axis for each in parts if (axis := self.axis(each)) is not None]
     if len(known) < len(parts) or len({axis.dim for axis in known}) > 1:
-        return self.freeze(
-            node, f"{self.title(node)} combines it with what no layer makes, or along other axes"
-        )
+        return self.freeze(node, f"{self.title(node)} combines it with what no layer makes, or on other axes")
     for axis in known[1:]:
         self.units.join(known[0].units, axis.units)
     constant = torch.stack([axis.constant for axis in known]).all(0)

@@ -26,9 +26,8 @@ from posterity.compress.units import INPUT, OUTPUT, Followed, Use, used
 from posterity.posterior import DiagonalGaussian, Factorised
 from posterity.torch_private import tree_leaves
 
-_Kept: TypeAlias = dict[
-    str, list[list[int]]
-]  # by tensor that becomes smaller: the entries that stay, for every axis
+# By tensor that becomes smaller: the entries that stay, for every axis.
+_Kept: TypeAlias = dict[str, list[list[int]]]
 # Weights that a linear layer must save before its inputs are selected: for fewer, the selection costs more.
 _WORTH = 10_000
 

@@ -175,9 +175,7 @@ class EndToEnd:
         masks = [mask for mask in own if mask is not None]
         if not masks:
             return None
-        lasting = not any(
-            map(Tensor.is_inference, masks)
-        )  # inference tensors may change, and have no versions
+        lasting = not any(map(Tensor.is_inference, masks))  # others may change, and have no versions
         versions = [mask._version for mask in masks] if lasting else []
         known = self._masks.get(name) if lasting else None
         if known is None or not _same(known[0][0], own) or known[0][1] != versions:

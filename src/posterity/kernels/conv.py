@@ -400,7 +400,7 @@ def _gather(
 
 
 def _phase(f: int, grad_size: int, size: int, taps: int, stride: int, padding: int, dilation: int) -> _Axis:
-    """Inputs ``f + i · stride``, which tap r reads for output ``i + (f + padding − r · dilation) / stride``."""
+    """Inputs ``f + i · stride``, which tap r reads for ``i + (f + padding − r · dilation) / stride``."""
     met = [r for r in reversed(range(taps)) if (f + padding - r * dilation) % stride == 0]
     at = [(f + padding - r * dilation) // stride for r in met] or [0]
     step, tap_step = (at[1] - at[0], met[1] - met[0]) if len(met) > 1 else (1, 0)

@@ -1,4 +1,4 @@
-"""Tables of gradient methods and of trials, in Markdown, from the records in ``results`` alone."""
+"""Tables of gradient methods and of trials, in Markdown, made only from the records in ``results``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How long is one BGD step on VGG11 and ResNet-18, beside a plain loop over K and one step of Adam?
+"""How long does a BGD step take on VGG11 and ResNet-18, compared with a plain loop over K and an Adam step?
 
     posterity bench conv_step --device cuda
     posterity bench conv_step --nets lenet5 --samples 2
 
 CIFAR's shapes, [128, 3, 32, 32]. Every column of a row has the row's precision and layout; bf16 is autocast.
-The loop gives BatchNorm's weights a posterior as well and moves its running statistics with every sample, as
-the authors' code does; ours has none there (9,600 of ResNet-18's 11.17 million parameters) and moves those
+The loop gives BatchNorm's weights a posterior too, and updates the running statistics with every sample, like
+the authors' code; ours gives them none (9,600 of ResNet-18's 11.17 million parameters), and updates the
 statistics once.
 """
 

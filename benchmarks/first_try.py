@@ -1,12 +1,12 @@
-"""What does every method give a newcomer, who passes required arguments only, beside AdamW and SGD?
+"""How good is every method with only its required arguments, compared with AdamW and SGD?
 
     POSTERITY_DATA=... posterity bench first_try --jobs 2
     POSTERITY_DATA=... posterity bench first_try --device cuda --tasks cifar10-resnet20
     posterity bench first_try --tasks digits-mlp digits-cnn --methods adamw ivon --seeds 0
 
-Every task, method and seed is a process of its own. Its result is in the record as soon as it is there, and a
-second call with the same ``--out`` runs what is missing. Delete the record to run all of it again. A step's
-time is measured beside AdamW's in the same process. Processes that share a GPU wait for each other, so times
+Every task, method and seed runs in its own process. Each result is written to the record at once, and a
+second call with the same ``--out`` runs what is missing. Delete the record to run everything again. A step's
+time is measured next to AdamW's in the same process. Processes that share a GPU wait for each other, so times
 of a record with several ``--jobs`` on a GPU are not shown.
 
 Aim: nothing diverges; every posterior method is within 0.5 points of AdamW's accuracy, or has an RMSE of at

@@ -1,16 +1,16 @@
-"""How long is one step of Bayes by Backprop, beside Adam and the packages that users take for it?
+"""How long does a step of Bayes by Backprop take, compared with Adam and other packages for it?
 
     posterity bench gradient_step --device cuda
     posterity bench gradient_step --nets mlp-400-400 --variants gaussian local --samples 1 --batch 32
 
 Every parameter has a posterior, with K = 1 weight sample, and K = 10 for MLPs. The variants differ in one
-thing each: the scale mixture of the paper in place of a Gaussian prior, the estimators local and flipout in
-place of one draw of the weights, the families CFG and MNF in place of independent weights. Ours is measured
+thing each: the paper's scale mixture in place of a Gaussian prior, the estimators local and flipout in place
+of one draw of the weights, the families CFG and MNF in place of independent weights. Ours is measured
 twice: in a plain loop (`elbo(...)`, `backward()`, `step()`) and by `compile_step`. bayesian-torch 0.5
 (Gaussian priors, flipout) and BLiTZ (mixtures) run in plain loops, one sample after another, as their users
-run them, and leave BatchNorm without a posterior. Both come by
+run them, and leave BatchNorm without a posterior. Install both with
 `pip install --no-deps bayesian-torch==0.5.0 blitz-bayesian-pytorch==0.2.8`; folders that hold them may be on
-PYTHONPATH instead. Each Adam is torch's fused one. On a GPU, what is compared with a graph is a graph.
+PYTHONPATH instead. Each Adam is torch's fused one. On a GPU, graphs are compared with graphs.
 """
 
 from __future__ import annotations

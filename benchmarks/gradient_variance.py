@@ -1,12 +1,12 @@
-"""How noisy is the gradient of a drawn network, by estimator, std and batch size?
+"""How noisy is the gradient at sampled weights, by estimator, std and batch size?
 
     posterity bench gradient_variance
     posterity bench gradient_variance --plot-only benchmarks/results/gradient_variance-cpu.json
 
-Nets that have learned digits, with stds of std_scale / sqrt(fan_in) (`variational`'s default is 0.02). Every
-number is a variance of the mean loss's gradient in the means of the weights, summed over these: of one batch
-under single draws (K = 1), and, as what no estimator takes away, of batches drawn at random, at the means.
-The plot is drawn beside the record.
+Nets trained on digits, with stds of std_scale / sqrt(fan_in) (`variational`'s default is 0.02). Every number
+is the variance of the mean loss's gradient with respect to the weights' means, summed over weights: for one
+batch with single draws (K = 1), and for random batches at the means, which no estimator can reduce. The plot
+is saved next to the record.
 """
 
 from __future__ import annotations

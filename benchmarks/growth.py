@@ -3,13 +3,14 @@
     posterity bench growth --device cuda
     posterity bench growth --plot-only benchmarks/results/growth-h200.json
 
-An MLP 784-W-W-10, P parameters, batch B. Beside each point two floors, from rates measured in the same run:
+An MLP 784-W-W-10, P parameters, batch B. Each point has two lower bounds, from rates measured in the same
+run:
 
     bytes   4 P (3 K + 4) / copy bandwidth: theta written once, read forward and backward; mean and std read
-            and written once. What stays in a cache may be faster than that.
+            and written once. Data that stays in a cache may be faster.
     FLOPs   6 B P K / rate of a large square matmul: 2 forward, 4 backward (the first layer needs only 2).
 
-The plot is drawn beside the record.
+The plot is saved next to the record.
 """
 
 from __future__ import annotations

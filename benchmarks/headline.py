@@ -1,7 +1,7 @@
-"""The tables in README.md and docs/ that are made from the committed records.
+"""The tables in README.md and docs/ that are made from committed records.
 
     posterity bench headline           # prints the README's five rows
-    posterity bench headline --write   # rewrites every table between its two marks, in README.md and docs/
+    posterity bench headline --write   # rewrites every table between its markers, in README.md and docs/
 
 A test compares the files with the records, so a table cannot be out of date.
 """

@@ -1,4 +1,4 @@
-"""How long is one IVON step (K = 1) on ResNet-18, beside the authors' package ivon-opt and Adam?
+"""How long does an IVON step (K = 1) take on ResNet-18, compared with the authors' ivon-opt and Adam?
 
     posterity bench ivon_step --device cuda
     posterity bench ivon_step --net lenet5

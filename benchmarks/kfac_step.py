@@ -1,13 +1,13 @@
-"""How long is one step of Noisy K-FAC (K = 1) and of K-FAC, beside Adam?
+"""How long does a step of Noisy K-FAC (K = 1) and of K-FAC take, compared with Adam?
 
     posterity bench kfac_step --device cuda
     posterity bench kfac_step --nets lenet5 --every 1
 
-CIFAR's shapes, [128, 3, 32, 32]. Kronecker factors are collected, and their inverses made, in every fiftieth
-step, as by default; a round has whole cycles, so that a time is the mean over steps with and without factors.
+CIFAR's shapes, [128, 3, 32, 32]. Kronecker factors are collected and inverted in every fiftieth step, the
+default; a round has whole cycles, so that a time is the mean over steps with and without factors.
 Ours is measured in a plain loop (`with opt.sampled_params():` around forward and backward, then `opt.step()`)
 and by `compile_step`, on a GPU a CUDA graph except in the step with factors; BatchNorm's weights have
-no posterior. The target is for `compile_step` beside Adam in a CUDA graph.
+no posterior. The target compares `compile_step` with Adam in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How much memory does one BGD step need, beside one that stores weights, noise and gradients of all samples?
+"""How much memory does a BGD step need, compared with storing all samples' weights, noise and gradients?
 
     posterity bench memory --device cuda
 
-An MLP 784-W-W-10. A number is the peak of allocated memory during a step above what was allocated before it,
-state included. `compile_step` is measured three times, since a graph allocates when it is captured and not
+An MLP 784-W-W-10. A number is the peak of allocated memory during a step minus that before it, including
+state. `compile_step` is measured three times, since a graph allocates when it is captured and not
 when it is replayed: an eager step, the step that captures, a replay; the highest counts. A CPU has no such
 counter: there both steps run, and nothing is measured.
 """

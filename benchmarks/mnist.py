@@ -1,12 +1,12 @@
-"""How long is the BGD paper's whole training on MNIST, 600 epochs with K = 10, and how good is the result?
+"""How long does the BGD paper's training on MNIST take, 600 epochs with K = 10, and how good is the result?
 
     POSTERITY_DATA=... posterity bench mnist --device cuda
     posterity bench mnist --data digits --widths 20 --epochs 2
 
 MLPs 784-W-W-10 on 50,000 images, batches of 128, pixels in [0, 1]; the other 10,000 training images are not
-used. A number is the seconds from before the data is read until the last test error is known: reading,
-compiling, capturing, 600 epochs, evaluation. The widths run one after another in one process, so that kernels
-compile in the first. Errors are those of the test set, of 10 networks drawn once.
+used. A number is the time in seconds from before the data is read until the last test error is known:
+reading, compilation, capture, 600 epochs, evaluation. The widths run one after another in one process, so
+kernels compile with the first. Errors are on the test set, for 10 networks drawn once.
 """
 
 from __future__ import annotations

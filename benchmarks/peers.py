@@ -1,6 +1,6 @@
-"""What the benchmarks compare: training steps of peers and of ours, each a function without arguments.
+"""Training steps that benchmarks compare, from other packages and ours, as functions without arguments.
 
-Every step does the same work on a batch that lies on the device: cross-entropy, backward, update.
+Every step does the same work on a batch on the device: cross-entropy, backward, update.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How long do 64 sampled networks take over 10,000 images, stacked or one after another?
+"""How long do 64 sampled networks take for 10,000 images, stacked or one after another?
 
     posterity bench predict --device cuda
     posterity bench predict --nets mlp --images 100 --samples 4
 
-The peer draws a network, runs all images through it, and goes on to the next: at equal precision, and with as
-many images in a forward pass as `posterity.predict` has. Both keep the logits [S, B, 10]. bf16 is autocast.
+The baseline draws a network, runs all images through it, and continues with the next one, with the same
+precision and the same number of images per forward pass as `posterity.predict`. Both keep the logits [S, B,
+10]. bf16 is autocast.
 """
 
 from __future__ import annotations

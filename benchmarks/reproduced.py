@@ -1,7 +1,7 @@
-"""Tables of what was reproduced, in Markdown, from the records in ``results`` alone.
+"""Tables of reproduced results, in Markdown, made only from the records in ``results``.
 
 A table has every method that was run in its setting, so a stronger competitor cannot be left out. A number is
-the mean over seeds, with the standard deviation where there are several.
+the mean over seeds, with the standard deviation if there are several.
 """
 
 from __future__ import annotations

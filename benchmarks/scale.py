@@ -1,4 +1,4 @@
-"""How much do processes that learn together send in a step, and how long would that take?
+"""How much data do processes that train together send in a step, and how long would that take?
 
     posterity bench scale
     posterity bench scale --worlds 128 --rules noisy-kfac
@@ -9,15 +9,16 @@ Collectives and bytes are counted, not estimated: one process runs steps of ResN
 first of a world of up to 128, on torch's `fake` backend, which sends nothing. `ivon-10` has
 `second_every=10`: a mean over ten steps. K-FAC's steps are those with factors, one of fifty by default.
 **Times of these rows are a model**: a ring sends 2 (W - 1) / W of the bytes through each link, at the
-bandwidth of a data sheet, without latency and beside no computation. Where an all-reduce overlaps with the
-backward pass, as DistributedDataParallel's does, less of it is seen; links that are shared make it more.
+bandwidth of a data sheet, without latency and without overlap with computation. An all-reduce that overlaps
+with the backward pass, like DistributedDataParallel's, costs less time; shared links cost more.
 
-`--measure` trains in as many real processes, with gloo on this machine's CPU and as many examples for each
-(weak scaling). Beyond its cores processes share them: a step of 4 on 2 cores takes twice the time at best.
+`--measure` trains in that many real processes, with gloo on this machine's CPU and the same number of
+examples for each (weak scaling). If there are more processes than cores, they share them: a step of 4 on 2
+cores takes at least twice the time.
 
-`--alone` measures what there is to pay before anything travels: steps of `compile_step` by a process that is
-the only one of its group (of NCCL; on a CPU of gloo), beside the same steps without a group. It runs all that
-one of many processes runs, the collectives too, and should take at most 1.02 times as long on a GPU.
+`--alone` measures the cost before anything is sent: steps of `compile_step` by the only process of a group
+(NCCL, or gloo on a CPU), compared with the same steps without a group. It runs everything that one of many
+processes runs, including the collectives, and should take at most 1.02 times as long on a GPU.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What does it cost in accuracy to send less of IVON's second sum, E[g·eps]?
+"""How much accuracy does it cost to send IVON's second sum, E[g·eps], less often?
 
     posterity bench second_every
 
-An MLP learns digits as four processes with samples of their own would (`compile_step(parts=4)`), and is
-tested on a fifth of the training images, which it has not seen: with an estimate of the Hessian in every
-step, in one of 10 and of 100 (`second_every=`), and with one in every step whose sum is rounded to bfloat16
-once, which is the least that a collective in that type would do. Numbers are medians over seeds, with their
-range. `std_difference` in the record is the median over weights of how far their stds are from those of the
-first column, relative to these; the column "another seed" shows how far other noise alone takes them.
+An MLP learns digits like four processes with separate samples (`compile_step(parts=4)`), and is tested on a
+held-out fifth of the training images: with an estimate of the Hessian in every step, in one of 10 and of 100
+(`second_every=`), and in every step with the sum rounded to bfloat16 once, the least that a collective in
+that type would do. Numbers are medians over seeds, with their range. `std_difference` in the record is the
+median over weights of the relative difference of their stds from those of the first column; the column
+"another seed" shows the difference from other noise alone.
 """
 
 from __future__ import annotations

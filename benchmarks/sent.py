@@ -1,4 +1,4 @@
-"""Tables of what processes send in a step, and of what IVON loses if it sends less, from their records."""
+"""Tables of the data that processes send in a step, and of IVON's accuracy if it sends less, from records."""
 
 from __future__ import annotations
 

@@ -3,14 +3,14 @@
     posterity bench smaller --units results/cache/sparse-groups/lenet5-*
     posterity bench smaller --units results/cache/sparse-vgg/k-1-* --device cuda --batches 1 128 1024
     posterity bench smaller --nets lenet5-caffe --kept 0.2     # no training: random weights
-    posterity bench smaller --nets lenet5-caffe --left 8 13 88 13     # of the sizes that a paper reports
+    posterity bench smaller --nets lenet5-caffe --left 8 13 88 13     # the sizes that a paper reports
 
 A unit is the cache folder of one of ``posterity reproduce sparse-lenet``, ``sparse-groups``, ``sparse-vgg``.
-The whole net and the smaller one run the same images, in turn, in fp32 and in the same layout: test images,
-since a CPU foresees the branches of few or repeated ones. Files are those of ``posterity.compress.export``,
-with weights as floats, and as whole numbers where the posterior says how far to round. Where onnxruntime is
-installed, it runs both ONNX files on a CPU, with as many threads as torch, and inputs bound once: a call of a
-small net costs less.
+The whole net and the smaller one run the same images alternately, in fp32 and in the same layout. These are
+test images, since a CPU predicts the branches of few or repeated ones. Files are those of
+``posterity.compress.export``, with weights as floats, and as integers if the posterior has stds for rounding.
+If onnxruntime is installed, it runs both ONNX files on a CPU, with as many threads as torch, and with inputs
+bound once, which makes calls of small nets faster.
 """
 
 from __future__ import annotations

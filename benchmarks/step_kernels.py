@@ -1,4 +1,4 @@
-"""Which kernels does one captured step spend its time in?
+"""In which kernels does a captured step spend its time?
 
     posterity bench step_kernels --device cuda --steps bgd-mlp-2000-2000 ivon-resnet18 adam-resnet18
 

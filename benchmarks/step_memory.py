@@ -1,10 +1,10 @@
-"""How much memory does training by VOGN or by Bayes by Backprop (K = 1) need, beside Adam?
+"""How much memory does training by VOGN or Bayes by Backprop (K = 1) need, compared with Adam?
 
     posterity bench step_memory --device cuda
 
-CIFAR's shapes, [128, 3, 32, 32]. A number is the peak of allocated memory over the first four steps, with the
-net, its state and the captured graph, where there is one, above what was allocated before the net was made. A
-CPU has no such counter: there the steps run, and nothing is measured.
+CIFAR's shapes, [128, 3, 32, 32]. A number is the peak of allocated memory over the first four steps,
+including the net, its state and the captured graph if there is one, minus that before the net was made. A CPU
+has no such counter: there the steps run, and nothing is measured.
 """
 
 from __future__ import annotations

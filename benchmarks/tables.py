@@ -1,4 +1,4 @@
-"""Tables in Markdown, and numbers in their cells."""
+"""Markdown tables, and numbers in their cells."""
 
 from __future__ import annotations
 

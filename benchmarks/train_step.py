@@ -1,10 +1,10 @@
-"""How long is one BGD step with K weight samples, beside a plain loop over K and one step of Adam?
+"""How long does a BGD step with K weight samples take, compared with a plain loop over K and an Adam step?
 
     posterity bench train_step --device cuda
     posterity bench train_step --widths 200 400
 
-An MLP 784-W-W-10 and a batch of 128. On a CPU a column more: drawing the noise of all samples alone, below
-which no step with that noise can come.
+An MLP 784-W-W-10 and a batch of 128. On a CPU there is one more column: only drawing the noise of all
+samples, a lower bound for any step with that noise.
 """
 
 from __future__ import annotations

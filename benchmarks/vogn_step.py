@@ -1,17 +1,17 @@
-"""How long is one VOGN step, beside Adam and BackPACK's squares of single examples' gradients?
+"""How long does a VOGN step take, compared with Adam and BackPACK's per-example squared gradients?
 
     posterity bench vogn_step --device cuda
     posterity bench vogn_step --nets lenet5
     posterity bench vogn_step --nets resnet18 --batches 32 128 512 2048
     posterity bench vogn_step --nets resnet18 --samples 1 2 4 8
 
-CIFAR's shapes, [128, 3, 32, 32], and one weight sample, K = 1, unless others are asked for. Ours is measured
+CIFAR's shapes, [128, 3, 32, 32], and one weight sample, K = 1, by default. Ours is measured
 twice: in a plain loop (`with opt.sampled_params():` around forward and backward, then `opt.step()`) and by
-`compile_step`; BatchNorm's weights have no posterior. BackPACK, a package of its own, only makes the squares:
-Adam's step does not use them. It knows no BatchNorm, and has no column for ResNet-18. It is in both rows,
-always in a plain loop, as its users run it; five times its speed is the target of `compile_step`. In plain
-loops there is none: on LeNet-5 Adam alone takes a third of BackPACK's time there, so no rule that costs as
-much as Adam can be five times as fast.
+`compile_step`; BatchNorm's weights have no posterior. The package BackPACK only computes the squares: Adam's
+step does not use them. It does not support BatchNorm, so it has no column for ResNet-18. It is in both rows,
+always in a plain loop, as its users run it; the target of `compile_step` is five times its speed. Plain loops
+have no target: on LeNet-5 Adam alone takes a third of BackPACK's time there, so a rule that costs as much as
+Adam cannot be five times as fast.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How long is a step of every method of `posterity reproduce vogn-table`, beside Adam's?
+"""How long does a step of every method of `posterity reproduce vogn-table` take, compared with Adam's?
 
     posterity bench vogn_table --device cuda
     posterity bench vogn_table --settings lenet5 --batch 8
 
-Methods, nets, weight samples, parts of a batch and batch sizes are the table's, and so is how steps are run:
-on a GPU, Adam's too is one CUDA graph. All methods of a setting have as many steps in an epoch: a ratio of
-steps is one of epochs. The batch has CIFAR's shape, [·, 3, 32, 32]; loading and augmenting images, the same
-for all, are left out.
+Methods, nets, weight samples, parts of a batch and batch sizes are those of the table, and steps run in the
+same way: on a GPU, Adam's is a CUDA graph too. All methods of a setting have the same number of steps in an
+epoch, so ratios of steps are ratios of epochs. The batch has CIFAR's shape, [·, 3, 32, 32]; loading and
+augmenting images, the same for all, are left out.
 """
 
 from __future__ import annotations

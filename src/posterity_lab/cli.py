@@ -1,7 +1,7 @@
 """The command line: ``posterity train``, ``evaluate``, ``predict``, ``data``, ``demo``, ``bench``,
 ``reproduce`` and ``report``.
 
-Whatever needs torch is imported inside the commands, so that ``--help`` answers at once.
+Modules that need torch are imported inside the commands, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from posterity_lab.config import DEFAULTS, Config
 from posterity_lab.console import Lists, OneSentence, counted, stoppable, table
 
-# Commands that torchrun may start several times; all others write or print the same thing each time.
+# Commands that torchrun may start as several processes; in the others, each process would do the same.
 _TOGETHER = ("train", "reproduce")
 
 app = typer.Typer(
@@ -27,11 +27,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(no_args_is_help=True, help="Data sets: which there are, their checksums, downloads.")
+data_app = typer.Typer(no_args_is_help=True, help="Data sets: list, verify, download.")
 app.add_typer(data_app, name="data")
 
-_Run = Annotated[Path, typer.Argument(help="Folder of a run, as train left it.", metavar="FOLDER")]
-_Device = Annotated[str | None, typer.Option(help="Where to compute, if not where the run was trained.")]
+_Run = Annotated[Path, typer.Argument(help="Folder of a trained run.", metavar="FOLDER")]
+_Device = Annotated[str | None, typer.Option(help="cpu or cuda; the run's own device if not given.")]
 _Samples = Annotated[int | None, typer.Option(help="Sampled networks; the run's eval_samples if not given.")]
 _Name = Annotated[str | None, typer.Argument(help="Name of a data set; all of them if not given.")]
 
@@ -71,20 +71,20 @@ def train(
     ctx: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run.")],
     config: Annotated[Path | None, typer.Option(help="TOML file with any of the keys below.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
     method: Annotated[
         str | None, typer.Option(help=_help("bgd, ivon, vogn, bbb, sgd or adam", "method"))
     ] = None,
     net: Annotated[str | None, typer.Option(help=_help("Such as mlp-400-400 or lenet5", "net"))] = None,
     data: Annotated[
-        str | None, typer.Option(help=_help("Such as mnist or digits, see posterity data list", "data"))
+        str | None, typer.Option(help=_help("Such as mnist or digits; see posterity data list", "data"))
     ] = None,
     epochs: Annotated[
         int | None, typer.Option(help=_help("Passes over the training images", "epochs"))
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help=_help("Images per step", "batch_size"))] = None,
     seed: Annotated[
-        int | None, typer.Option(help=_help("Of initial weights, data order and weight noise", "seed"))
+        int | None, typer.Option(help=_help("Seed of initial weights, data order and weight noise", "seed"))
     ] = None,
     device: Annotated[str | None, typer.Option(help=_help("cpu or cuda", "device"))] = None,
     eval_samples: Annotated[
@@ -100,15 +100,17 @@ def train(
     ] = None,
     beta2: Annotated[float | None, typer.Option(help=_help("Averaging of the Hessian", "beta2"))] = None,
     std_scale: Annotated[
-        float | None, typer.Option(help=_help("Std at the start times the root of the fan-in", "std_scale"))
+        float | None,
+        typer.Option(help=_help("Initial std, times the square root of the fan-in", "std_scale")),
     ] = None,
     std_init: Annotated[
-        float | None, typer.Option(help=_help("Std of every weight at the start, instead", "std_init"))
+        float | None,
+        typer.Option(help=_help("Initial std of every weight, in place of std_scale", "std_init")),
     ] = None,
     max_step: Annotated[
         float | None, typer.Option(help=_help("Bound on a weight's step, in its stds", "max_step"))
     ] = None,
-    hess_init: Annotated[float | None, typer.Option(help=_help("Hessian at the start", "hess_init"))] = None,
+    hess_init: Annotated[float | None, typer.Option(help=_help("Initial Hessian", "hess_init"))] = None,
     damping: Annotated[float | None, typer.Option(help=_help("Added to the curvature", "damping"))] = None,
     prior_precision: Annotated[
         float | None, typer.Option(help=_help("Precision of the prior", "prior_precision"))
@@ -122,16 +124,16 @@ def train(
         float | None, typer.Option(help=_help("Scale of the KL, 1 is Bayes", "kl_factor"))
     ] = None,
 ) -> None:
-    """Train a network; every epoch is saved, and a killed run goes on with --resume."""
+    """Train a network; every epoch is saved, and --resume continues an interrupted run."""
     from posterity_lab import runs
     from posterity_lab.run_files import stored
 
     keys = {field.name for field in dataclasses.fields(Config)}
     flags = {key: value for key, value in ctx.params.items() if key in keys}
     base = stored(out) if resume else None
-    with stoppable(f"go on with posterity train --out {out} --resume"):
+    with stoppable(f"resume with posterity train --out {out} --resume"):
         history = runs.train(Config.from_sources(config, flags, base), out, resume)
-    if not history:  # of several processes, the first has it
+    if not history:  # only the first of several processes has it
         return
     last = history[-1]
     typer.echo(
@@ -143,7 +145,7 @@ def train(
 @app.command()
 def evaluate(
     folder: _Run,
-    ood: Annotated[str | None, typer.Option(help="A data set of the same shape that is to look odd.")] = None,
+    ood: Annotated[str | None, typer.Option(help="Out-of-distribution data set of the same shape.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     samples: _Samples = None,
     device: _Device = None,
@@ -163,7 +165,9 @@ def evaluate(
     outside = None if ood is None else load(ood, device=config.device).test.x
     if outside is not None and outside.shape[1:] != dataset.test.x.shape[1:]:
         shapes = f"{list(outside.shape[1:])} and {list(dataset.test.x.shape[1:])}"
-        raise ValueError(f"{ood} and {config.data} have images of shapes {shapes}: choose one of equal shape")
+        raise ValueError(
+            f"{ood} and {config.data} have images of shapes {shapes}: choose one of the same shape"
+        )
     drawn = predictions(model, posterior, dataset.test.x, config, progress=not as_json)
     report: dict[str, Any] = {"run": str(folder), "data": config.data, "samples": len(drawn.samples)}
     mean = predictions(model, posterior, dataset.test.x, config, mode="mean")
@@ -191,7 +195,7 @@ def predict(
     samples: _Samples = None,
     device: _Device = None,
 ) -> None:
-    """Label inputs of your own, with the uncertainty of every label, as CSV."""
+    """Label your own inputs, with the uncertainty of every label, as CSV."""
     import csv
 
     from posterity_lab import runs
@@ -224,27 +228,30 @@ def predict(
 @app.command()
 def compress(
     folder: _Run,
-    out: Annotated[Path, typer.Option(help="A new folder for what is left.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the smaller net.")],
     fraction: Annotated[
-        float | None, typer.Option(help="Share of the weights to prune; 0.5 if nothing is said.")
+        float | None, typer.Option(help="Share of the weights to prune; 0.5 if no limit is given.")
     ] = None,
     threshold: Annotated[
-        float | None, typer.Option(help="Instead: lowest signal-to-noise ratio that stays.")
+        float | None, typer.Option(help="Instead: prune weights with a lower signal-to-noise ratio.")
     ] = None,
-    log_alpha: Annotated[float | None, typer.Option(help="Instead: lowest log alpha that goes.")] = None,
+    log_alpha: Annotated[
+        float | None, typer.Option(help="Instead: prune weights with at least this log alpha.")
+    ] = None,
     groups: Annotated[
-        str, typer.Option(help="What goes as one: inputs (columns), outputs (rows) or weights.")
+        str, typer.Option(help="Unit of pruning: inputs (columns), outputs (rows) or weights.")
     ] = "inputs",
-    share: Annotated[float, typer.Option(help="The step of rounding, in stds.")] = 1.0,
+    share: Annotated[float, typer.Option(help="Rounding step, in stds.")] = 1.0,
     file: Annotated[
         str, typer.Option("--format", help="torch.export, onnx or safetensors.")
     ] = "torch.export",
     samples: Annotated[
-        int | None, typer.Option(help="Networks of an ensemble in the file; the mean net if not given.")
+        int | None,
+        typer.Option(help="Networks of an ensemble in the file; the net at the means if not given."),
     ] = None,
     device: _Device = None,
 ) -> None:
-    """Make a run's net smaller for good, write it to a file, and show what it costs before and after."""
+    """Make a run's net smaller, write it to a file, and show its cost before and after."""
     from posterity_lab import runs
     from posterity_lab.smaller import show, smaller
 
@@ -260,13 +267,13 @@ def compress(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for what the demo makes.")] = Path("demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller and rougher, in seconds.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the demo's files.")] = Path("demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="A small, rough version, in seconds.")] = False,
 ) -> None:
-    """See what a posterior is good for, from end to end."""
+    """Show what a posterior is good for, from training to prediction."""
     from posterity_lab.demo import run
 
-    with stoppable("nothing was kept, and the same command begins again"):
+    with stoppable("nothing was kept; the same command starts again from the beginning"):
         run(out, quick)
 
 
@@ -277,13 +284,13 @@ def bench(
     ctx: typer.Context,
     name: Annotated[str | None, typer.Argument(help="A benchmark; its options follow.")] = None,
 ) -> None:
-    """Measure speed side by side with peers; NAME --help shows a benchmark's options, no NAME all names."""
+    """Measure speed next to other packages; NAME --help shows a benchmark's options, no NAME lists all."""
     from posterity_lab import bench as benchmarks
 
     if name is None or name == "--help":
         typer.echo("posterity bench NAME [OPTIONS], with NAME one of " + ", ".join(benchmarks.names()))
         return
-    how = "the record has the rows that were measured, marked as not complete; run the same command again"
+    how = "the record has the rows measured so far, marked as incomplete; run the same command again"
     with stoppable(how):
         benchmarks.run(name, ctx.args)
 
@@ -291,13 +298,13 @@ def bench(
 @app.command(cls=Lists)
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Experiments, which share their jobs; all names if not given.")
+        list[str] | None, typer.Argument(help="Experiments to run together; lists all names if not given.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small nets on digits, about a minute; the numbers mean nothing.")
     ] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Run the grid on held-out data; its best is what is run later.")
+        bool, typer.Option("--tune", help="Run the grid on held-out data; later runs use its best.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     out: Annotated[
@@ -307,9 +314,9 @@ def reproduce(
     methods: Annotated[list[str] | None, typer.Option(help="Which methods; all if not given.")] = None,
     settings: Annotated[list[str] | None, typer.Option(help="Which settings; all if not given.")] = None,
     epochs: Annotated[int | None, typer.Option(help="In place of the paper's.")] = None,
-    jobs: Annotated[int, typer.Option(help="Units at a time, each in a process of its own.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Units at a time, each in its own process.")] = 1,
 ) -> None:
-    """Reproduce tables and figures of papers; what is done is skipped, what was killed goes on."""
+    """Reproduce tables and figures of papers; finished units are skipped, interrupted ones resume."""
     from posterity_lab.reproduce import EXPERIMENTS
     from posterity_lab.reproduce import reproduce as run
 
@@ -317,7 +324,7 @@ def reproduce(
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:22} {each.title}")
         return
-    with stoppable("the same command goes on where this one was"):
+    with stoppable("the same command resumes from here"):
         run(
             *names,
             out=out,
@@ -336,9 +343,9 @@ def reproduce(
 def report(
     results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("results"),
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
-    pictures: Annotated[Path | None, typer.Option(help="Folder for its drawings as files, too.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for its drawings as separate files.")] = None,
 ) -> None:
-    """Show what was reproduced, beside the paper's numbers, as one HTML page made from the records alone."""
+    """Show reproduced results next to the paper's, as one HTML page made only from the records."""
     from posterity_lab.reproduce.page import write
 
     typer.echo(f"{write(results, out, pictures)} records are shown in {out}")
@@ -346,7 +353,7 @@ def report(
 
 @data_app.command("list")
 def list_data() -> None:
-    """Which data sets there are, and whether their files are here."""
+    """List data sets, and whether their files are here."""
     from posterity_lab.files import NAMES, verify
 
     for name in NAMES:
@@ -356,7 +363,7 @@ def list_data() -> None:
 
 @data_app.command("verify")
 def verify_data(name: _Name = None) -> None:
-    """Compare files with their checksums; exit code 1 unless all are right."""
+    """Compare files with their checksums; exit code 1 unless all match."""
     from posterity_lab.files import NAMES, verify
 
     states = {path: state for each in ([name] if name else NAMES) for path, state in verify(each).items()}
@@ -371,7 +378,7 @@ def fetch_data(name: Annotated[str, typer.Argument(help="Name of a data set.")])
     """Download the files of a data set that are missing or damaged."""
     from posterity_lab.files import fetch
 
-    with stoppable("the same command goes on where this one was"):
+    with stoppable("the same command resumes from here"):
         paths = fetch(name)
     for path in paths:
         typer.echo(str(path))

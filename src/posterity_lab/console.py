@@ -1,4 +1,4 @@
-"""What commands say: tables, one sentence for what was wrong, another for how to go on."""
+"""Output of commands: tables, and one sentence for an error, a warning or an interruption."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EXPECTED = (ValueError, OSError, FloatingPointError, ImportError)
 
 
 class OneSentence(TyperGroup):
-    """Says what was wrong in one red sentence and exits with 2; warns in one yellow sentence."""
+    """Shows an error as one red sentence and exits with 2; shows a warning as one yellow sentence."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; POSTERITY_TRACEBACK=1 shows where an error came from."""
         try:
-            with warnings.catch_warnings():  # puts back showwarning too
+            with warnings.catch_warnings():  # restores showwarning too
                 warnings.showwarning = _warn
                 return super().invoke(ctx)
         except Exception as error:
@@ -38,7 +38,7 @@ class Lists(TyperCommand):
     """Takes several values after one option: ``--seeds 0 1 2``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the name of an option that may be repeated before each of its values."""
+        """Repeat the name of a list option before each of its values."""
         several = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
         spread: list[str] = []
         option: str | None = None
@@ -53,7 +53,7 @@ class Lists(TyperCommand):
 
 @contextmanager
 def stoppable(how: str) -> Iterator[None]:
-    """Tell whoever stops a command with Ctrl-C how to go on."""
+    """After Ctrl-C, show how to resume."""
     try:
         yield
     except KeyboardInterrupt:
@@ -66,12 +66,12 @@ def _say(sentence: str, style: str) -> None:
 
 
 def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
-    """In place of warnings.showwarning, without the path and the line of code that it shows."""
+    """A replacement for warnings.showwarning without path and line of code."""
     _say(" ".join(str(message).split()), "yellow")
 
 
 def sentence(error: Exception) -> str:
-    """What to tell the user; Python's own errors about files and modules do not say what to do."""
+    """The message for an error, with what to do added to Python's errors about files and modules."""
     if isinstance(error, OSError) and error.strerror:
         if error.filename is None:
             return f"the disk cannot be used ({error.strerror}): choose another path"
@@ -87,7 +87,7 @@ def _expected(error: Exception) -> bool:
 
 
 def table(title: str, rows: dict[str, dict[str, float]]) -> Table:
-    """Numbers by row and column."""
+    """A table of numbers by row and column."""
     made = Table("", *next(iter(rows.values())), title=title)
     for name, values in rows.items():
         made.add_row(name, *(f"{value:.4f}" for value in values.values()))
@@ -95,5 +95,5 @@ def table(title: str, rows: dict[str, dict[str, float]]) -> Table:
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things, in words."""
+    """A number and its noun, in the plural if needed."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -60,7 +60,7 @@ def test_bad_calls_are_refused() -> None:
         measure(net, torch.randn(2, 3), batches=(1, 0))
     with pytest.raises(ValueError, match="batches must be sizes of at least 1, not 4"):
         measure(net, torch.randn(2, 3), batches=4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the example has a batch of 0: give at least one input"):
+    with pytest.raises(ValueError, match="the example has a batch of 0: pass at least one input"):
         measure(net, torch.randn(0, 3))
 
 

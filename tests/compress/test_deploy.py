@@ -167,7 +167,7 @@ def test_bad_calls_are_refused_and_write_nothing(net, tmp_path) -> None:
         export(tmp_path / "net", model, None, x, samples=3)
     with pytest.raises(ValueError, match="samples=3 networks are not rounded: pass the posterior, not"):
         export(tmp_path / "net", model, quantise(posterior), x, samples=3)
-    with pytest.raises(TypeError, match="takes a posterior or what quantise\\(\\) gives, not 'q'"):
+    with pytest.raises(TypeError, match="takes a posterior or a result of quantise\\(\\), not 'q'"):
         export(tmp_path / "net", model, "q", x)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the model does not take this example"):
         export(tmp_path / "net", model, posterior, x[..., :5])

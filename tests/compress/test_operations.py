@@ -491,7 +491,7 @@ def test_a_size_that_the_model_made_a_number_is_refused_for_others() -> None:
         x = torch.randn(size, 6)
         torch.testing.assert_close(small(x), masked(model, posterior)(x))
         with pytest.raises(
-            ValueError, match=f"this net serves inputs of {size} along the first axis alone, not 5"
+            ValueError, match=f"this net takes only inputs of {size} along the first axis, not 5"
         ):
             small(torch.randn(5, 6))
 

@@ -177,7 +177,7 @@ def test_what_is_gone_goes_first_even_among_zeros() -> None:
         ({"fraction": 0.5, "threshold": 1.0}, "one of these: a fraction of the weights, a threshold"),
         ({"log_alpha": 3.0, "threshold": 1.0}, "one of these: a fraction of the weights, a threshold"),
         ({"log_alpha": float("nan")}, "log_alpha must be a number"),
-        ({"log_alpha": 3.0, "score": magnitude}, "log_alpha is a cut of the SNR"),
+        ({"log_alpha": 3.0, "score": magnitude}, "log_alpha is a limit of the SNR"),
         ({"threshold": float("nan")}, "threshold must be a number"),
         ({"fraction": 0.5, "scope": "row"}, "scope must be 'global' or 'layer', not 'row'"),
         ({"fraction": 0.5, "spare": "*"}, "spares every tensor"),

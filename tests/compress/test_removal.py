@@ -463,7 +463,7 @@ def test_bad_calls_are_refused_and_change_nothing() -> None:
     posterior = point_mass(model)
     with pytest.raises(TypeError, match=r"shrink\(\) takes a Factorised posterior for posterior, not 'q'"):
         shrink(model, "q", torch.randn(3, 4))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the example has an empty tensor: give a batch of at least one"):
+    with pytest.raises(ValueError, match="the example has an empty tensor: pass a batch of at least one"):
         shrink(model, posterior, torch.randn(0, 4))
     with pytest.raises(ValueError, match="the model does not take this example: RuntimeError: mat1"):
         shrink(model, posterior, torch.randn(3, 5))

@@ -84,5 +84,5 @@ def test_biases_that_are_known_exactly_stay_as_they_are() -> None:
 def test_bad_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="share must be finite and greater than 0, not 0"):
         quantise(posterior(), 0)
-    with pytest.raises(ValueError, match="'weight' has weights of std 0, which no step serves"):
+    with pytest.raises(ValueError, match="'weight' has weights with std 0, for which there is no step"):
         quantise(point_mass(torch.nn.Linear(2, 2)))

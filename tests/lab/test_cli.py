@@ -129,24 +129,26 @@ def test_text_in_place_of_a_number_in_a_checkpoint_is_one_sentence(run, tmp_path
     assert refused("train", "--out", tmp_path / "run", "--resume").endswith("train again in another folder")
 
 
-def test_a_stopped_command_says_how_to_go_on(monkeypatch, tmp_path):
+def test_a_stopped_command_says_how_to_resume(monkeypatch, tmp_path):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runs, "train", stop)
     result = call("train", "--out", tmp_path / "run", *TINY)
     assert result.exit_code == 130
-    assert result.stderr == f"stopped: go on with posterity train --out {tmp_path / 'run'} --resume\n"
+    assert result.stderr == f"stopped: resume with posterity train --out {tmp_path / 'run'} --resume\n"
     monkeypatch.setattr(reproduce, "reproduce", stop)
     result = call("reproduce", "bgd-theory", "--out", tmp_path)
     assert result.exit_code == 130
-    assert result.stderr == "stopped: the same command goes on where this one was\n"
+    assert result.stderr == "stopped: the same command resumes from here\n"
     monkeypatch.setattr(files, "fetch", stop)
-    assert call("data", "fetch", "mnist").stderr == "stopped: the same command goes on where this one was\n"
+    assert call("data", "fetch", "mnist").stderr == "stopped: the same command resumes from here\n"
     monkeypatch.setattr(demo, "run", stop)
-    assert call("demo").stderr == "stopped: nothing was kept, and the same command begins again\n"
+    assert (
+        call("demo").stderr == "stopped: nothing was kept; the same command starts again from the beginning\n"
+    )
     monkeypatch.setattr(bench, "run", stop)
-    expected = "stopped: the record has the rows that were measured, marked as not complete; run the same "
+    expected = "stopped: the record has the rows measured so far, marked as incomplete; run the same "
     assert call("bench", "memory").stderr == f"{expected}command again\n"
 
 

@@ -2557,7 +2557,7 @@ _RECORDS = [
     Site(
         "a gate of a convolution is multiplied with its bias",
         f"{_LAB}/baselines/gates.py",
-        "around = bias.view(-1, 1, 1)  # which has no gate",
+        "around = bias.view(-1, 1, 1)  # a bias has no gate",
         "around = 0.0 * bias.view(-1, 1, 1)",
         ("lab/test_sparse_studies.py::test_the_net_without_gates_is_the_one_with_them",),
     ),

@@ -1,4 +1,4 @@
-"""What a net costs: numbers, bytes, multiply-adds, and time."""
+"""The cost of a net: weights, bytes, multiply-adds, and time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from posterity.torch_private import tree_leaves, tree_map
 @final
 @dataclass(frozen=True)
 class Cost:
-    """What a net costs.
+    """The cost of a net.
 
     Attributes:
-        weights: Numbers in its parameters, with the zeros that sparse matrices leave out.
-        nonzero: Those that are not zero.
-        bytes: Of parameters and buffers, with the indices of sparse matrices.
-        multiply_adds: Of one example; None if a layer is sparse, which torch does not count.
+        weights: Number of weights, including the zeros that sparse matrices leave out.
+        nonzero: Number of weights that are not zero.
+        bytes: Bytes of parameters and buffers, including indices of sparse matrices.
+        multiply_adds: Multiply-adds for one example; None if a layer is sparse, which torch does not count.
         milliseconds: Median time of a forward pass, by batch size.
     """
 
@@ -40,13 +40,13 @@ class Cost:
 
 @takes(model=MODULE, seconds=NUMBER)
 def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), seconds: float = 0.5) -> Cost:
-    """Count and time a net in evaluation mode, on the device and with the threads that it has.
+    """Count and time a net in evaluation mode, on its device, with torch's current number of threads.
 
     Args:
-        model: Any module; it is left as it is.
-        example: Its input, or a tuple of several: as many examples as the largest batch has, and real ones.
-            Fewer are repeated, with all inputs that are as long as the first, and a CPU foresees the
-            branches of repeated ones, such as in max pooling.
+        model: Any module; it is not changed.
+        example: Its input, or a tuple of several: real examples, as many as in the largest batch. Fewer are
+            repeated, in all inputs of the first one's length, but a CPU predicts the branches of repeated
+            examples, such as in max pooling.
         batches: Sizes to time.
         seconds: How long to time each.
 
@@ -86,7 +86,7 @@ def measure(model: nn.Module, example: Any, batches: Sequence[int] = (1, 128), s
 
 
 def refuse_seconds(seconds: float) -> None:
-    """Raise unless timing can end after so long.
+    """Raise unless the time is positive and finite.
 
     Example:
         >>> refuse_seconds(0.1)
@@ -96,17 +96,17 @@ def refuse_seconds(seconds: float) -> None:
 
 
 def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What memory holds of a tensor: its numbers, then their places if it is sparse."""
+    """The tensors in memory behind a tensor: its values, and their indices if it is sparse."""
     if tensor.layout is torch.sparse_csr:
         return tensor.values(), tensor.crow_indices(), tensor.col_indices()
     return (tensor.detach(),)
 
 
 def _of(args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """So many examples, from the first one on and over again."""
+    """A batch of a size, made of the given examples in order, repeated if needed."""
     batches = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dim()]
     if any(not len(x) for x in batches):
-        raise ValueError("the example has a batch of 0: give at least one input")
+        raise ValueError("the example has a batch of 0: pass at least one input")
 
     def repeated(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.dim() or len(x) != len(batches[0]):  # others are settings

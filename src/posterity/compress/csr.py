@@ -1,8 +1,8 @@
-"""Sparse matrices stored as such (CSR), in the layers where this machine is faster with them.
+"""Sparse matrices (CSR), in the layers where they are faster on this machine.
 
-Weights that are removed one by one leave no dead units, so a net keeps its shape. A product with a large,
-very sparse matrix is then faster over the weights that are left. Where that is so depends on the machine, its
-threads and the batch: every layer is timed both ways, and keeps the faster one.
+Removing single weights leaves no dead units, so a net keeps its shape. A product with a large, very sparse
+matrix can still be faster if it skips the zeros. Whether it is depends on the machine, its threads and the
+batch: every layer is timed both ways, and keeps the faster one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from posterity.compress.functional import callable_graph
 from posterity.compress.trace import at_means, compare, exported
 from posterity.torch_private import tree_leaves
 
-# Share of zeros from which a layer is timed.
+# Share of zeros above which a layer is timed.
 _SPARSE = 0.5
-# Share of the time of the dense product that the other one may take: differences below are noise.
+# CSR must take less than this share of the dense product's time: smaller differences are noise.
 _FASTER = 0.9
 
 
@@ -35,9 +35,9 @@ class SparseNet:
     """A net with CSR matrices where these are faster.
 
     Attributes:
-        module: It, for evaluation. Its CSR weights keep their names, and are not to be trained.
-        milliseconds: By weight that was timed: of the dense product, and of the sparse one.
-        weights: Those that are CSR.
+        module: The net, for evaluation. Its CSR weights keep their names, and cannot be trained.
+        milliseconds: By weight that was timed: the times of the dense and of the sparse product.
+        weights: The names of CSR weights.
     """
 
     module: nn.Module
@@ -47,13 +47,13 @@ class SparseNet:
 
 @takes(model=MODULE, seconds=NUMBER)
 def sparse_layers(model: nn.Module, example: Any, /, *, seconds: float = 0.05, **kwargs: Any) -> SparseNet:
-    """Store the weights of linear layers as CSR where that is faster here, for batches like the example.
+    """Store the weights of linear layers as CSR where that is faster, for batches like the example.
 
-    Files of ``export`` hold no CSR: call this where the net is served, after reading one.
+    Files of ``export`` cannot hold CSR: call this where the net is served, after loading a file.
 
     Args:
-        model: Any module that ``torch.export`` takes, at pruned weights, such as the module of
-            :func:`~posterity.compress.shrink`; it is left as it is.
+        model: Any module that ``torch.export`` supports, with pruned weights, such as the module of
+            :func:`~posterity.compress.shrink`; it is not changed.
         example: Its first input, a batch as it will be served; a tuple of several inputs.
         seconds: How long to time each product.
         kwargs: Keyword arguments of the model.
@@ -90,7 +90,7 @@ def sparse_layers(model: nn.Module, example: Any, /, *, seconds: float = 0.05, *
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What ``F.linear`` gives for inputs ``[..., I]``, from a CSR weight ``[O, I]``.
+    """``F.linear`` of inputs ``[..., I]`` with a CSR weight ``[O, I]``.
 
     Example:
         >>> product(torch.ones(2, 4, 3), _csr(torch.eye(3))).shape
@@ -109,7 +109,7 @@ class _Layer(NamedTuple):
 
 
 class _Inputs(fx.Interpreter):
-    """A run that keeps what linear layers with a weight of their own see."""
+    """A run that keeps the inputs of linear layers whose weights are not shared."""
 
     def __init__(self, net: fx.GraphModule) -> None:
         super().__init__(net)
@@ -127,11 +127,11 @@ class _Inputs(fx.Interpreter):
 
 def _csr(weight: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its support of CSR
+        warnings.simplefilter("ignore")  # from torch, about its support of CSR
         return weight.detach().to_sparse_csr()
 
 
 def _time(function: Callable[..., Tensor], *arguments: Any) -> float:
-    """Median in milliseconds; the last argument is how many seconds to run for."""
+    """Median time in milliseconds; the last argument is the time to run for, in seconds."""
     timer = Timer("f(*x)", globals={"f": function, "x": arguments[:-1]})
     return 1e3 * timer.blocked_autorange(min_run_time=arguments[-1]).median

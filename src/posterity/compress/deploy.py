@@ -49,18 +49,19 @@ def export(
     mutual information ``[B]`` in nats, by how much the networks disagree. Batches may have any size.
 
     Args:
-        path: The file; written whole or not at all.
-        model: Any module that ``torch.export`` takes, such as the module of
+        path: The file; it is written completely or not at all.
+        model: Any module that ``torch.export`` supports, such as the module of
             :func:`~posterity.compress.shrink`.
-        posterior: Of its weights; None for the model as it is. With what :func:`~posterity.compress.quantise`
-            gives, matrices and kernels are whole numbers of 8 bits in the file, or of 16 where those are too
-            few, times a step, ``NAME.step`` in a safetensors file.
-        example: The model's input, or a tuple of several; two examples are enough. Files hold zeros of that
-            shape.
-        format: ``"torch.export"``, to be read by ``torch.export.load``; ``"onnx"`` (needs the extra
+        posterior: The posterior of its weights; None for the model's own weights. With a result of
+            :func:`~posterity.compress.quantise`, the file holds matrices and kernels as integers of 8 bits,
+            or 16 if needed, times a step, which is ``NAME.step`` in a safetensors file.
+        example: The model's input, or a tuple of several; two examples are enough. Files contain zeros of
+            that shape.
+        format: ``"torch.export"``, for ``torch.export.load``; ``"onnx"`` (needs the extra
             ``export``); ``"safetensors"``, the parameters and buffers at the means, without the graph.
-        samples: Networks of an ensemble; without it, the net at the means, whose output is the model's.
-        seed: Chooses the networks.
+        samples: Number of networks in an ensemble; by default the file has the net at the means, with the
+            model's output.
+        seed: Seed of the networks' weights.
 
     Example:
         >>> import tempfile
@@ -76,7 +77,7 @@ def export(
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
     if not isinstance(posterior, Factorised | Quantised | None):
-        raise TypeError(f"export() takes a posterior or what quantise() gives, not {described(posterior)}")
+        raise TypeError(f"export() takes a posterior or a result of quantise(), not {described(posterior)}")
     if samples is not None and isinstance(posterior, Quantised):
         raise ValueError(f"samples={samples} networks are not rounded: pass the posterior, not quantise()'s")
     if samples is not None and (samples < 1 or posterior is None or format == "safetensors"):
@@ -110,17 +111,17 @@ def _write_onnx(program: ExportedProgram, path: Path) -> None:
         raise ImportError("ONNX files need the extra export: pip install 'posterity[export]'") from None
     log = logging.getLogger("torch.onnx")
     level = log.level
-    log.setLevel(logging.ERROR)  # of torchvision, which no net of torch needs
+    log.setLevel(logging.ERROR)  # messages about torchvision, which is not needed
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of what it converts
+            warnings.simplefilter("ignore")  # from torch, about the conversion
             torch.onnx.export(program, (), str(path), external_data=False, dynamo=True, verbose=False)
     finally:
         log.setLevel(level)
 
 
 def _hollow(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """The model with nothing in weights that it is given at every call, so that no file holds them."""
+    """The model with empty tensors for weights that each call passes in, so that files do not hold them."""
     empty = {id(model.get_parameter(name)): nn.Parameter(torch.empty(0)) for name in names}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
@@ -130,7 +131,7 @@ def _hollow(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 
 def _times(whole: Tensor, step: Tensor) -> Tensor:
-    """Weights; half precision does not hold all whole numbers of 16 bits, so the product is in more."""
+    """The weights; half precision cannot hold all 16-bit integers, so the product uses single precision."""
     wide = torch.promote_types(step.dtype, torch.float32)
     product = whole.to(wide) * float(step)
     return product if wide is step.dtype else product.to(step.dtype)
@@ -138,20 +139,20 @@ def _times(whole: Tensor, step: Tensor) -> Tensor:
 
 @final
 class _Packed(nn.Module):
-    """A net whose weights are whole numbers times steps."""
+    """A net whose weights are integers times steps."""
 
     def __init__(self, model: nn.Module, found: Quantised) -> None:
         super().__init__()
         self._steps: dict[str, Tensor] = {}
         for name, mean in found.posterior.mean().items():
-            whole = found.whole(name) if mean.dim() > 1 else None  # of vectors few bytes would be saved
+            whole = found.whole(name) if mean.dim() > 1 else None  # vectors would save few bytes
             if whole is not None:
                 self.register_buffer(f"whole{len(self._steps)}", whole)
                 self._steps[name] = mean.detach().new_tensor(found.steps[name])
         self._model = _hollow(model, self._steps)
 
     def packed(self) -> dict[str, Tensor]:
-        """What a file without a graph holds of them."""
+        """The integers and steps, for a file without a graph."""
         steps = {f"{name}.step": step for name, step in self._steps.items()}
         return steps | dict(zip(self._steps, self.buffers(recurse=False), strict=True))
 
@@ -164,7 +165,7 @@ class _Packed(nn.Module):
 
 @final
 class _Ensemble(nn.Module):
-    """Some networks as one."""
+    """Several networks as one."""
 
     def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A graph of aten's operations as calls of torch's functions, which any hand-written net makes.
+"""Graphs of aten operations rewritten as calls of torch's functions, as in a hand-written net.
 
-``torch.export`` leaves calls of aten. They give the same numbers, but no layer of ours sees them, so that
-rules which need a layer's inputs could not train such a net further, and each call costs a microsecond more.
+``torch.export`` gives calls of aten. Their results are the same, but our layers do not see them, so rules
+that need a layer's inputs could not train such a net further, and each call costs a microsecond more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def _without_cudnn(named: _Arguments) -> _Arguments:
 
 
 def _embedding(named: _Arguments) -> _Arguments:
-    padding = named.pop("padding_idx", -1)  # aten's -1 is none, which for F is the last row
+    padding = named.pop("padding_idx", -1)  # in aten -1 means none, in F the last row
     return {"input": named.pop("indices"), "padding_idx": None if padding == -1 else padding, **named}
 
 
-# By operation of aten: the function, and its arguments from aten's by name.
+# By aten operation: the function, and a map from aten's named arguments to its own.
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[_Arguments], _Arguments]]] = {
     "linear": (F.linear, _same),
     "conv1d": (F.conv1d, _same),
@@ -50,7 +50,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[_Arguments], _Argument
 
 
 def as_functions(graph: fx.Graph) -> None:
-    """Replace calls of aten by those of functions, in place, where there is one.
+    """Replace aten calls by function calls where one exists, in place.
 
     Example:
         >>> from posterity.compress.trace import exported
@@ -73,22 +73,22 @@ def as_functions(graph: fx.Graph) -> None:
 
 
 def first_size(x: Tensor, size: int) -> None:
-    """Refuse an input of another size along its first axis, where the graph is right for that size alone.
+    """Refuse an input of another size along its first axis, if the graph is valid only for one size.
 
     Example:
         >>> first_size(torch.ones(4, 3), 4)
     """
-    if has_torch_function((x,)):  # a tracer's, which can follow no branch
+    if has_torch_function((x,)):  # from a tracer, which cannot follow branches
         handle_torch_function(first_size, (x,), x, size)
     elif x.shape[0] != size:
         raise ValueError(
-            f"this net serves inputs of {size} along the first axis alone, not {x.shape[0]}, since its model "
-            "makes a number of that size, as len(x) does: use x.shape[0], or give an example of this size"
+            f"this net takes only inputs of {size} along the first axis, not {x.shape[0]}, since its model "
+            "turns that size into a number, as len(x) does: use x.shape[0], or an example of this size"
         )
 
 
 def _refuse_sizes(graph: fx.Graph) -> None:
-    """Check the inputs whose first axis ``torch.export`` could not leave open."""
+    """Add checks of inputs whose first axis has a fixed size in the graph."""
     last = graph.find_nodes(op="placeholder")[-1:]
     for node in fixed_inputs(graph):
         with graph.inserting_after(last[0]):
@@ -96,12 +96,12 @@ def _refuse_sizes(graph: fx.Graph) -> None:
 
 
 def callable_graph(net: fx.GraphModule, *arguments: Any, gives: Any) -> fx.GraphModule:
-    """A graph of ``torch.export`` as a hand-written net in evaluation mode: by functions, with a plain call.
+    """A ``torch.export`` graph as a net in evaluation mode that calls functions and is called directly.
 
     Args:
-        net: It; its graph is changed.
-        arguments: What it is called with.
-        gives: What it gives.
+        net: The net; its graph is changed.
+        arguments: Arguments of a call.
+        gives: The result of that call.
 
     Example:
         >>> from posterity.compress.trace import exported
@@ -113,7 +113,7 @@ def callable_graph(net: fx.GraphModule, *arguments: Any, gives: Any) -> fx.Graph
     as_functions(net.graph)
     _refuse_sizes(net.graph)
     if all(isinstance(each, Tensor) for each in (gives, *arguments)):
-        output = net.graph.output_node()  # packing tensors takes longer than a small net
+        output = net.graph.output_node()  # packing tensors would take longer than a small net
         output.args = (cast("tuple[fx.Node]", output.args[0])[0],)
         net.graph.set_codegen(fx.graph.CodeGen())
     forget_tracer(net.graph)

@@ -1,9 +1,9 @@
-"""What operations do with units: a rule for each, by its name in aten.
+"""How operations treat units: a rule for each operation, by its aten name.
 
-A rule is given a node of the graph, its arguments by name, and its result. It gives the units of the result,
-ties units that must go together, and labels the parameters that it takes. A unit may go if the operation
-without it gives what is left of its result; where a size in the graph decides that, the rule adds it to
-``resized``.
+A rule gets a node of the graph, its arguments by name, and its result. It returns the units of the result,
+ties units that must be removed together, and labels the parameters of the operation. A unit may be removed if
+the operation without it gives the rest of the result; if that depends on a size in the graph, the rule adds
+the size to ``resized``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _conv(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> A
     name, bias = self.held(named["weight"]), self.held(named.get("bias"))
     if groups != channels or name is None or (named.get("bias") is not None and bias is None):
         return self.freeze(node, "a convolution in groups is not followed")
-    axis = self.incoming(named["input"], dim)  # every channel by itself, and all that is made of it
+    axis = self.incoming(named["input"], dim)  # every channel is separate, with all outputs made from it
     units = [unit for unit in axis.units for _ in range(len(weight) // groups)]
     self.label(name, 0, units)
     if bias is not None:
@@ -76,7 +76,7 @@ def _added(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> 
 
 @_rule("batch_norm", "instance_norm", "prelu")
 def _by_channel(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    """Each channel by itself, with numbers of its own."""
+    """Each channel separately, with its own parameters."""
     if (named.get("training") and named["running_mean"] is not None) or found.dim() < 2:
         return self.freeze(node, "statistics of a batch are not followed")
     axis = self.incoming(node.all_input_nodes[0], 1)
@@ -107,7 +107,7 @@ def _group_norm(self: Followed, node: fx.Node, named: dict[str, Any], found: Any
 
 @_rule("layer_norm", "rms_norm", "softmax", "log_softmax")
 def _along(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    """Along axes that must be others than the units'."""
+    """Along axes that must differ from the units'."""
     axis = self.axis(node.all_input_nodes[0])
     along = range(-len(named["normalized_shape"]), 0) if "normalized_shape" in named else [named["dim"]]
     if axis is None or axis.dim in [each % found.dim() for each in along]:
@@ -138,7 +138,7 @@ def _unchanged(self: Followed, node: fx.Node, named: dict[str, Any], found: Any)
 
 @_rule("pointwise", "hardswish", "log_sigmoid", "ones_like", "zeros_like", "full_like")
 def _pointwise(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    """An operation entry by entry, after broadcasting."""
+    """An elementwise operation, after broadcasting."""
     axis = _together(self, node, node.all_input_nodes, found)
     if axis is None or self.title(node) not in ("mul", "mul_"):
         return axis
@@ -146,7 +146,7 @@ def _pointwise(self: Followed, node: fx.Node, named: dict[str, Any], found: Any)
 
 
 def _zero(self: Followed, factors: Sequence[fx.Node], count: int) -> Tensor:
-    """Which units a product does not have: zero times anything."""
+    """Which units of a product are zero, because a factor is a constant zero."""
     zero = torch.zeros(count, dtype=torch.bool)
     for each in factors:
         axis = self.axis(each)
@@ -156,7 +156,7 @@ def _zero(self: Followed, factors: Sequence[fx.Node], count: int) -> Tensor:
 
 
 def _together(self: Followed, node: fx.Node, terms: Sequence[fx.Node], found: Tensor) -> Axis | None:
-    """The units of tensors that are broadcast to one, all on the same axis."""
+    """The units of tensors that are broadcast together, all along the same axis."""
     title, axes, followed = self.title(node), [], []
     for each in terms:
         axis = self.axis(each)
@@ -202,7 +202,7 @@ def _together(self: Followed, node: fx.Node, terms: Sequence[fx.Node], found: Te
 @_rule("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "upsample_nearest3d", "upsample_trilinear3d")
 @_rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_bicubic2d", "pad")
 def _positions(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | list[Axis] | None:
-    """Over the last axes, which are positions."""
+    """Along the last axes, which are positions."""
     x, title = node.all_input_nodes[0], self.title(node)
     axis = self.axis(x)
     count = len(named["pad"]) // 2 if title == "pad" else int(title[-2])
@@ -231,7 +231,7 @@ def _moved(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> 
     axis = self.axis(x)
     if axis is None or (self.title(node) == "flip" and axis.dim in [d % found.dim() for d in named["dims"]]):
         return self.freeze(node, "flip is over its units" if axis is not None else INPUT)
-    # The operation on a tensor of which all axes have size 1 but that of the units.
+    # Apply the operation to a tensor whose axes have size 1, except that of the units.
     probe = torch.empty([2 if dim == axis.dim else 1 for dim in range(found.dim())])
     moved = node.target(probe, *node.args[1:], **node.kwargs)  # type: ignore[operator]
     return replace(axis, dim=list(moved.shape).index(2))
@@ -239,13 +239,13 @@ def _moved(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> 
 
 @_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
 def _reshaped(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    """An axis that stays itself, becomes part of a longer one, or is split: neighbours then go together."""
+    """An axis that stays, becomes part of a longer one, or is split: neighbours are then tied."""
     x = node.all_input_nodes[0]
     axis = self.axis(x)
     if axis is None:
         return None
     before, after = list(self.value(x).shape), list(found.shape)
-    if len(axis.units) == 1:  # no layer loses its only one
+    if len(axis.units) == 1:  # a layer's only unit always stays
         return None
     size, behind = before[axis.dim], math.prod(before[axis.dim + 1 :])  # numbers in memory between two units
     units, constant = axis.units, axis.constant
@@ -302,7 +302,7 @@ def _joined(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) ->
         return Axis(dim, units, torch.cat([axis.constant for axis in axes]))
     known = [axis for each in parts if (axis := self.axis(each)) is not None]
     if len(known) < len(parts) or len({axis.dim for axis in known}) > 1:
-        return self.freeze(node, f"{self.title(node)} is of what no layer makes, or of other axes")
+        return self.freeze(node, f"{self.title(node)} combines it with what no layer makes, or on other axes")
     for axis in known[1:]:
         self.units.join(known[0].units, axis.units)
     constant = torch.stack([axis.constant for axis in known]).all(0)
@@ -318,7 +318,7 @@ def _split(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> 
     if named["dim"] % found[0].dim() != axis.dim:
         return [axis] * len(found)
     sizes, start, parts = [each.shape[axis.dim] for each in found], 0, []
-    node.target = torch.ops.aten.split_with_sizes.default  # parts lose units of their own
+    node.target = torch.ops.aten.split_with_sizes.default  # parts lose different units
     node.args, node.kwargs = (node.args[0], sizes, axis.dim), {}
     for number, size in enumerate(sizes):
         parts.append(Axis(axis.dim, axis.units[start : start + size], axis.constant[start : start + size]))
@@ -378,7 +378,7 @@ def _selected(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) 
 
 @_rule("scaled_dot_product_attention", "matmul", "bmm")
 def _attended(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> Axis | None:
-    """Heads, whose queries, keys and values go together; or the same of products of two tensors."""
+    """Heads, whose queries, keys and values are tied; or products of two tensors, in the same way."""
     weight = self.held(named.get("other"))
     if weight is not None and self.tensors[weight].dim() == 2:
         taken = {"input": named["self"], "weight": named["other"]}
@@ -408,4 +408,4 @@ def _size(self: Followed, node: fx.Node, named: dict[str, Any], found: Any) -> l
     axis = self.axis(node.all_input_nodes[0])
     if axis is not None and named["dim"] % self.value(node.all_input_nodes[0]).dim() == axis.dim:
         self.units.freeze(axis.units, "the net counts them")
-    return []  # it takes nothing
+    return []  # it has no units

@@ -1,7 +1,8 @@
-"""Shrinking a model by what its posterior is sure of.
+"""Pruning of weights by a posterior.
 
-Every way of pruning is a score per weight and a cut: ``snr`` for a posterior (Zeno et al. 2018, section 3.4;
-Blundell et al. 2015), ``magnitude`` for the weights of a plain net, which ``point_mass`` makes a posterior.
+Every way of pruning is a score per weight and a limit: ``snr`` for a posterior (Zeno et al. 2018, section
+3.4; Blundell et al. 2015), ``magnitude`` for the weights of a plain net, which ``point_mass`` turns into a
+posterior.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ def snr(posterior: Factorised) -> dict[str, Tensor]:
     ratios, stds = {}, posterior.std()
     for name, mean in magnitude(posterior).items():
         std = stds[name].detach()
-        # A weight known exactly has infinite ratio, unless it is known to be zero.
+        # A weight with std 0 has an infinite ratio, unless its mean is 0 too.
         ratios[name] = torch.where(std > 0, mean / std, torch.where(mean > 0, torch.inf, 0.0).to(mean))
     return ratios
 
 
 @takes(posterior=_POSTERIOR)
 def magnitude(posterior: Factorised) -> dict[str, Tensor]:
-    """|mean| of every weight: the usual score where nothing is known of its uncertainty.
+    """|mean| of every weight: the usual score if uncertainties are unknown.
 
     Example:
         >>> magnitude(point_mass(nn.Linear(3, 2)))["weight"].shape
@@ -54,9 +55,9 @@ def magnitude(posterior: Factorised) -> dict[str, Tensor]:
 
 @takes(model=MODULE)
 def point_mass(model: nn.Module) -> Factorised:
-    """The weights of a plain net (trained by SGD, Adam, …) as a posterior that is sure of them: std 0.
+    """The weights of a plain net (trained by SGD, Adam, …) as a posterior with std 0.
 
-    Whatever takes a posterior then takes that net: ``prune``, ``predict``, saving.
+    The net then works wherever a posterior does: ``prune``, ``predict``, saving.
 
     Example:
         >>> small = prune(point_mass(nn.Linear(10, 10)), 0.5)
@@ -68,7 +69,7 @@ def point_mass(model: nn.Module) -> Factorised:
 
 @takes(posterior=_POSTERIOR)
 def sparsity(posterior: Factorised) -> dict[str, float]:
-    """Share of every tensor's weights that is pruned.
+    """Share of pruned weights, by tensor.
 
     Example:
         >>> from posterity import DiagonalGaussian
@@ -99,31 +100,31 @@ def prune(
     groups: Groups | None = None,
     spare: NameFilter = (),
 ) -> Factorised:
-    """A posterior in which the weights of lowest score, by default of lowest SNR, are exactly zero.
+    """A posterior in which the weights with the lowest scores, by default the lowest SNR, are exactly zero.
 
     Mean and std both become zero: a pruned weight that kept its std would ruin sampled predictions. It stays
-    zero when sampled, saved, trained by gradient, or taken up by ``optimizer.load_posterior``.
+    zero when sampled, saved, trained by gradient, or loaded by ``optimizer.load_posterior``.
 
-    Of weights with equal scores the smallest go first, so that a net without stds, whose ratios are all
-    infinite, is pruned by magnitude.
+    Among weights with equal scores the smallest are removed first, so that a net without stds, whose ratios
+    are all infinite, is pruned by magnitude.
 
     Args:
-        posterior: What to prune; it is left as it is.
-        fraction: Share of the weights to remove, from 0 to 1; what is pruned already counts.
+        posterior: The posterior to prune; it is not changed.
+        fraction: Share of the weights to remove, from 0 to 1, including those already pruned.
         threshold: Instead of a fraction: remove every weight whose score is below this.
-        log_alpha: Instead of either: remove every weight whose log α = log(σ²/μ²) is not below this. That is
-            an SNR of at most exp(−log α / 2): 0.223 for 3.0, where nets that were trained with
-            :class:`~posterity.LogUniform` are cut.
-        scope: Whether a fraction is of all weights together (``"global"``) or of those of each layer, weight
-            and bias together (``"layer"``). A threshold, or a log α, is the same for all.
-        score: What the worth of a weight is: ``snr``, ``magnitude``, or any function of the posterior that
+        log_alpha: Instead of either: remove every weight with log α = log(σ²/μ²) of at least this, an SNR of
+            at most exp(−log α / 2): 0.223 for 3.0, the usual limit for nets trained with
+            :class:`~posterity.LogUniform`.
+        scope: Whether the fraction applies to all weights together (``"global"``) or to each layer, weight
+            and bias together (``"layer"``). A threshold or log α is the same for all layers.
+        score: The importance of a weight: ``snr``, ``magnitude``, or any function of the posterior that
             gives one number per weight.
         groups: Remove whole rows of matrices and kernels, ``"outputs"``, or whole columns, ``"inputs"``, by
             the root mean square of their weights' scores; :func:`~posterity.compress.shrink` then makes the
-            net smaller. Tensors of one axis, as biases are, are spared. If nothing is said, families whose
-            groups share a scale (:func:`~posterity.gnj`, :func:`~posterity.ghs`) go by these groups, each by
-            its best weight: a scale may be needed for one of many.
-        spare: Filter of names that are left whole and not counted, such as ``"*bias"``.
+            net smaller. Tensors with one axis, such as biases, are spared. By default, families whose groups
+            share a scale (:func:`~posterity.gnj`, :func:`~posterity.ghs`) are pruned by these groups, each by
+            its best weight: one weight of many may need the scale.
+        spare: Filter of names that are neither pruned nor counted, such as ``"*bias"``.
 
     Example:
         >>> from posterity import DiagonalGaussian
@@ -132,7 +133,7 @@ def prune(
         tensor([ 0., -3.,  0.,  2.])
         >>> prune(q, threshold=1.0).mean()["w"]
         tensor([ 1., -3.,  0.,  2.])
-        >>> prune(q, log_alpha=3.0).mean()["w"]  # an SNR of 0.2 goes, one of 2 stays
+        >>> prune(q, log_alpha=3.0).mean()["w"]  # an SNR of 0.2 is removed, one of 2 stays
         tensor([ 1., -3.,  0.,  2.])
     """
     _refuse_cut(fraction, threshold, log_alpha, score)
@@ -154,7 +155,7 @@ def prune(
     if threshold is not None:
         keep |= {name: ranks[name].of_weights(ranks[name].score >= float(threshold)) for name in names}
     if log_alpha is not None:
-        least = math.exp(min(-0.5 * log_alpha, 80.0))  # all that single precision has
+        least = math.exp(min(-0.5 * log_alpha, 80.0))  # within the range of single precision
         keep |= {name: ranks[name].of_weights(ranks[name].score > least) for name in names}
     if fraction is not None:
         for members in _together(names, scope):
@@ -166,7 +167,7 @@ def prune(
 def _refuse_cut(
     fraction: float | None, threshold: float | None, log_alpha: float | None, score: Score
 ) -> None:
-    """Raise unless there is one cut, and it is a number."""
+    """Raise unless there is exactly one limit, and it is a number."""
     if sum(each is not None for each in (fraction, threshold, log_alpha)) != 1:
         raise ValueError(
             "prune() takes one of these: a fraction of the weights, a threshold of their score, a log_alpha"
@@ -178,11 +179,11 @@ def _refuse_cut(
     if log_alpha is not None and math.isnan(log_alpha):
         raise ValueError("log_alpha must be a number, not nan")
     if log_alpha is not None and score is not snr:
-        raise ValueError("log_alpha is a cut of the SNR: leave score= out, or give a threshold of that score")
+        raise ValueError("log_alpha is a limit of the SNR: leave score= out, or pass a threshold of it")
 
 
 def _scores(posterior: Factorised, score: Score) -> dict[str, Tensor]:
-    """The score of every weight, refused unless there is one; pruned weights rank below all others."""
+    """The score of every weight, which must exist; pruned weights rank below all others."""
     given, scores = score(posterior), {}
     if not isinstance(given, Mapping):
         raise TypeError(f"score= must give scores by name, not {described(given)}")
@@ -196,7 +197,7 @@ def _scores(posterior: Factorised, score: Score) -> dict[str, Tensor]:
 
 
 def _together(names: list[str], scope: Scope) -> list[list[str]]:
-    """The tensors that a fraction is taken of."""
+    """Groups of tensors, of each of which a fraction is removed."""
     if scope == "global":
         return [names]
     layers: dict[str, list[str]] = {}
@@ -206,7 +207,7 @@ def _together(names: list[str], scope: Scope) -> list[list[str]]:
 
 
 def _group_shapes(posterior: Factorised, groups: Groups | None) -> dict[str, torch.Size]:
-    """By tensor, a shape that broadcasts to its own: weights that share an entry of it go together."""
+    """By tensor, a shape that broadcasts to its own: weights that share an entry are removed together."""
     shapes = posterior.shapes()
     if groups is not None:
         axis = 0 if groups == "outputs" else 1
@@ -220,11 +221,11 @@ def _group_shapes(posterior: Factorised, groups: Groups | None) -> dict[str, tor
 
 @dataclass(frozen=True)
 class _Ranks:
-    """What is removed as one, the weights or the groups of a tensor, in what order."""
+    """Scores and sizes of a tensor's weights or groups, which determine the order of removal."""
 
     score: Tensor  # [G]
     size: Tensor
-    weights: int  # of each
+    weights: int  # of each group
     groups: torch.Size  # a shape of G entries, which broadcasts to the tensor's
     shape: torch.Size
 
@@ -238,7 +239,7 @@ class _Ranks:
         return cls(score_of.flatten(), size_of.flatten(), weights, groups, score.shape)
 
     def of_weights(self, keep: Tensor) -> Tensor:
-        """A mask of the tensor, from one of what is removed as one."""
+        """A mask of the tensor, from a mask of its groups."""
         return keep.view(self.groups).expand(self.shape)
 
 
@@ -247,7 +248,7 @@ def _best(scores: Tensor, axes: list[int]) -> Tensor:
 
 
 def _root_mean_square(scores: Tensor, axes: list[int]) -> Tensor:
-    # A weight that is pruned already has no score, and adds nothing to its group's.
+    # Already pruned weights add nothing to their group's score.
     return scores.clamp_min(0.0).square().mean(axes).sqrt()
 
 

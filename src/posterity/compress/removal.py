@@ -1,11 +1,12 @@
-"""Removing dead units for good: a smaller net with the outputs of the pruned one.
+"""Removal of dead units: a smaller net with the outputs of the pruned one.
 
-A unit (a neuron, a channel) is dead where no later weight uses it, or where it is the same for every input.
-What a constant one gave is added to the next bias. Nothing is known of architectures: the net is followed
-through the graph of ``torch.export``, and what cannot be followed stays as it is, and is named.
+A unit (a neuron, a channel) is dead if no later weight uses it, or if it is the same for every input. The
+contribution of a constant unit is added to the next bias. There is no list of architectures: units are
+followed through the graph of ``torch.export``, and parts that cannot be followed stay unchanged and are
+named.
 
-A linear layer may use few of its inputs while all of these must stay: the net's own inputs, or the positions
-of channels that were flattened. It is then given those that it uses alone.
+A linear layer may use only few of its inputs although all of them must stay, such as the net's own inputs or
+positions of flattened channels. Then it gets only the used ones.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from posterity.compress.units import INPUT, OUTPUT, Followed, Use, used
 from posterity.posterior import DiagonalGaussian, Factorised
 from posterity.torch_private import tree_leaves
 
-_Kept: TypeAlias = dict[str, list[list[int]]]  # of tensors that become smaller: for every axis, what stays
-# Weights that must go from a linear layer before its inputs are selected: products with fewer take less time.
+# By tensor that becomes smaller: the entries that stay, for every axis.
+_Kept: TypeAlias = dict[str, list[list[int]]]
+# Weights that a linear layer must save before its inputs are selected: for fewer, the selection costs more.
 _WORTH = 10_000
 
 
@@ -37,9 +39,9 @@ class Shrunk:
 
     Attributes:
         module: The smaller net at its means, in evaluation mode; its weights keep their names.
-        posterior: Of its weights, for sampled predictions.
-        shapes: Of every parameter and buffer that became smaller: before and after.
-        dense: Why dead units stayed: by parameter, a reason for each of its axes that could not be followed.
+        posterior: The posterior of its weights, for sampled predictions.
+        shapes: Shapes before and after, of every parameter and buffer that became smaller.
+        dense: Why dead units stayed: by parameter, a reason for each axis that could not be followed.
     """
 
     module: nn.Module
@@ -52,25 +54,25 @@ class Shrunk:
 def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: Any) -> Shrunk:
     """Remove the units that a pruned posterior does not use.
 
-    The outputs are those of the model at the pruned means, in evaluation mode, to rounding: that is tested on
-    the example before anything is returned. Of sampled outputs the moments agree: a constant times a removed
-    column is added to the bias with its variance.
+    The outputs equal those of the model at the pruned means, in evaluation mode, up to rounding; this is
+    checked on the example before anything is returned. Sampled outputs have the same moments: a constant
+    times a removed column is added to the bias with its variance.
 
     Args:
-        model: Any module that ``torch.export`` takes; it is left as it is.
-        posterior: Of its weights, pruned: see :func:`~posterity.prune`.
+        model: Any module that ``torch.export`` supports; it is not changed.
+        posterior: The pruned posterior of its weights: see :func:`~posterity.prune`.
         example: The model's first input, of any batch size; a tuple of several inputs.
         kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: The model does not take the example or makes NaN of it, or cannot be exported, or draws
-            random numbers, or what is left of it gives the same for every input.
+        ValueError: The model does not accept the example or returns NaN for it, or cannot be exported, or
+            draws random numbers, or its output would be the same for every input.
 
     Example:
         >>> from posterity.compress import point_mass
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> with torch.no_grad():
-        ...     _ = net[2].weight[:, 2:].zero_()  # six of eight hidden units are not used
+        ...     _ = net[2].weight[:, 2:].zero_()  # six of eight hidden units are unused
         >>> small = shrink(net, point_mass(net), torch.randn(5, 4))
         >>> small.shapes["0.weight"]
         ((8, 4), (2, 4))
@@ -88,7 +90,7 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
     if error := distance(outputs(graph, args, kwargs), want):
         raise ValueError(
             f"the model's outputs differ by {error:g} from call to call, so that no smaller net can be "
-            "checked: turn off what is random in it"
+            "checked: turn off its randomness"
         )
     gone = _dead(followed)
     shifts = {}
@@ -107,7 +109,7 @@ def shrink(model: nn.Module, posterior: Factorised, example: Any, /, **kwargs: A
 
 
 def _dead(followed: Followed) -> set[int]:
-    """The sets of units that no weight which stays needs."""
+    """The sets of units that no remaining weight needs."""
     units, labels = followed.units, followed.labels.values()
     gone: set[int] = set()
     all_of_them = {units.root(unit) for axes in labels for axis in axes for unit in axis or ()}
@@ -124,7 +126,7 @@ def _dead(followed: Followed) -> set[int]:
 
 
 def _without_units(followed: Followed, gone: set[int]) -> set[int]:
-    """One set of units for every axis of which nothing would be left: a branch that is dead keeps it."""
+    """One set of units for every axis that would become empty: a dead branch keeps it."""
     lost = set()
     for name, axes in followed.labels.items():
         for dim, axis in enumerate(axes):
@@ -140,7 +142,7 @@ def _without_units(followed: Followed, gone: set[int]) -> set[int]:
 
 
 def _needed(followed: Followed, use: Use, gone: set[int]) -> set[int]:
-    """Units whose columns are not zero, and cannot be added to the bias either."""
+    """Units whose columns are not zero, and cannot be added to a bias."""
     rows = _staying(followed, use.rows, gone)
     taken = used(followed.tensors[use.weight], use)[rows].any(0).cpu()
     columns = (taken & use.values.isnan()).nonzero().flatten().tolist()
@@ -152,7 +154,7 @@ def _staying(followed: Followed, axis: Sequence[int], gone: set[int]) -> list[in
 
 
 def _kept(followed: Followed, gone: set[int]) -> _Kept:
-    """What stays of every tensor that becomes smaller."""
+    """The remaining entries of every tensor that becomes smaller."""
     kept = {}
     for name, axes in followed.labels.items():
         shape = followed.tensors[name].shape
@@ -185,13 +187,13 @@ def _select_inputs(graph: fx.GraphModule, followed: Followed, gone: set[int], ke
 
 
 def _constants(followed: Followed, use: Use, gone: set[int]) -> Tensor:
-    """What the columns that go are multiplied with; 0 for those that stay, or are zero."""
+    """The constant inputs of removed columns; 0 for columns that stay or are zero."""
     removed = torch.tensor([followed.units.root(unit) in gone for unit in use.columns])
     return torch.where(removed, use.values, 0.0).nan_to_num()
 
 
 def _biased(graph: fx.GraphModule, followed: Followed, use: Use) -> Use:
-    """The same product with a bias to add to, zero if it had none."""
+    """The same product, with a zero bias if it had none."""
     if use.bias is not None:
         return use
     weight = followed.tensors[use.weight]
@@ -205,7 +207,7 @@ def _biased(graph: fx.GraphModule, followed: Followed, use: Use) -> Use:
 
 
 def _summed(weight: Tensor, use: Use) -> Tensor:
-    """``[O, I]``, over the positions of a kernel."""
+    """The sum over a kernel's positions, ``[O, I]``."""
     weight = weight.transpose(0, 1) if use.transposed else weight
     return weight.flatten(2).sum(-1) if weight.dim() > 2 else weight
 
@@ -217,7 +219,7 @@ def _rebuilt(
     kept: _Kept,
     shifts: Mapping[Use, Tensor],
 ) -> fx.GraphModule:
-    """The graph with smaller tensors, and with the sizes that go with them."""
+    """The graph with smaller tensors and the matching sizes."""
     values = {name: tensor.detach() for name, tensor in followed.tensors.items()}
     for use, constants in shifts.items():
         assert use.bias is not None
@@ -236,7 +238,7 @@ def _rebuilt(
     for node in graph.graph.nodes:
         name = followed.held(node)
         if name is not None:
-            node.target = name  # of several names of one tensor, the first
+            node.target = name  # the first name, if a tensor has several
     parts = {str(node.target): graph.get_submodule(str(node.target)) for node in _parts(graph)}
     root: dict[str, Tensor | nn.Module] = {**parts}
     for name, value in values.items():
@@ -248,13 +250,13 @@ def _rebuilt(
 
 
 def _parts(graph: fx.GraphModule) -> list[fx.Node]:
-    """Nodes that hold graphs, of what runs without gradients or in another precision."""
+    """Nodes that hold subgraphs, of code without gradients or in another precision."""
     modules = dict(graph.named_modules())
     return [node for node in graph.graph.nodes if node.op == "get_attr" and node.target in modules]
 
 
 def _part(value: Tensor, places: Sequence[list[int]] | None) -> Tensor:
-    """The entries of a tensor at some places of each axis."""
+    """The entries of a tensor at some indices of each axis."""
     for axis, here in enumerate(places or ()):
         value = value.index_select(axis, torch.tensor(here, device=value.device))
     return value
@@ -267,7 +269,7 @@ def _smaller(
     kept: _Kept,
     shifts: Mapping[Use, Tensor],
 ) -> Factorised:
-    """What the posterior says of the weights that stay, each by itself."""
+    """The marginal posterior of each remaining weight."""
     means, stds, masks = posterior.mean(), posterior.std(), posterior.kept()
     given = {inside: name for name, inside in named.items() if inside is not None}
     mean = {inside: means[name].detach() for inside, name in given.items()}

@@ -1,11 +1,12 @@
-"""Rounding means to as few bits as their stds ask for.
+"""Rounding of means to as few bits as their stds allow.
 
-A posterior says how exactly each weight is known; digits beyond that carry nothing (so also Louizos, Ullrich,
+A posterior says how precisely each weight is known; further digits carry no information (Louizos, Ullrich,
 Welling: "Bayesian Compression for Deep Learning", NeurIPS 2017). Rounding to multiples of a step Δ moves a
-weight by up to Δ/2, evenly spread, which costs Δ²/24σ² nats under its posterior. One step serves a tensor:
+weight by up to Δ/2, uniformly, which costs Δ²/24σ² nats under its posterior. Each tensor has one step:
 Δ = c · s with s⁻² the mean of σ⁻² over its weights, so that a weight costs c²/24 nats on average.
 
-Deviation: their bits come from the variance of a whole layer; these from the std, and hold after rounding.
+Deviation: their bits come from the variance of a whole layer; ours come from the stds, and count the actual
+rounded values.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Quantised:
     """A posterior with rounded means.
 
     Attributes:
-        posterior: Every mean is a whole multiple of its tensor's step, in half precision to its own rounding;
-            stds and pruned weights are as before.
-        steps: By tensor; 0 where there is nothing to round.
-        bits: By tensor, of a whole number that can be any of its weights.
+        posterior: Every mean is a multiple of its tensor's step, up to rounding in half precision; stds and
+            pruned weights are unchanged.
+        steps: Steps by tensor; 0 if there is nothing to round.
+        bits: By tensor, the bits of an integer that can hold any of its weights.
     """
 
     posterior: Factorised
@@ -38,10 +39,10 @@ class Quantised:
     bits: dict[str, int]
 
     def whole(self, name: str) -> Tensor | None:
-        """A tensor's means in steps, as int8 or int16, or None where these do not hold them."""
+        """A tensor's means in steps, as int8 or int16; None if these types are too small."""
         step = self.steps[name]
         mean = self.posterior.mean()[name].detach().double()
-        if not step:  # nothing is left of it, or it is not rounded
+        if not step:  # all its weights are pruned, or it is not rounded
             return None if bool(mean.any()) else mean.to(torch.int8)
         numbers = (mean / step).round()
         furthest = float(numbers.abs().max()) if numbers.numel() else 0.0
@@ -52,7 +53,7 @@ class Quantised:
 
     @property
     def bytes(self) -> int:
-        """Of all weights that are not pruned, at these bits each; where they stand is not counted."""
+        """Bytes of all weights that are not pruned, at these bits; their positions are not counted."""
         kept = self.posterior.kept()
         return math.ceil(sum(bits * int(kept[name].sum()) for name, bits in self.bits.items()) / 8)
 
@@ -62,8 +63,8 @@ def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
     """Round the means of a posterior to multiples of a share of its stds.
 
     Args:
-        posterior: With stds above 0; what it says of correlations is dropped. Vectors with a std of 0,
-            such as biases without noise, stay as they are.
+        posterior: A posterior with stds above 0; its correlations are dropped. Vectors with a std of 0, such
+            as biases without noise, are not changed.
         share: The step in stds, c: each weight costs c²/24 nats on average.
 
     Example:
@@ -85,8 +86,8 @@ def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
             continue
         if bool((alive <= 0).any()):
             raise ValueError(
-                f"{name!r} has weights of std 0, which no step serves: quantise the posterior that was "
-                "learned, not a point mass"
+                f"{name!r} has weights with std 0, for which there is no step: quantise a learned posterior, "
+                "not a point mass"
             )
         step = share * float(alive.square().reciprocal().mean().rsqrt()) if len(alive) else 0.0
         in_files = float(at.new_tensor(step))  # in the precision of the weights
@@ -98,7 +99,7 @@ def quantise(posterior: Factorised, share: float = 1.0) -> Quantised:
 
 
 def _bits(whole: Tensor) -> int:
-    """Of the widest range that some whole numbers have."""
+    """The bits for the range of some integers."""
     if not len(whole):
         return 0
     return math.ceil(math.log2(float(whole.max() - whole.min()) + 1.0))

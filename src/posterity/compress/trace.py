@@ -1,4 +1,4 @@
-"""A model at a posterior's means, as the graph that ``torch.export`` gives."""
+"""A model at a posterior's means, as a graph from ``torch.export``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posterity.names import inner
 from posterity.posterior import Factorised
 from posterity.torch_private import tree_leaves, tree_map
 
-# Sums in another order: this many units in the last place of the largest output, in half precision fewer.
+# Tolerance for sums in another order: units in the last place of the largest output, and an upper limit.
 _ROUNDING, _HALF = 1e4, 0.1
 
 
@@ -32,9 +32,9 @@ def at_means(model: nn.Module, posterior: Factorised | None = None) -> nn.Module
     """
     found = inner(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of copies of exported graphs
+        warnings.simplefilter("ignore", FutureWarning)  # from torch, about copies of exported graphs
         plain = copy.deepcopy(found).eval()
-    for p in plain.parameters():  # layers whose weights want no gradient are fused, which no graph shows
+    for p in plain.parameters():  # layers without gradients are fused, which hides them from the graph
         p.requires_grad_(p.is_floating_point())
     if posterior is not None:
         plain.load_state_dict(posterior.check(found).mean(), strict=False)
@@ -42,17 +42,17 @@ def at_means(model: nn.Module, posterior: Factorised | None = None) -> nn.Module
 
 
 def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """The graph of a model for batches of any size, if it can serve them.
+    """The graph of a model, for batches of any size if possible.
 
     Raises:
-        ValueError: The model does not take these inputs, or torch.export cannot follow it.
+        ValueError: The model does not accept these inputs, or torch.export cannot follow it.
 
     Example:
         >>> exported(nn.Linear(3, 2).eval(), (torch.ones(4, 3),), {}).module()(torch.ones(7, 3)).shape
         torch.Size([7, 2])
     """
     if any(isinstance(each, Tensor) and not each.numel() for each in tree_leaves((args, kwargs))):
-        raise ValueError("the example has an empty tensor: give a batch of at least one input")
+        raise ValueError("the example has an empty tensor: pass a batch of at least one input")
     try:
         outputs(model, args, kwargs)
     except Exception as error:
@@ -65,11 +65,12 @@ def exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             for node in fixed_inputs(program.graph, program.graph_signature.user_inputs)
         ):
             break
-        program = None  # the graph counts its examples
+        program = None  # the graph depends on the number of examples
     program = _exported(model, args, kwargs) if program is None else program
     for p in program.parameters():
         p.requires_grad_(False)
-    # A file would hold these: of a slice, all data that it is a slice of; and the paths of this machine.
+    # Files would contain these: the example's data (for a slice, the whole tensor), and paths of this
+    # machine.
     program.example_inputs = tree_map(_blank, program.example_inputs)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
@@ -84,7 +85,7 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             free[each] = {0: Dim.AUTO}
     try:
         with torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of what it traces
+            warnings.simplefilter("ignore")  # from torch, about the traced code
             return export(model, args, kwargs, dynamic_shapes=free, strict=False)
     except Exception as error:
         raise ValueError(f"torch.export cannot follow the model: {_first_line(error)}") from error
@@ -92,11 +93,11 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def is_fixed(node: fx.Node, dim: int) -> bool:
     """Whether a size is the same for batches of all sizes."""
-    return str(node.meta["val"].shape[dim]).isdecimal()  # a symbol that was given up is a number, but no int
+    return str(node.meta["val"].shape[dim]).isdecimal()  # a specialised symbol is a number, but no int
 
 
 def fixed_inputs(graph: fx.Graph, names: Collection[Any] | None = None) -> list[fx.Node]:
-    """The inputs that must have the size of the example along their first axis; of these names, or all."""
+    """The inputs whose first axis must have the example's size; only those of some names if given."""
     return [
         node
         for node in graph.find_nodes(op="placeholder")
@@ -109,7 +110,7 @@ def fixed_inputs(graph: fx.Graph, names: Collection[Any] | None = None) -> list[
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Inside, a module may change its buffers."""
+    """A context after which a module's buffers are restored."""
     keeper = Keeper(module)
     keeper.keep()
     try:
@@ -119,7 +120,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module gives, which is left as it is.
+    """A module's outputs; its buffers are not changed.
 
     Example:
         >>> outputs(nn.BatchNorm1d(3), (torch.ones(4, 3),), {}).shape
@@ -130,7 +131,7 @@ def outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def compare(found: Any, want: Any) -> None:
-    """Refuse to hand out a net with other outputs.
+    """Raise if outputs differ by more than rounding.
 
     Example:
         >>> compare(torch.ones(2), torch.ones(2) + 1e-6)
@@ -143,7 +144,7 @@ def compare(found: Any, want: Any) -> None:
 
 
 def distance(found: Any, want: Any) -> float:
-    """How far outputs are apart; 0 up to rounding.
+    """The largest difference of outputs; 0 if it is within rounding.
 
     Example:
         >>> distance([torch.ones(2), None], [torch.ones(2) + 1e-6, None])
@@ -159,14 +160,14 @@ def distance(found: Any, want: Any) -> float:
 
 
 def _several(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Two examples in place of one, which would fix the size of the batch, where the model takes them."""
+    """Two copies of a single example, which would fix the batch size, if the model accepts them."""
     found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim()]
     if not found or max(map(len, found)) > 1:
         return
-    for more in (found, found[:1]):  # the others may be settings
+    for more in (found, found[:1]):  # other tensors may be settings
         ids = {id(each) for each in more}
         twice = tree_map(lambda x, ids=ids: torch.cat([x, x]) if id(x) in ids else x, (args, kwargs))
-        with suppress(Exception):  # that its first axis is no batch
+        with suppress(Exception):  # the first axis is not a batch
             outputs(model, *twice)
             yield twice
 

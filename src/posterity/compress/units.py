@@ -1,9 +1,9 @@
-"""Which entries of a net's tensors belong together, followed through the graph that torch.export gives.
+"""Which entries of a net's tensors belong together, found by following the graph from torch.export.
 
-An entry of an axis that layers make and use as a whole (a neuron, a channel) is a *unit*. What one layer
-makes, the next ones use: rows of one weight, entries of BatchNorm, columns of another weight are one unit,
-and can only be removed together. A residual sum ties the units of its terms. An operation without
-a rule in `operations` freezes the units of its inputs: they stay.
+An entry of an axis that layers produce and use as a whole (a neuron, a channel) is a *unit*. A row of one
+weight, an entry of BatchNorm and a column of the next weight are one unit, and can only be removed together.
+A residual sum ties the units of its terms. An operation without a rule in `operations` freezes the units of
+its inputs: they stay.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, fx
 
-# Why units stay that no operation is to blame for.
+# Reasons of units that stay not because of an operation.
 INPUT, OUTPUT = "it is the net's input", "it is the net's output"
-# Relative difference up to which an entry has the same value at all positions: rounding of one product, in
-# units of the last place.
+# Up to this relative difference, in units of the last place, values count as equal at all positions: the
+# rounding of one product.
 _SAME = 100.0
 
 
 @final
 class Units:
-    """Units by number, in sets that stay or go as one.
+    """Units by number, in sets that are kept or removed together.
 
     Example:
         >>> units = Units()
@@ -40,7 +40,7 @@ class Units:
         self._reasons: dict[int, str] = {}
 
     def fresh(self, count: int, reason: str | None = None) -> list[int]:
-        """So many that nothing ties to others yet; with a reason, they stay."""
+        """New units, not tied to others; with a reason, they stay."""
         made = list(range(len(self._parents), len(self._parents) + count))
         self._parents += made
         if reason is not None:
@@ -64,7 +64,7 @@ class Units:
                     self._reasons.setdefault(a, self._reasons[b])
 
     def freeze(self, units: Sequence[int], reason: str) -> None:
-        """Let units stay."""
+        """Mark units as ones that stay."""
         for unit in units:
             self._reasons.setdefault(self.root(unit), reason)
 
@@ -78,9 +78,9 @@ class Axis:
     """The axis of a tensor whose entries are units.
 
     Attributes:
-        dim: Which.
-        units: Of its entries.
-        constant: Which entries are the same whatever the net's input is.
+        dim: The axis.
+        units: The units of its entries.
+        constant: Which entries are the same for every input of the net.
     """
 
     dim: int
@@ -99,7 +99,7 @@ class Use:
         bias: Name of its bias, if it has one.
         rows: Units of its rows.
         columns: Units of its columns.
-        values: What each column is multiplied with where that can be added to the bias; else NaN.
+        values: The constant input of each column if the product can be added to the bias; otherwise NaN.
     """
 
     node: fx.Node
@@ -111,8 +111,8 @@ class Use:
     transposed: bool = False
 
 
-# What becomes of the units that an operation takes: from its arguments by name and its result, the units of
-# the result, a list of them if the result is a list, or None if nothing is known of it.
+# A function from an operation's arguments, by name, and its result to the units of the result: a list if the
+# result is a list, None if they are unknown.
 Rule: TypeAlias = Callable[["Followed", fx.Node, dict[str, Any], Any], Axis | list[Axis] | None]
 
 
@@ -122,15 +122,15 @@ class Followed(fx.Interpreter):
 
     Args:
         graph: From ``torch.export.export(...).module()``, in evaluation mode.
-        rules: By name of an operation; ``pointwise`` serves all that work entry by entry.
+        rules: Rules by name of an operation; ``pointwise`` is for all elementwise operations.
 
     Attributes:
-        units: All of them.
+        units: All units.
         labels: For every parameter and buffer that a known operation uses, the units of each axis, or None.
         uses: Every product with a weight.
         tensors: The parameters and buffers of the graph, by their first names.
-        resized: Sizes in the graph that units decide: the operation, its argument, the position in it.
-        selections: By name of a tensor that counts units, which ones it counts.
+        resized: Sizes in the graph that depend on units: the operation, its argument, the position in it.
+        selections: By name of a tensor with indices of units, the units that they refer to.
     """
 
     def __init__(self, graph: fx.GraphModule, rules: Mapping[str, Rule]) -> None:
@@ -143,10 +143,10 @@ class Followed(fx.Interpreter):
         self.selections: dict[str, Sequence[int]] = {}
         self._rules = rules
         self._axes: dict[fx.Node, Axis | list[Axis] | None] = {}
-        self._lost: dict[fx.Node, str] = {}  # why nothing is known of a result
+        self._lost: dict[fx.Node, str] = {}  # why a result's units are unknown
         self._names: dict[int, str] = {}  # the first name of a tensor that has several
         self._by_node: dict[fx.Node, str] = {}
-        self._labelled: set[str] = set()  # by the operation that is being followed
+        self._labelled: set[str] = set()  # by the current operation
 
     def run_node(self, n: fx.Node) -> Any:
         """Run an operation, then follow the units through it."""
@@ -172,11 +172,11 @@ class Followed(fx.Interpreter):
         return found[number] if isinstance(found, list) else None
 
     def held(self, node: object) -> str | None:
-        """Of the parameter or buffer that a node holds."""
+        """The name of the parameter or buffer that a node holds."""
         return self._by_node.get(node) if isinstance(node, fx.Node) else None
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The same of the tensor itself; None if the graph does not use it."""
+        """The name of a tensor; None if the graph does not use it."""
         return self._names.get(id(tensor))
 
     def shared(self, name: str) -> bool:
@@ -189,18 +189,18 @@ class Followed(fx.Interpreter):
         return all(axis is not None and bool(axis.constant.all()) for axis in axes)
 
     def add(self, name: str, tensor: Tensor) -> str:
-        """A tensor that the graph did not have; the name that it got."""
+        """Add a tensor to the graph, and return the name that it got."""
         while name in self.tensors:
             name += "_"
         self.tensors[name] = tensor
         return name
 
     def value(self, node: fx.Node) -> Any:
-        """What a node was at this run."""
+        """The value of a node in this run."""
         return self.env[node]
 
     def label(self, name: str, dim: int, units: list[int]) -> None:
-        """Let these be the units of a parameter's axis."""
+        """Set the units of a parameter's axis."""
         self._labelled.add(name)
         own = self.labels.setdefault(name, [None] * self.tensors[name].dim())
         known = own[dim]
@@ -210,7 +210,7 @@ class Followed(fx.Interpreter):
             self.units.join(known, units)
 
     def label_whole(self, name: str, reason: str, except_dim: int | None = None) -> None:
-        """Let a parameter stay whole, on all axes or all but one."""
+        """Keep a parameter whole, along all axes or all but one."""
         self._labelled.add(name)
         for dim, size in enumerate(self.tensors[name].shape):
             if size > 1 and dim != except_dim:
@@ -234,7 +234,7 @@ class Followed(fx.Interpreter):
         return axis
 
     def freeze(self, node: fx.Node, reason: str) -> Axis | None:
-        """Let all units that an operation takes stay; nothing is known of its result, None."""
+        """Keep all units of an operation's inputs; the units of its result are unknown (None)."""
         behind = [self._lost[each] for each in node.all_input_nodes if each in self._lost]
         self._lost.setdefault(node, behind[0] if behind and reason == INPUT else reason)
         for each in node.all_input_nodes:
@@ -248,7 +248,7 @@ class Followed(fx.Interpreter):
         return None
 
     def _refuse_changed(self, node: fx.Node) -> None:
-        """Know nothing any more of tensors that an operation has changed under another name."""
+        """Mark tensors that an operation changed under another name as unknown."""
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return
@@ -265,13 +265,13 @@ class Followed(fx.Interpreter):
 
     @staticmethod
     def title(node: fx.Node) -> str:
-        """What an operation is called."""
+        """An operation's name."""
         schema = getattr(node.target, "_schema", None)
         name = getattr(node.target, "__name__", node.name)
         return str(name) if schema is None else str(schema.name).removeprefix("aten::")
 
     def incoming(self, node: fx.Node, dim: int) -> Axis:
-        """The units on an axis of a tensor; frozen ones where none are known there."""
+        """The units along an axis of a tensor; frozen ones if they are unknown."""
         axis, shape = self.axis(node), self.value(node).shape
         if axis is not None and axis.dim == dim % len(shape):
             return axis
@@ -298,7 +298,7 @@ class Followed(fx.Interpreter):
             self.label(bias, 0, rows)
         values = torch.where(axis.constant, same_everywhere(x, axis.dim), torch.nan)
         if padded or (bias is not None and self.shared(bias)):
-            # What is beyond the edge is zero, whatever the unit is, and others have no use for this bias.
+            # Beyond the edge inputs are zero for every unit, and a shared bias must not change.
             values = torch.where(values == 0, values, torch.nan)
         self.uses.append(use := Use(node, name, bias, rows, axis.units, values, transposed))
         depends = used(weight, use)
@@ -313,7 +313,7 @@ def used(weight: Tensor, use: Use) -> Tensor:
 
 
 def same_everywhere(x: Tensor, dim: int) -> Tensor:
-    """The value of each entry of an axis that has the same at all positions; NaN for others."""
+    """The value of each entry of an axis if it is equal at all positions; otherwise NaN."""
     rows = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1).double().cpu()
     if not rows.numel() or not x.is_floating_point():
         return torch.full([len(rows)], torch.nan, dtype=torch.double)
@@ -323,7 +323,7 @@ def same_everywhere(x: Tensor, dim: int) -> Tensor:
 
 
 def _arguments(node: fx.Node, schema: Any) -> dict[str, Any]:
-    """Of an operation of aten, by name."""
+    """The arguments of an aten operation, by name."""
     given = () if schema is None else schema.arguments
     named = {each.name: each.default_value for each in given if each.has_default_value()}
     named |= dict(zip([each.name for each in given], node.args, strict=False))

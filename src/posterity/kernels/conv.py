@@ -55,7 +55,7 @@ class _Axis(NamedTuple):
     out_step: int
 
 
-# Only the numbers of channels decide how wide loads can be; a kernel for every other value would be waste.
+# Only the numbers of channels decide the width of loads; other values need no kernels of their own.
 _PLAIN = [f"{name}_{axis}" for axis in "hw" for name in _Axis._fields]
 
 
@@ -211,7 +211,7 @@ def _permute(x, out, channels, TAPS: tl.constexpr, LAST: tl.constexpr, BLOCK: tl
     base = tl.program_id(1).to(tl.int64) * channels * TAPS
     first = tl.program_id(0) * 64
     place = tl.arange(0, BLOCK)
-    # In the order of what is written; what is read stays in the cache.
+    # In the order of writes; reads stay in the cache.
     if LAST:
         channel, tap = first + place % 64, place // 64
     else:
@@ -231,7 +231,7 @@ def channels_last(weight: Tensor) -> Tensor:
 
 
 def channels_first(weight: Tensor) -> Tensor:
-    """The way back."""
+    """The inverse of :func:`channels_last`."""
     samples, outputs, *taps, channels = weight.shape
     return _permuted(weight, False, samples * outputs, channels, taps).view(samples, outputs, channels, *taps)
 
@@ -249,7 +249,7 @@ def _permuted(x: Tensor, last: bool, rows: int, channels: int, taps: Sequence[in
 
 
 def turned(weight: Tensor) -> Tensor:
-    """Weights ``[K, O, C, R, S]`` from the other side, ``[K, C, R, S, O]``."""
+    """Weights ``[K, O, C, R, S]`` transposed for the input's gradient, ``[K, C, R, S, O]``."""
     samples, outputs, *rest = weight.shape
     return _swapped(weight.reshape(samples, outputs, 1, -1)).view(samples, *rest, outputs)
 
@@ -306,7 +306,7 @@ def conv2d_input_grad(
 ) -> Tensor:
     """The gradient of :func:`conv2d` in x, ``[K, B, H, W, C]``, from the output's, ``[K, B, P, Q, O]``.
 
-    A convolution of ``grad`` with the weights' other side; with a stride one for each phase of the input's
+    A convolution of ``grad`` with the transposed weights; with a stride, one for each phase of the input's
     positions, which reads only the taps that reach it.
     """
     grad, weight = grad.contiguous(), turned(weight)
@@ -341,7 +341,7 @@ def conv2d_weight_grad(
         tile: instead of the one chosen by size; ``tile.k`` counts images, at one position.
         splits: into how many partial sums the sum over images and positions is split, for small weights.
         copy: whether x and grad are first copied by :func:`batch_last`, since tensor cores want the summed
-            axis of float32 contiguous; by default for float32.
+            axis of float32 contiguous; by default only for float32.
     """
     samples, batch, height, width, outputs = grad.shape
     h, w, channels = x.shape[-3:]
@@ -400,7 +400,7 @@ def _gather(
 
 
 def _phase(f: int, grad_size: int, size: int, taps: int, stride: int, padding: int, dilation: int) -> _Axis:
-    """Inputs ``f + i · stride``, by tap r part of ``i + (f + padding − r · dilation) / stride``."""
+    """Inputs ``f + i · stride``, which tap r reads for ``i + (f + padding − r · dilation) / stride``."""
     met = [r for r in reversed(range(taps)) if (f + padding - r * dilation) % stride == 0]
     at = [(f + padding - r * dilation) // stride for r in met] or [0]
     step, tap_step = (at[1] - at[0], met[1] - met[0]) if len(met) > 1 else (1, 0)

@@ -1,4 +1,4 @@
-"""All small arithmetic that judges a step in one launch: a graph pays two microseconds for each of them."""
+"""All small checks of a step in one launch: in a graph each launch costs two microseconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posterity.flat import Layout
 from posterity.kernels.launch import Launch
 from posterity.kernels.noise import _launch, _place
 
-# Numbers of each tensor that a program of :func:`accept` has.
+# Values per tensor and program of :func:`accept`.
 _SHARE = 1024
 
 
@@ -30,7 +30,7 @@ def _verdict(losses, poison, stuck, clock, loss, ok, count, PLACES: tl.constexpr
 
 
 def verdict(losses: Tensor, poison: Tensor, stuck: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
-    """What :func:`posterity.train.cuda_graph.verdict` says, of float32 numbers."""
+    """The same as :func:`posterity.train.cuda_graph.verdict`, for float32."""
     loss, ok = torch.empty_like(stuck), torch.empty_like(stuck, dtype=torch.bool)
     places = triton.next_power_of_2(len(losses))
     _verdict[(1,)](
@@ -47,7 +47,7 @@ def _report(loss, ok, stuck, host):
 
 
 def report(loss: Tensor, ok: Tensor, stuck: Tensor, host: Tensor) -> None:
-    """What :func:`posterity.train.cuda_graph.report` does; ``host`` may be pinned memory."""
+    """The same as :func:`posterity.train.cuda_graph.report`; ``host`` may be pinned memory."""
     _report[(1,)](loss, ok, stuck, host, num_warps=1)
 
 
@@ -55,12 +55,12 @@ def report(loss: Tensor, ok: Tensor, stuck: Tensor, host: Tensor) -> None:
 def _finite(numbers, ok, count, PLACES: tl.constexpr):
     at = tl.arange(0, PLACES)
     sizes = tl.abs(tl.load(numbers + at, mask=at < count, other=0.0))
-    good = sizes < float("inf")  # NaN is less than nothing
+    good = sizes < float("inf")  # comparisons with NaN are false
     tl.store(ok, tl.min(good.to(tl.int32), 0) > 0)
 
 
 def finite(numbers: Tensor) -> Tensor:
-    """What :func:`posterity.optim.checks.finite` says."""
+    """The same as :func:`posterity.optim.checks.finite`."""
     ok = torch.empty((), dtype=torch.bool, device=numbers.device)
     _all(len(numbers), numbers.dtype)(numbers, ok)
     return ok
@@ -68,7 +68,7 @@ def finite(numbers: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _all(count: int, dtype: torch.dtype) -> Launch:
-    """Programs for so many numbers of a type."""
+    """Programs for a number of values of a dtype."""
     return Launch(_finite, (1, 1, 1), (count, triton.next_power_of_2(count)), {"num_warps": 1})
 
 
@@ -79,12 +79,12 @@ def _judge(flat, ok, table, most, COUNT: tl.constexpr):
     for part in tl.static_range(4):
         here = at + part * COUNT
         size = tl.abs(tl.load(flat + here, mask=(here >= low) & (here < high), other=0.0))
-        bad = tl.max(((size <= most) == 0).to(tl.int32), 0) > 0  # NaN is not, either
+        bad = tl.max(((size <= most) == 0).to(tl.int32), 0) > 0  # also for NaN
         tl.store(ok, bad == 0, mask=bad)
 
 
 def judge(layout: Layout, flat: Tensor, most: float, ok: Tensor) -> None:
-    """Let a flag fall if a number of a block is larger than that, or none; what is between blocks may be."""
+    """Clear a flag if a value in a block is larger than a limit, or NaN; padding is ignored."""
     _launch(_judge, layout, range(len(layout)), (flat, ok), (float(most),), ())
 
 
@@ -100,7 +100,7 @@ def _accept(a, new_a, b, new_b, c, new_c, ok, size, PAIRS: tl.constexpr, COUNT: 
 
 
 def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor) -> None:
-    """What :func:`posterity.optim.apply.accept` does, to contiguous tensors of one type."""
+    """The same as :func:`posterity.optim.apply.accept`, for contiguous tensors of one dtype."""
     for start in range(0, len(pairs), 3):
         some = pairs[start : start + 3]
         given = [each for pair in (*some, some[0], some[0])[:3] for each in pair]
@@ -109,5 +109,5 @@ def accept(pairs: Sequence[tuple[Tensor, Tensor]], ok: Tensor) -> None:
 
 @lru_cache(maxsize=1024)
 def _shares(size: int, pairs: int, dtype: torch.dtype) -> Launch:
-    """Programs for so many pairs of tensors of a size and a type."""
+    """Programs for a number of pairs of tensors of one size and dtype."""
     return Launch(_accept, (triton.cdiv(size, _SHARE), 1, 1), (size, pairs, _SHARE), {})

@@ -1,7 +1,7 @@
-"""Launches worked out once, and then as cheap as Triton has them.
+"""Prepared launches with little overhead.
 
-A kernel that is called looks at every argument to find what it was compiled for, which takes longer than many
-a kernel runs. Where it is not compiled for the numbers that change, only the tensors' addresses matter.
+A call of a kernel inspects every argument to find the compiled version, which takes longer than many kernels
+run. If the numbers that change do not affect the compilation, only the tensors' addresses matter.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 @final
 class Launch:
-    """A kernel, its programs, and all arguments but tensors and the numbers that change.
+    """A kernel, its grid, and all arguments except tensors and numbers that change.
 
     Args:
-        kernel: Of Triton; its parameters are tensors, then numbers that change, which it is not to specialise
-            on, then the other numbers.
-        grid: How many programs along three axes.
-        numbers: The other numbers, all of them, in the kernel's order.
-        options: How it is compiled.
+        kernel: A Triton kernel; its parameters are tensors, then numbers that change, on which it must not
+            specialise, then the other numbers.
+        grid: Number of programs along three axes.
+        numbers: All of the other numbers, in the kernel's order.
+        options: Compiler options.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Launch:
         self._runs: dict[tuple[int, ...], tuple[Callable[..., Any], Any, Any]] = {}
 
     def __call__(self, *tensors: Tensor, given: tuple[float, ...] = ()) -> None:
-        """Run it on tensors, and numbers that change, of always the same types, if there are programs."""
+        """Run it on tensors and numbers that change, whose types never change, if the grid is not empty."""
         if not self._grid[0]:
             return
-        if torch.compiler.is_compiling():  # a compiler knows Triton's own way alone
+        if torch.compiler.is_compiling():  # a compiler only supports Triton's own launch
             self._kernel[self._grid](*tensors, *given, *self._numbers, **self._options)
             return
         places = [each.data_ptr() for each in tensors]
@@ -45,11 +45,11 @@ class Launch:
         key = (device, *[place % 16 for place in places])
         compiled = self._runs.get(key)
         if compiled is not None:
-            # As Triton itself does, but without hooks; of a tensor it would ask the driver for its place.
+            # Like Triton's own launch, but without hooks, and without queries of the driver for addresses.
             stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
             run, function, packed = compiled
             run(*self._grid, stream, function, packed, None, None, None, *places, *given, *self._numbers)
             return
         made = self._kernel[self._grid](*tensors, *given, *self._numbers, **self._options)
-        if made is not None:  # Triton's interpreter compiles nothing
+        if made is not None:  # Triton's interpreter does not compile
             self._runs[key] = made.run, made.function, made.packed_metadata

@@ -25,7 +25,7 @@ def _cross_entropy(
     CLASSES: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """The part of one sample's mean loss that a tile of its rows gives, and these rows' gradient."""
+    """The contribution of a tile of rows to one sample's mean loss, and these rows' gradient."""
     tile = tl.program_id(0)
     sample = tl.program_id(1).to(tl.int64)
     labels += sample * own
@@ -43,7 +43,7 @@ def _cross_entropy(
     here = (sample * batch + row)[:, None] * classes + column[None, :]
     label = tl.load(labels + row, mask=inside, other=0)
     used = inside & (label != ignore_index)
-    # Rows beyond the batch hold zeros, which no arithmetic below makes infinite.
+    # Rows beyond the batch hold zeros, which stay finite below.
     value = tl.load(logits + here, mask=mask, other=0.0).to(tl.float32)
     value = tl.where((column < classes)[None, :], value, float("-inf"))
     shifted = value - tl.max(value, 1)[:, None]
@@ -51,7 +51,7 @@ def _cross_entropy(
     normaliser = tl.sum(exponential, 1)
     target = column[None, :] == label[:, None]
     chosen = tl.sum(tl.where(target, shifted, 0.0), 1)
-    # A label that names no class makes the loss NaN, and its row's gradient.
+    # A label that is not a class makes the loss and its row's gradient NaN.
     known = (label >= 0) & (label < classes)
     loss = tl.where(known, tl.log(normaliser) - chosen, float("nan"))
     tl.store(losses + sample * tl.num_programs(0) + tile, tl.sum(tl.where(used, loss, 0.0), 0) / count)
@@ -64,12 +64,12 @@ def _cross_entropy(
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """Each sample's mean cross-entropy ``[K]``, and its gradient with respect to its logits ``[K, B, C]``.
 
-    A label that names no class gives a NaN loss where torch would stop the process: whoever calls must look.
+    A label that is not a class gives a NaN loss, where torch would abort the process: the caller must check.
 
     Args:
         logits: ``[K, B, C]``; the arithmetic is float32 whatever their type.
         labels: The classes, int64: ``[K, B]``, or ``[B]``, the same for every sample.
-        ignore_index: Rows with this label count for nothing.
+        ignore_index: Rows with this label do not count.
     """
     logits, labels = logits.contiguous(), labels.contiguous()
     samples, batch, classes = logits.shape

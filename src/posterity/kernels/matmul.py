@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 # One for each multiprocessor of an H200. Larger tiles read their operands fewer times, as long as there are
-# enough of them to go round.
+# enough of them.
 _ENOUGH_PROGRAMS = 132
 
 
 class Tile(NamedTuple):
-    """What one program makes, ``[rows, columns]``, by how much of the sum at a time, and with what.
+    """The output of one program, ``[rows, columns]``, the part of the sum per step, and compiler options.
 
     Sizes are powers of two from 16 on.
     """
@@ -31,18 +31,18 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-# The first that gives enough programs is taken, or else the last.
+# The first one with enough programs is used, otherwise the last one.
 _TILES = (Tile(64, 128, 32), Tile(64, 64, 32, stages=4), Tile(64, 32, 64))
 
 
-# The batch is often ragged, so that its size must not compile anew. Widths and strides are a layer's own, and
-# that they are multiples of 16 is what lets four numbers be loaded at once.
+# The batch is often ragged, so its size must not cause a new compilation. Widths and strides are fixed for a
+# layer, and if they are multiples of 16 four values can be loaded at once.
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
     x, weight, bias, out, rows, columns, depth, x_sample, x_row, weight_sample, weight_row, bias_sample,
     BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    # Programs that share a tile of the weights are neighbours, so that it comes from memory once.
+    # Programs that share a tile of the weights are neighbours, so that it is read from memory once.
     top = tl.program_id(0) * ROWS
     sample = tl.program_id(2).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -76,7 +76,7 @@ def _linear(
 
 
 def multiplies(x: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether kernels multiply such numbers, perhaps cast, as torch is set to: halves, or float32 as tf32."""
+    """Whether kernels support such a product with torch's settings: halves, or float32 as tf32."""
     dtype = x.dtype if dtype is None else dtype
     if dtype == torch.float32:
         return x.is_cuda and torch.get_float32_matmul_precision() != "highest"
@@ -90,7 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile 
         x: Inputs ``[K, B, I]``, or ``[B, I]`` for all samples.
         weight: Weights ``[K, O, I]``.
         bias: Biases ``[K, O]``.
-        tile: What each program makes; by default chosen from the shape.
+        tile: The work of each program; by default chosen from the shape.
     """
     x, weight = _inner(x), _inner(weight)
     samples, columns, depth = weight.shape
@@ -110,7 +110,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: Tile 
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    """The tensor with neighbours along its last axis side by side in memory."""
+    """The tensor with its last axis contiguous in memory."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -127,5 +127,5 @@ def _choose(samples: int, rows: int, columns: int, depth: int) -> Tile:
 
 
 def _at_most(size: int, there: int) -> int:
-    """A tile's size, or the power of two from 16 on that takes all there is, if that is less."""
+    """A tile's size, or if it is less, the smallest power of two from 16 on that covers everything."""
     return min(size, max(16, triton.next_power_of_2(there)))

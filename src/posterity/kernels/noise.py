@@ -1,6 +1,6 @@
-"""Noise made where it is used, so that no byte of it goes through memory.
+"""Noise that is generated inside the kernels that use it, so that it never goes through memory.
 
-One launch serves all blocks of a layout: its table tells every program which tile of which block it has.
+One launch handles all blocks of a layout: a table gives every program its tile of a block.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _perturb(
 
 @triton.jit
 def _sum_up(into, at, mine, value, FRESH: tl.constexpr):
-    """Add to what is there, unless nothing is; the result is 0, or NaN where a sum is not finite."""
+    """Add to existing sums, if there are any; the result is 0, or NaN where a sum is not finite."""
     if not FRESH:
         value += tl.load(into + at, mask=mine, other=0.0)
     tl.store(into + at, value, mask=mine)
@@ -147,12 +147,12 @@ def transfer(
     """Copy contiguous tensors, given by their addresses, into a flat buffer or back.
 
     Args:
-        layout: Of the buffer.
-        pointers: Where the tensors lie.
-        flat: The buffer; the tensors have its type.
-        read: Whether it is written.
-        unless: A flag that keeps all as it is.
-        poison: One number, of the buffer's type, which becomes NaN if one that is read is not finite.
+        layout: The buffer's layout.
+        pointers: Addresses of the tensors.
+        flat: The buffer; the tensors have its dtype.
+        read: Whether the buffer is written.
+        unless: A flag; if it is set, nothing changes.
+        poison: One number, of the buffer's dtype, which becomes NaN if a value that is read is not finite.
     """
     asks, checks = unless is not None, poison is not None
     _launch(
@@ -184,12 +184,12 @@ def add(
     """Add contiguous tensors, given by their addresses, to some blocks of a flat buffer.
 
     Args:
-        layout: Of the buffer.
-        blocks: Which.
-        pointers: Where the tensors lie, which have the buffer's type.
+        layout: The buffer's layout.
+        blocks: The numbers of the blocks.
+        pointers: Addresses of the tensors, which have the buffer's dtype.
         flat: The buffer.
-        weight: Of what is added.
-        poison: One number, of the buffer's type, which becomes NaN if a sum is not finite.
+        weight: Factor on the tensors.
+        poison: One number, of the buffer's dtype, which becomes NaN if a sum is not finite.
     """
     _launch(_add, layout, blocks, (flat, pointers, poison), (float(weight),), ())
 
@@ -220,14 +220,14 @@ def moments(
     """Add weighted Σ g and Σ g · eps over some samples, of some blocks' gradients.
 
     Args:
-        noise: Behind the samples; its weight is theirs.
-        samples: Their numbers.
-        blocks: Whose gradients.
-        grads: Of each block ``[len(samples), *shape]``, end to end; with ``places``, any one of them.
+        noise: The samples' noise; its weight is theirs.
+        samples: The sample numbers.
+        blocks: The numbers of the blocks.
+        grads: The blocks' gradients ``[len(samples), *shape]``, end to end; with ``places``, any one of them.
         sums: Both sums of all blocks, ``[2, size]``.
         poison: One number, which becomes NaN if a sum is not finite.
-        fresh: Whether these are the first, so that nothing is there to add to.
-        places: Addresses of all blocks' contiguous gradients, if these lie apart.
+        fresh: Whether these gradients are the first, so that there are no sums to add to.
+        places: Addresses of all blocks' contiguous gradients, if these are separate tensors.
     """
     clock, given = _address(noise, samples)
     _launch(
@@ -255,9 +255,9 @@ def _stacked(noise: Noise, mean: Tensor, std: Tensor, out: Tensor, *, scaled: bo
 
 
 def _address(noise: Noise, samples: range) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Where a graph can read the step anew, if it is there; step, key, first sample and number of them."""
+    """The address of the step, if a graph reads it; step, key, first sample and number of samples."""
     clock, step = (noise.step, 0) if isinstance(noise.step, Tensor) else (None, noise.step)
-    # A kernel is compiled for the numbers' types: steps have 32 bits always, keys never.
+    # Kernels are compiled for the numbers' types: steps always have 32 bits, keys never.
     return clock, (int(step) & 0x7FFFFFFF, noise.key, samples.start, len(samples))
 
 
@@ -269,7 +269,7 @@ def _launch(
     given: tuple[float, ...],
     numbers: tuple[bool, ...],
 ) -> None:
-    """Run a kernel over some blocks of a layout; only the first of the tensors may be of several types."""
+    """Run a kernel over some blocks of a layout; only the first tensor may have different dtypes."""
     first = tensors[0]
     key = (kernel.__name__, first.device, first.dtype, numbers, blocks)
     found = layout.launches.get(key)

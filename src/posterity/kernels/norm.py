@@ -1,9 +1,9 @@
 """Triton kernels: batch normalisation of K stacked inputs, its gradients, and sums over rows.
 
 Inputs are ``[K, M, C]``, channels last: M counts images and positions together. Every function is two
-launches over the same grid: each program sums up its share of the rows for one block of channels, then each
-merges the few partial results of its channels itself and writes its share of the output. The second launch
-walks backwards, since what the first read last is still in the cache. No result depends on the order in
+launches over the same grid: each program sums its share of the rows for one block of channels, then each
+merges the few partial results of its channels and writes its share of the output. The second launch goes
+backwards, since the rows that the first read last are still in the cache. No result depends on the order in
 which programs run.
 """
 
@@ -16,20 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Partial results that a program merges at once, in registers. The most that there may be, since a kernel for
-# every number of them would compile anew for ragged batches.
+# Partial results that a program merges at once, in registers. This is a maximum, since a kernel for each
+# number of them would be compiled again for ragged batches.
 _SPLITS = tl.constexpr(64)
 
 
-# So few are summed at once: a second launch would cost more.
+# Up to this many are summed at once: a second launch would cost more.
 _FEW_ROWS = 256
 
 
 class Tile(NamedTuple):
-    """How many numbers a program holds at once, over how many channels, with what, and how many programs.
+    """The values that a program holds at once, its channels, compiler options, and the number of programs.
 
-    Sizes are powers of two. The default fits three times, registers permitting, on each of an H200's 132
-    multiprocessors: more programs than fit at once would wait for the others to end.
+    Sizes are powers of two. The default fits three times on each of an H200's 132 multiprocessors, if there
+    are enough registers: more programs would wait for the others to end.
     """
 
     numbers: int = 4096
@@ -49,7 +49,7 @@ class _Plan(NamedTuple):
 
 @triton.jit
 def _place(rows, channels, share, COLUMNS: tl.constexpr):
-    """Where this program's rows begin, how many they are, and its channels."""
+    """This program's first row, its number of rows, and its channels."""
     begin = tl.program_id(0) * share
     base = (tl.program_id(2).to(tl.int64) * rows + begin) * channels
     return base, tl.minimum(share, rows - begin), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -57,7 +57,7 @@ def _place(rows, channels, share, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _part(number, split, column, channels):
-    """Where a split's partial results are in ``[numbers, K, splits, C]``."""
+    """Offsets of a split's partial results in ``[numbers, K, splits, C]``."""
     sample = number * tl.num_programs(2) + tl.program_id(2)
     return (sample * tl.num_programs(0) + split) * channels + column
 
@@ -171,7 +171,7 @@ def _sums(
         value = tl.load(grad + here + start * channels, mask=mask, other=0.0).to(tl.float32)
         total += value
         if x is not None:
-            # Outside the mask the gradient is zero, whatever stands beside it.
+            # Outside the mask the gradient is zero, so the other factor does not matter.
             beside = tl.load(x + here + start * channels, mask=mask, other=0.0).to(tl.float32)
             product += value * (beside - centre)
     split = tl.program_id(0)
@@ -303,7 +303,7 @@ def column_sums(x: Tensor, *, tile: Tile | None = None) -> Tensor:
 
 
 def _affine(values: Tensor | None, samples: int) -> Tensor | None:
-    """One row for each sample, which may all be the same, with neighbours side by side in memory."""
+    """One contiguous row for each sample; samples may share it."""
     if values is None:
         return None
     values = values if values.stride(-1) == 1 else values.contiguous()
@@ -312,7 +312,7 @@ def _affine(values: Tensor | None, samples: int) -> Tensor | None:
 
 def _plan(x: Tensor, tile: Tile | None) -> _Plan:
     samples, rows, channels = x.shape
-    # Half as wide numbers leave half as many bytes under way, too few unless the next tiles are loaded ahead.
+    # Half precision halves the bytes in flight, which are too few unless the next tiles are loaded ahead.
     tile = tile or Tile(stages=1 if x.element_size() == 4 else 3)
     columns = min(tile.columns, triton.next_power_of_2(channels))
     height = min(tile.numbers // columns, triton.next_power_of_2(max(rows, 1)))

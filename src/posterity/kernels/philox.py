@@ -1,8 +1,8 @@
 """Standard normals by address, inside a kernel: a Philox counter and a key give four of them.
 
-The four belong to the same place in the four quarters of a tile, not to neighbours: so a thread that works on
-that place in every quarter has them where it needs them. Tiles have a fixed size, so that a number depends on
-its position in the block alone.
+The four belong to the same position in the four quarters of a tile, not to neighbours, so the thread that
+handles this position in every quarter already has them. Tiles have a fixed size, so that a value depends only
+on its position in the block.
 
 Philox4x32 (Salmon et al. 2011) with seven rounds, the fewest that pass BigCrush; normals by Box–Muller. The
 angle is two random signs and a quarter turn, whose sine and cosine are short polynomials: libm's would cost
@@ -47,7 +47,7 @@ def _pair(radius_bits, angle_bits):
 
 @triton.jit
 def _signed(x, bits):
-    """The number with the sign that the highest bit says."""
+    """The number with the sign given by the highest bit."""
     return (x.to(tl.uint32, bitcast=True) ^ (bits & 0x80000000)).to(tl.float32, bitcast=True)
 
 

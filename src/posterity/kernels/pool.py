@@ -1,6 +1,6 @@
 """Triton kernels: the maxima of windows that tile an image, channels last, and their gradient.
 
-No indices are stored: the gradient looks for each window's maximum again, which costs one more read of the
+No indices are stored: the gradient finds each window's maximum again, which costs one more read of the
 input and no more memory.
 """
 
@@ -17,7 +17,7 @@ Pair = tuple[int, int]
 
 
 class Tile(NamedTuple):
-    """How many windows times channels a program looks at, over how many channels, and with what.
+    """Windows times channels of a program, its channels, and compiler options.
 
     Sizes are powers of two.
     """
@@ -60,7 +60,7 @@ def _max_pool_grad(
     x, grad, out, windows, H, W, P, Q, C,
     KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Windows that hang over the edge have no output, and write the zeros of the pixels that they do have."""
+    """Windows that cross the edge have no output, and write zeros for their pixels inside the image."""
     inside, image, p, q, first = _windows(windows, tl.cdiv(H, KH), tl.cdiv(W, KW), H, W, C, KH, KW, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     within = (c < C)[None, :]
@@ -70,7 +70,7 @@ def _max_pool_grad(
     for tap in tl.static_range(KH * KW):
         at = first + (tap // KW * W + tap % KW) * C
         value = tl.load(x + at[:, None] + c[None, :], mask=whole[:, None] & within, other=0.0).to(tl.float32)
-        # As torch: the first of equal values, and NaN above all.
+        # As in torch: the first of equal values, with NaN as the largest.
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
         where = tl.where(better, tap, where)
@@ -86,7 +86,7 @@ def _max_pool_grad(
 def pools(
     kernel: Pair, stride: Pair, padding: Pair = (0, 0), dilation: Pair = (1, 1), ceil_mode: bool = False
 ) -> bool:
-    """Whether the windows tile the image, so that these kernels pool it; otherwise torch must.
+    """Whether the windows tile the image, so that these kernels can pool it; otherwise torch does.
 
     Args:
         kernel: As in ``F.max_pool2d``, for both axes.
@@ -103,7 +103,7 @@ def max_pool2d(x: Tensor, kernel: Pair, *, tile: Tile | None = None) -> Tensor:
 
     Args:
         x: ``[N, H, W, C]``.
-        kernel: A window's height and width; rows and columns that fill none are left out.
+        kernel: A window's height and width; rows and columns that do not fill one are left out.
         tile: What each program works on; by default chosen from the shape.
 
     Returns:
@@ -122,7 +122,7 @@ def max_pool2d(x: Tensor, kernel: Pair, *, tile: Tile | None = None) -> Tensor:
 
 
 def max_pool2d_grad(x: Tensor, grad: Tensor, kernel: Pair, *, tile: Tile | None = None) -> Tensor:
-    """The gradient of :func:`max_pool2d` in x, ``[N, H, W, C]``, all of a window's in its first maximum.
+    """The gradient of :func:`max_pool2d` in x, ``[N, H, W, C]``: each window's at its first maximum.
 
     Args:
         x: As given to :func:`max_pool2d`.

@@ -1,23 +1,24 @@
-"""Triton kernels: single examples' gradients, as far as their squares need them.
+"""Triton kernels: squares of per-example gradients.
 
-For a convolution an example's gradient is a matrix product over the P·Q places of its output,
+For a convolution, an example's gradient is a matrix product over the P·Q positions of its output,
 
     G_i[o, (c, r, s)] = Σ_(p, q) grad_i[o, p, q] · x_i[c, stride · p + step · r, stride · q + step · s]
 
-and a program makes one tile of it for one example after another. What it has is added, and its square, in
-registers: no G_i is ever written, and the arithmetic is that of one ordinary gradient. A linear layer that
-shares its weight over places, such as the words of a text, is a convolution by one tap.
+and a program computes one tile of it for one example after another. The tile and its square are summed in
+registers: G_i is never written, and the arithmetic is that of one ordinary gradient. A linear layer that
+shares its weight over positions, such as the words of a text, is a convolution with one tap.
 
-Few tiles are shared out by examples, and the parts added up by one more launch, always in the same order.
+If there are few tiles, examples are split between programs, and one more launch adds the parts, always in the
+same order.
 
-Tensor cores want the summed axis of float32 contiguous, so places come last. Inputs are padded in memory: a
-mask for every number of a tile would cost more than its product. Whatever else lies in memory, halves too
-(fewer than four bytes cannot be loaded ahead), is written out like that in the same launch that pads it.
+Tensor cores need the summed axis of float32 to be contiguous, so positions come last. Inputs are padded in
+memory: a mask for every value of a tile would cost more than its product. Other layouts and half precision
+(fewer than four bytes cannot be loaded ahead) are converted by the launch that pads.
 
 For a batch normalisation the gradients are Σ_(p, q) grad_i · x̂_i of the scale and Σ_(p, q) grad_i of the
-shift, both made and squared in one walk.
+shift, both computed and squared in one pass.
 
-What a layer's sizes decide is worked out once for each: in a plain loop a GPU waits for what Python does.
+Values that depend only on a layer's sizes are computed once: in a plain loop a GPU waits for Python.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from torch import Tensor
 from posterity.kernels.conv import Pair, Tile
 from posterity.kernels.launch import Launch
 
-# A thread has 32 numbers of a tile, three times, and so many registers in all: sixteen warps fill one of an
-# H200's 132 multiprocessors.
+# A thread holds 32 values of a tile, three times, and this many registers in all: sixteen warps fill one of
+# an H200's 132 multiprocessors.
 _REGISTERS = 128
 _WARPS = 132 * 16
-# What it costs a program to begin and to write its part, in places of an example.
+# Cost of starting a program and writing its part, in positions of an example.
 _OVERHEAD = 256
 _MOST_SPLITS = 64
 
 
-# Depth and channels decide how wide loads and stores can be; a kernel for every other value would be waste.
+# Depth and channels decide the width of loads and stores; other values need no kernels of their own.
 @triton.jit(do_not_specialize=["own", "share", "batch", "outputs", "width", "plane", "row"])
 def _squares(
     grad, x, out, own, share, batch, outputs, channels, depth, width, plane, row,
@@ -53,9 +54,9 @@ def _squares(
 ):  # fmt: skip
     """Rows are output channels, columns ``(c, r, s)``.
 
-    Outputs are ``depth`` places in rows of ``width``; inputs have ``plane`` places in rows of ``row``. Output
-    ``(p, q)`` sees what is from ``(DOWN · p, ACROSS · q)``, by tap ``(r, s)`` ``(BELOW · r, BESIDE · s)`` on.
-    WHOLE: all places of an example are summed at once.
+    Outputs are ``depth`` positions in rows of ``width``; inputs have ``plane`` positions in rows of ``row``.
+    Output ``(p, q)`` starts at input ``(DOWN · p, ACROSS · q)``; tap ``(r, s)`` is ``(BELOW · r, BESIDE ·
+    s)`` further on. WHOLE: all positions of an example are summed at once.
     """
     columns = channels * (R * S)
     tiles = tl.cdiv(columns, BN)
@@ -124,9 +125,9 @@ def _spread(
     x, out, batch, channels, height, width, x_sample, x_b, x_c, x_h, x_w,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Some places of some channels of one picture, with DOWN and ACROSS zeros on its sides.
+    """Some positions of some channels of one image, with DOWN and ACROSS zeros on its sides.
 
-    Places are the tile's first axis: threads go along it, unless the other one is known to be contiguous.
+    Positions are the tile's first axis: threads go along it, unless the other one is known to be contiguous.
     """
     picture = tl.program_id(0).to(tl.int64)
     sample = picture // batch
@@ -157,7 +158,7 @@ def _norm_squares(
     grad_sample, grad_b, grad_c, grad_place, x_sample, x_b, x_c, x_place, own,
     CHANNELS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """One example's (Σ grad · (x − mean) · rstd)² and (Σ grad)² over places, of some channels."""
+    """One example's (Σ grad · (x − mean) · rstd)² and (Σ grad)² over positions, for some channels."""
     example = tl.program_id(0).to(tl.int64)
     sample = example // batch
     b = example - sample * batch
@@ -204,8 +205,8 @@ def conv2d_squares(
         stride: As in ``F.conv2d``, for both axes.
         padding: Likewise.
         dilation: Likewise.
-        tile: Instead of the one chosen by size; ``tile.k`` counts places.
-        splits: By how many programs the examples are shared.
+        tile: In place of the one chosen by size; ``tile.k`` counts positions.
+        splits: Number of programs that share the examples.
     """
     if x.dim() == 5 and x.stride(0) == 0:
         x = x[:1]
@@ -229,13 +230,13 @@ def batch_norm_squares(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor, axis
     Args:
         x: Inputs ``[K, B, C, T…]``, as they lie in memory.
         grad: The loss's gradient in the outputs, likewise.
-        mean: That inputs are normalised by, contiguous float32 ``[K, C]``, or ``[C]`` for all samples.
+        mean: Mean of the normalisation, contiguous float32 ``[K, C]``, or ``[C]`` for all samples.
         rstd: 1 / √(variance + eps), likewise.
-        axis: Of the channels; 1 if ``x`` and ``grad`` lack K.
+        axis: The axis of the channels; 1 if ``x`` and ``grad`` lack K.
     """
     own = mean.numel() > grad.shape[axis]
     walk = _walk(grad.shape, grad.stride(), x.stride(), axis, own, (grad.dtype, x.dtype))
-    if walk is None:  # places that are not one axis in memory are made one
+    if walk is None:  # copy positions that are not one axis in memory
         flat = (*grad.shape[: axis + 1], -1)
         return batch_norm_squares(x.reshape(flat), grad.reshape(flat), mean, rstd, axis)
     launch, shape = walk
@@ -245,7 +246,7 @@ def batch_norm_squares(x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor, axis
 
 
 class _Cover(NamedTuple):
-    """Writes pictures out in float32 with zeros around, neighbouring places side by side."""
+    """Copies images to float32 with zeros around, with positions contiguous."""
 
     launch: Launch
     shape: tuple[int, ...]
@@ -257,14 +258,14 @@ class _Cover(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What the sizes of a convolution decide.
+    """The values that depend only on a convolution's sizes.
 
     Attributes:
-        cover: Lays the inputs out, if they are not so already.
-        cover_grad: The gradients, likewise.
-        launch: Of the programs.
-        shape: Of what they write.
-        split: Whether its second axis is of parts, to be added up.
+        cover: Copies the inputs to the required layout, if needed.
+        cover_grad: The same for gradients.
+        launch: The launch of the programs.
+        shape: Shape of their results.
+        split: Whether the second axis of the results has parts that must be added.
     """
 
     cover: _Cover | None
@@ -289,12 +290,12 @@ def _plan(
     tile: Tile | None,
     splits: int | None,
 ) -> _Plan:
-    """Of inputs and gradients by their shapes, strides and types; the other arguments as they were given."""
+    """The plan for shapes, strides and dtypes of inputs and gradients, and for the other arguments."""
     cover = _cover(x, x_strides, padding, x_type)
     cover_grad = _cover(grad, grad_strides, (0, 0), grad_type)
     channels, rows, row = (x if cover is None else cover.shape)[-3:]
     batch, outputs, height, width = grad[-4:]
-    leading = tuple(grad[:-4])  # samples, or nothing
+    leading = tuple(grad[:-4])  # the axis of samples, if there is one
     samples = math.prod(leading)
     columns, depth = channels * kernel_size[0] * kernel_size[1], height * width
     tile = tile or _tile(outputs, columns, depth)
@@ -316,7 +317,7 @@ def _plan(
 
 
 def _tile(outputs: int, columns: int, depth: int) -> Tile:
-    """As large as registers permit, since every number that is loaded is used by a row or a column of it."""
+    """As large as registers permit, since each loaded value is used for a whole row or column."""
     m = 128 if outputs > 64 else 64
     n = 128 if columns > 64 else max(32, triton.next_power_of_2(columns))
     k = min(32, max(16, triton.next_power_of_2(depth)))
@@ -324,7 +325,7 @@ def _tile(outputs: int, columns: int, depth: int) -> Tile:
 
 
 def _splits(programs: int, batch: int, depth: int, warps: int) -> int:
-    """So many that all programs end soonest, when as many run at once as there are registers for."""
+    """The number of splits with which all programs finish first, given how many fit at once."""
     at_once = _WARPS // warps
     return min(
         range(1, min(batch, _MOST_SPLITS) + 1),
@@ -343,21 +344,21 @@ def _walk(
     own: bool,
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[Launch, tuple[int, ...]] | None:
-    """Programs for examples, by their shape, strides and types, and the shape of what they write.
+    """The launch for examples of a shape, strides and dtypes, and the shape of its results.
 
-    None if places are not one axis in memory.
+    None if positions are not one axis in memory.
     """
     channels, places = shape[axis], math.prod(shape[axis + 1 :])
     between = [_between(shape[axis + 1 :], strides[axis + 1 :]) for strides in (grad, x)]
     if None in between:
         return None
     samples, batch = shape[:2] if axis == 2 else (1, shape[0])
-    # From one sample, example, channel and place to the next.
+    # Strides of samples, examples, channels and positions.
     (grad_steps, x_steps) = (
         (*((0,) if axis == 1 else ()), *strides[: axis + 1], step)
         for strides, step in zip((grad, x), between, strict=True)
     )
-    # Four numbers for each thread along the axis that is side by side in memory.
+    # Four values for each thread along the contiguous axis.
     by_place = grad_steps[3] == 1
     wide = min(512 if by_place else 64, max(16, triton.next_power_of_2(places if by_place else channels)))
     tall, wide = (2048 // wide, wide) if by_place else (wide, 2048 // wide)
@@ -367,7 +368,7 @@ def _walk(
 
 
 def _between(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """From one number of some axes to the next, if they lie in memory like one axis."""
+    """The stride of some axes, if they lie in memory like one axis."""
     step = total = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 1:
@@ -383,14 +384,14 @@ def _between(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
 def _cover(
     shape: tuple[int, ...], strides: tuple[int, ...], padding: Pair, dtype: torch.dtype
 ) -> _Cover | None:
-    """Programs for pictures, by their shape, strides, zeros and type; None if they are laid out already."""
+    """The launch for images of a shape, strides, zeros and dtype; None if the layout already fits."""
     if padding == (0, 0) and dtype == torch.float32 and _between(shape, strides) == 1:
         return None
     batch, channels, height, width = shape[-4:]
     samples = math.prod(shape[:-4])
     steps = (*((0,) if len(shape) == 4 else ()), *strides)
     rows, row = height + 2 * padding[0], width + 2 * padding[1]
-    # They are written by places, whatever they are read by.
+    # Writes go along positions, whatever the order of reads.
     wide = min(512 if steps[4] == 1 else 32, max(16, triton.next_power_of_2(rows * row)))
     tall = 2048 // wide
     grid = (samples * batch, triton.cdiv(channels, tall), triton.cdiv(rows * row, wide))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Matrices up to this size are decomposed in batches of one size, because one alone leaves a GPU idle; larger
-# ones are solved for this many columns at a time.
+# Matrices of one size, up to this limit, are decomposed in a batch, because a single one does not fill a GPU;
+# larger ones are solved for this many columns at a time.
 _TOGETHER = 1024
 
 SINGULAR = "a factor of the precision is not positive definite: raise damping"
@@ -24,7 +24,7 @@ def damped(rows: Tensor, columns: Tensor, damping: float) -> tuple[Tensor, Tenso
     """Factored Tikhonov damping: ``rows + √damping / π · I`` and ``columns + √damping · π · I``.
 
     π² is the mean eigenvalue of ``columns`` over that of ``rows`` (Martens and Grosse 2015, section 6.3), so
-    that both are damped in proportion to their size; 1 where one of them is zero.
+    that both are damped in proportion to their size; π is 1 if one of them is zero.
 
     Example:
         >>> rows, columns = damped(torch.eye(2), 4 * torch.eye(3), damping=1.0)
@@ -41,21 +41,21 @@ def damped(rows: Tensor, columns: Tensor, damping: float) -> tuple[Tensor, Tenso
 
 
 def shares(rows: Tensor, columns: Tensor, root: float | Tensor) -> tuple[Tensor, Tensor]:
-    """What :func:`damped` adds, from mean eigenvalues and the damping's root; for any number of pairs."""
+    """The shifts of :func:`damped`, from mean eigenvalues and the root of the damping; for any shape."""
     ratio = columns / rows
     pi = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0).sqrt()
     return root / pi, root * pi
 
 
 def inverse_cholesky(matrices: Sequence[Tensor], shifts: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-    """The lower L with ``L Lᵀ = (matrix + shift · I)⁻¹`` of each, and which are not positive definite.
+    """For each, the lower L with ``L Lᵀ = (matrix + shift · I)⁻¹``, and whether it is not positive definite.
 
-    With J the reversal of an order, J P J = C Cᵀ gives P = R Rᵀ for the upper R = J C J, and L = R⁻ᵀ: the
+    With J the reversal of the order, J P J = C Cᵀ gives P = R Rᵀ for the upper R = J C J, and L = R⁻ᵀ: the
     inverse is never formed. Small matrices of one size go in one batch, and nothing waits for the GPU.
 
     Args:
-        matrices: Symmetric ones, of any sizes.
-        shifts: One number for each.
+        matrices: Symmetric matrices of any sizes.
+        shifts: One number for each matrix.
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     for i, each in enumerate(matrices):
@@ -78,7 +78,7 @@ def inverse_cholesky(matrices: Sequence[Tensor], shifts: Tensor | None = None) -
 def inverse_triangle(lower: Tensor) -> Tensor:
     """Inverses of lower triangles ``[..., n, n]``, solved in blocks of columns.
 
-    For large ones that saves half the work: above a block all is zero.
+    This saves half the work for large triangles, which are zero above a block.
     """
     size, inverse = lower.shape[-1], torch.zeros_like(lower)
     for start in range(0, size, _TOGETHER):
@@ -92,20 +92,20 @@ def inverse_triangle(lower: Tensor) -> Tensor:
 def solved(lower: Tensor, value: Tensor, dim: int) -> Tensor:
     """``lower⁻¹`` times the vectors along one dimension."""
     front = value.movedim(dim, 0)
-    # All as columns of one matrix: leading dimensions would copy the triangle for each.
+    # As columns of one matrix: leading dimensions would copy the triangle for each of them.
     columns = front.reshape(len(front), front.shape[1:].numel())
     return divided(lower, columns).reshape(front.shape).movedim(0, dim)
 
 
 def divided(lower: Tensor, columns: Tensor) -> Tensor:
     """``lower⁻¹ columns`` of matrices ``[..., n, n]`` and ``[..., n, k]``."""
-    wide = torch.promote_types(columns.dtype, torch.float32)  # torch solves nothing in half precision
+    wide = torch.promote_types(columns.dtype, torch.float32)  # torch cannot solve in half precision
     white = cast(Tensor, torch.linalg.solve_triangular(lower.to(wide), columns.to(wide), upper=False))
     return white.to(columns.dtype)
 
 
 def full_precision(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that autocast leaves alone: it is meant for a model's layers, not for a posterior.
+    """A decorator that turns autocast off: it is meant for a model's layers, not for a posterior.
 
     Example:
         >>> product = full_precision(torch.mm)

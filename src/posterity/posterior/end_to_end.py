@@ -1,8 +1,8 @@
-"""Leaves of one family end to end as one leaf, so that one operation serves all weights of a posterior.
+"""Leaves of one family joined end to end as one leaf, so that one operation handles all of their weights.
 
-A posterior of a hundred tensors would take a dozen launches for each of them to draw and to take the KL of.
-:class:`EndToEnd` lays what its leaves are made of end to end, in one node of autograd's graph each, and takes
-drawn weights apart in one more. What lies between is a leaf like any other.
+For a posterior of a hundred tensors, draws and KLs would take a dozen launches for each tensor.
+:class:`EndToEnd` concatenates the leaves' parameters, with one autograd node for each kind, and splits drawn
+weights in one more. In between is a leaf like any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posterity.posterior.priors import Density, IsotropicGaussian
 from posterity.torch_private import lasts
 
 L = TypeVar("L", bound=Leaf)
-# Numbers that a CPU works on at once: more would be evicted from its cache before the next operation.
+# Values that a CPU handles at once: more would be evicted from its cache before the next operation.
 _IN_CACHE = 1 << 18
 # The tensors from which a group's masks are made, and their versions.
 _Masks = tuple[Sequence[Tensor | None], list[int]]
@@ -32,9 +32,9 @@ class Joined(NamedTuple):
     """Blocks of a posterior as one leaf.
 
     Attributes:
-        blocks: Those of the posterior.
-        leaf: All of their weights; gradients that reach it reach them.
-        weights: One draw of it, ``[1, *shape]``, if there is one.
+        blocks: The posterior's blocks.
+        leaf: A leaf of all their weights; its gradients reach the blocks' leaves.
+        weights: One draw of the leaf, ``[1, *shape]``, if there is one.
     """
 
     blocks: EndToEnd
@@ -44,13 +44,13 @@ class Joined(NamedTuple):
 
 @final
 class EndToEnd:
-    """Leaves of one family, kind, device and type, end to end.
+    """Leaves of one family, kind, device and dtype, joined end to end.
 
     Args:
-        leaves: By block, each of a single tensor; or any one leaf, which stays as it is.
+        leaves: Leaves by block, each of a single tensor; or any one leaf, which is used unchanged.
 
     Attributes:
-        signs: Shapes of the random signs that layers were given for the leaves, by their names.
+        signs: Shapes of the random signs that layers got for the leaves, by name.
 
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
@@ -70,7 +70,7 @@ class EndToEnd:
         self._prior: tuple[list[object], list[float], DiagonalGaussian] | None = None
 
     def leaf(self) -> Leaf:
-        """All of the weights, as they are now, as one leaf."""
+        """One leaf of all the current weights."""
         if len(self.leaves) == 1:
             return self._first
         masks = {name: self._mask(name) for name in ("keep", "held")}
@@ -87,16 +87,16 @@ class EndToEnd:
         prefix: str = "",
         but: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Standard normals for the leaf of all, each by the address that its own leaf would have alone.
+        """Standard normals for the joined leaf; the noise addresses are those of the separate leaves.
 
         Args:
-            leaf: Of all.
-            samples: Their numbers.
-            seed: Of the noise.
-            step: Of the noise.
-            domain: Of the noise.
-            prefix: Of the blocks' names in addresses.
-            but: The names of those that are left out.
+            leaf: The joined leaf.
+            samples: The sample numbers.
+            seed: Seed of the noise.
+            step: Step of the noise.
+            domain: Domain of the noise.
+            prefix: Prefix of the blocks' names in addresses.
+            but: Names of normals to leave out.
         """
         if len(self.leaves) == 1:
             (block,) = self.leaves
@@ -116,7 +116,7 @@ class EndToEnd:
         return found
 
     def draw(self, *, seed: int, step: int, domain: Domain) -> Joined:
-        """Weights of the first sample."""
+        """Draw the weights of the first sample."""
         leaf = self.leaf()
         noise = self.noise(leaf, range(1), seed=seed, step=step, domain=domain)
         return Joined(self, leaf, leaf.draw(noise))
@@ -128,7 +128,7 @@ class EndToEnd:
         return dict(zip(self.leaves, apart(self._layout, values), strict=True))
 
     def _layout_of(self, prefix: str, name: str) -> Layout:
-        """Of the noise of all blocks that is called so."""
+        """The layout of the noise with this name, over all blocks."""
         found = self._noise.get((prefix, name))
         if found is None:
             blocks = [f"{prefix}{block}|{name}" if name else f"{prefix}{block}" for block in self.leaves]
@@ -137,7 +137,7 @@ class EndToEnd:
         return found
 
     def prior(self, priors: Sequence[Leaf | Density], leaf: Leaf) -> DiagonalGaussian | Density | None:
-        """The blocks' priors as one of the leaf of all; None if there is no one such prior."""
+        """The blocks' priors as one prior of the joined leaf; None if they cannot be joined."""
         first = priors[0]
         if isinstance(first, Density) and all(prior is first for prior in priors):
             return first
@@ -170,7 +170,7 @@ class EndToEnd:
         return DiagonalGaussian(torch.cat(means).view(shape), torch.cat(stds).view(shape))
 
     def _mask(self, name: str) -> Tensor | None:
-        """A mask of all weights, made anew only where a leaf has another; None if no leaf has one."""
+        """A mask of all weights, rebuilt only if a leaf's mask changed; None if no leaf has one."""
         own = [cast("Tensor | None", getattr(leaf, name)) for leaf in self.leaves.values()]
         masks = [mask for mask in own if mask is not None]
         if not masks:
@@ -193,7 +193,7 @@ class EndToEnd:
 
 
 def end_to_end(leaves: Mapping[str, Leaf]) -> list[EndToEnd]:
-    """Leaves of one family, kind, device and type; none that would be alone.
+    """Groups of two or more leaves of one family, kind, device and dtype.
 
     Example:
         >>> leaves = {name: DiagonalGaussian(torch.zeros(3), 0.5, trainable=True) for name in "ab"}
@@ -206,11 +206,11 @@ def end_to_end(leaves: Mapping[str, Leaf]) -> list[EndToEnd]:
 
 
 def alike(leaves: Mapping[str, L], kind: Callable[[str], object]) -> list[dict[str, L]]:
-    """Leaves that may be one: of one device, type and kind, and on a CPU no more than its cache holds.
+    """Groups of leaves of one device, dtype and kind, on a CPU no larger than its cache.
 
     Args:
-        leaves: By block.
-        kind: Of a block, by its name.
+        leaves: Leaves by block.
+        kind: The kind of a block, by its name.
     """
     groups: list[dict[str, L]] = []
     latest: dict[object, tuple[dict[str, L], int]] = {}
@@ -232,7 +232,7 @@ def _tensors(prior: object) -> list[Tensor]:
 
 
 def _numbers(prior: object) -> list[float]:
-    """What changes with a prior."""
+    """Numbers that change with a prior."""
     if isinstance(prior, IsotropicGaussian):
         return [prior.mean, prior.std]
     return [each._version for each in _tensors(prior)]

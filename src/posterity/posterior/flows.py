@@ -1,7 +1,7 @@
-"""Flows of several layers side by side, so that one operation serves all of them (MNF).
+"""Flows of several layers stacked, so that one operation handles all of them (MNF).
 
-What the layers have is padded to that of the largest, with scales that stay as they are, and every product of
-a flow becomes a stack of products. The weights of all layers lie end to end.
+The layers' scales are padded to the size of the largest layer, with scales that never change, and every
+product of a flow becomes a batched product. The weights of all layers lie end to end.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from posterity.torch_private import lasting
 
 
 class Stack(NamedTuple):
-    """A step of all flows, by the layers' numbers.
+    """A step of all flows, from the layers' parameters.
 
     Attributes:
-        stays: 1 for scales that stay as they are, 0 for others, ``[L, 1, W]``.
-        open: ∞ where a scale stays, 0 elsewhere: added to what a gate is made of, it opens it, and no
-            gradient comes back.
+        stays: 1 for scales that this step does not change, 0 for others, ``[L, 1, W]``.
+        open: ∞ where a scale does not change, 0 elsewhere: added to the logits of a gate, it opens the gate
+            and blocks its gradient.
     """
 
     stays: Tensor
@@ -48,12 +48,12 @@ class Stack(NamedTuple):
 
 
 def gated(z: Tensor, raw: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """``g ⊙ z + (1 − g) ⊙ t`` and log g of g = sigmoid(raw): z stays where raw is ∞."""
+    """``g ⊙ z + (1 − g) ⊙ t`` and log g with g = sigmoid(raw): z does not change where raw is ∞."""
     return torch.lerp(shift, z, torch.sigmoid(raw)), torch.nn.functional.logsigmoid(raw)
 
 
 def through(steps: Iterable[Any], z: Tensor) -> tuple[Tensor, Tensor | float]:
-    """The flow of some steps, and its log-determinant ``[n]``; 0 of none."""
+    """z after some steps, and the log-determinant ``[n]``; 0 without steps."""
     log_det: Tensor | float = 0.0
     for step in steps:
         z, change = step(z)
@@ -77,7 +77,7 @@ def auxiliary_logs(z: Tensor, a: Tensor, mean: Tensor, b1: Tensor, precision: Te
 def _drawn(
     eps: Tensor, centre: Tensor, raw: Tensor, steps: Sequence[Stack], real: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scales ``[L, n, W]`` from normals, and log q(z) ``[n]`` of all of a draw."""
+    """Scales ``[L, n, W]`` from normals, and log q(z) ``[n]`` of each whole draw."""
     std = softplus(raw)
     z, log_det = through(steps, torch.addcmul(centre, std, eps))
     return z, (base_logs(eps, std) * real).sum((0, -1)) - log_det
@@ -87,7 +87,7 @@ def _drawn(
 def _auxiliary(
     z: Tensor, sums: Tensor, steps: Sequence[Stack], own: Sequence[Tensor], share: Tensor, real: Tensor
 ) -> Tensor:
-    """log r(z | w), ``[n]``, given the sums of weights of each scale."""
+    """log r(z | w), ``[n]``, from the sum of the weights of each scale."""
     z, log_det = through(steps, z)
     c, *numbers = own
     a = (sums * c).sum(-1, keepdim=True) * share
@@ -96,11 +96,11 @@ def _auxiliary(
 
 @final
 class Flows(Scales):
-    """The scales of several layers: one row each of ``[n, L, W]``, W as many as the largest layer has.
+    """The scales of several layers: one row of ``[n, L, W]`` for each, with W scales as in the largest layer.
 
     Args:
-        flows: Of single layers, with as many steps and hidden units each.
-        shapes: Of the layers' weights.
+        flows: Flows of single layers, all with the same numbers of steps and hidden units.
+        shapes: Shapes of the layers' weights.
     """
 
     def __init__(self, flows: Sequence[Any], shapes: Sequence[torch.Size]) -> None:
@@ -125,18 +125,18 @@ class Flows(Scales):
 
     @full_precision
     def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales ``[n, L, W]`` from normals ``[n, size]``, and log q(z) ``[n]`` of all of a draw."""
+        """Scales ``[n, L, W]`` from normals ``[n, size]``, and log q(z) ``[n]`` of each whole draw."""
         eps, values = self.places.rows(noise), self.values
         z, log_q = _drawn(eps, values["centre"], values["raw"], self.steps, self.places.real)
         return z.transpose(0, 1), log_q
 
     def log_prob(self, z: Tensor) -> Tensor:
-        """Of flows one by one only."""
+        """Not available: only single flows have it."""
         raise NotImplementedError
 
     @full_precision
     def log_auxiliary(self, z: Tensor, weights: Tensor) -> Tensor:
-        """log r(z | w), ``[n]``, of weights ``[n, size]``."""
+        """log r(z | w), ``[n]``, for weights ``[n, size]``."""
         sums: Tensor = _Across.apply(weights, self.places, False)  # type: ignore[no-untyped-call]
         own = [self.values[name] for name in ("c", "mean", "b1", "precision", "b2")]
         return _auxiliary(
@@ -150,7 +150,7 @@ class Flows(Scales):
 
 
 class Form(NamedTuple):
-    """Steps and hidden units of a flow and of its auxiliary density."""
+    """Numbers of steps and hidden units, of a flow and of its auxiliary density."""
 
     steps: int
     auxiliary_steps: int
@@ -160,24 +160,24 @@ class Form(NamedTuple):
 
 @final
 class Places:
-    """Where the numbers of flows lie in padded stacks, and which scale each weight has.
+    """Indices from flows to padded stacks and back, and from weights to their scales.
 
     Args:
         scales: Shapes of the layers' scales.
         weights: Shapes of their weights.
-        form: Of the flows.
-        device: Where indices are wanted.
-        dtype: Of the flows.
+        form: The form of the flows.
+        device: The device of the indices.
+        dtype: The flows' dtype.
 
     Attributes:
-        shapes: Of the padded stacks, by name.
-        index: For each number of the padded stacks, end to end, its place in the flows' own; the padding has
-            the place behind the last of these, where there is a zero.
+        shapes: Shapes of the padded stacks, by name.
+        index: For each entry of the joined padded stacks, its index in the flows' joined parameters; padding
+            has the index after the last one, which holds a zero.
         back: The inverse.
-        owners: Number of the stack that each of the flows' tensors is in.
-        masks: The same for the masks of all steps, ``[steps · L · W]``.
-        real: 0 where there is padding, else 1, ``[L, 1, W]``.
-        share: One over the number of weights that a scale has, ``[L, 1, 1]``.
+        owners: For each of the flows' tensors, the number of its stack.
+        masks: Like ``index``, for the masks of all steps, ``[steps · L · W]``.
+        real: 0 for padding, otherwise 1, ``[L, 1, W]``.
+        share: One over the number of weights of each scale, ``[L, 1, 1]``.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Places:
         self.share = torch.tensor(per, dtype=dtype).view(-1, 1, 1).to(device)
 
     def rows(self, values: Tensor) -> Tensor:
-        """``[L, n, W]`` of one value for each scale, ``[n, size]``; any number where there is padding."""
+        """``[L, n, W]`` from one value for each scale, ``[n, size]``; padding has arbitrary values."""
         return values.index_select(1, self._rows).view(len(values), self.count, self.wide).transpose(0, 1)
 
     def spread(self, z: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _shapes(count: int, wide: int, form: Form) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_VECTORS, (count, 1, wide))
     for step in range(form.steps + form.auxiliary_steps):
         hidden = form.hidden if step < form.steps else form.auxiliary_hidden
-        # In the layout of the products, so that gradients have it, too.
+        # In the layout of the products, so that gradients have it too.
         shapes[f"{step}.inner"], shapes[f"{step}.inner_bias"] = (count, wide, hidden), (count, 1, hidden)
         shapes[f"{step}.outer"], shapes[f"{step}.outer_bias"] = (
             (count, hidden, 2 * wide),
@@ -280,7 +280,7 @@ def _shapes(count: int, wide: int, form: Form) -> dict[str, tuple[int, ...]]:
 
 
 def _parts(stacks: dict[str, Tensor], row: int, size: int, form: Form) -> Iterator[tuple[str, Tensor]]:
-    """Where the numbers of one flow lie in which stack, in the order of ``Flow.numbers()``."""
+    """The name of the stack and the view of it for each tensor of one flow, as in ``Flow.numbers()``."""
     for name in _VECTORS:
         yield name, stacks[name][row, 0, :size]
     for step in range(form.steps + form.auxiliary_steps):
@@ -295,7 +295,7 @@ def _parts(stacks: dict[str, Tensor], row: int, size: int, form: Form) -> Iterat
 
 @final
 class _Padded(torch.autograd.Function):
-    """Numbers of flows in padded stacks."""
+    """Parameters of flows, copied to padded stacks."""
 
     generate_vmap_rule = True
 
@@ -325,7 +325,7 @@ class _Padded(torch.autograd.Function):
 
 @final
 class _Across(torch.autograd.Function):
-    """The scale of each weight, or the sum of weights of each scale: either is the other's gradient."""
+    """The scale of each weight, or the sum of each scale's weights: each one is the other's gradient."""
 
     generate_vmap_rule = True
 

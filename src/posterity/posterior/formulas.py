@@ -1,6 +1,6 @@
-"""The closed forms behind ``kl``: one function for each pair of families, or for several at once.
+"""The closed forms behind ``kl``: one function for each pair of families, or for several pairs.
 
-Those that draw estimate a bound: see :mod:`posterity.posterior.scaled`.
+The functions that draw estimate a bound: see :mod:`posterity.posterior.scaled`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Gaussian: TypeAlias = DiagonalGaussian | IsotropicGaussian
 OfMarginals: TypeAlias = Gaussian | SparsityPrior
 # The prior of weights without scales, or before scaling.
 _STANDARD = IsotropicGaussian(1.0)
-# Numbers that a CPU works on at once.
+# Values that a CPU handles at once, in its cache.
 _IN_CACHE = 1 << 16
-# Growths of a std below this have a series.
+# Below this relative change of a std, a series is used.
 _SMALL = 0.05
 
 
 def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: OfMarginals) -> Tensor:
-    """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), or what p has instead, over the weights that vary.
+    """½ Σ (σq²/σp² + (μq−μp)²/σp² − 1 − log σq²/σp²), or p's own formula, over the weights that vary.
 
     Leading dimensions stay.
     """
@@ -52,11 +52,11 @@ def _normals_kl(q: Leaf, mean: Tensor, std: Tensor, p: OfMarginals) -> Tensor:
 
 @fusible
 def _normal_gaps(mean: Tensor, std: Tensor, p_mean: Any, p_std: Any) -> Tensor:
-    """The terms of that sum."""
+    """The terms of this sum."""
     gap = _spread_gap(std, p_std)  # first: it takes the most memory
     shift = (mean - p_mean) / p_std
     gap = gap + shift * shift
-    if isinstance(p_std, Tensor):  # all but a point itself is infinitely far from it
+    if isinstance(p_std, Tensor):  # the KL to a point is infinite unless q is that point
         same = (std == 0) & (mean == p_mean)
         gap = torch.where(p_std > 0, gap, torch.where(same, 0.0, math.inf))
     return gap
@@ -65,7 +65,7 @@ def _normal_gaps(mean: Tensor, std: Tensor, p_mean: Any, p_std: Any) -> Tensor:
 def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tensor:
     """½ Σ (‖L'⁻¹L‖² + ‖L'⁻¹Δμ‖² − P) + log|L'| − log|L| over kernels; leading dimensions stay.
 
-    By C = L'⁻¹(L − L'), and by stds on its diagonal: nothing cancels where q has barely moved.
+    It uses C = L'⁻¹(L − L'), and the stds on its diagonal, so that nothing cancels if q has barely moved.
     """
     if not ((q.whole and p.whole) or torch.equal(q.varying, p.varying)):
         p = p.pruned(q.varying)
@@ -77,7 +77,7 @@ def _kernels_kl(q: Leaf, mean: Tensor, lower: Tensor, p: KernelGaussian) -> Tens
 
 
 def _spread_gap(std: Tensor, theirs: Tensor | float) -> Tensor:
-    """r² − 1 − 2 log r of r = std / theirs, to all digits where it is next to 1 or to 0."""
+    """r² − 1 − 2 log r with r = std / theirs, accurate also for r near 1 or 0."""
     if isinstance(theirs, Tensor):
         std, theirs = torch.broadcast_tensors(std, theirs)  # type: ignore[no-untyped-call]
     gap: Tensor = _SpreadGap.apply(std, theirs)  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ def _spread_gap(std: Tensor, theirs: Tensor | float) -> Tensor:
 
 @final
 class _SpreadGap(torch.autograd.Function):
-    """Its derivative in r, 2 (r − 1/r), takes a few operations; autograd would keep twenty tensors."""
+    """Its derivative in r, 2 (r − 1/r), takes few operations; autograd would keep twenty tensors."""
 
     generate_vmap_rule = True
 
@@ -115,19 +115,19 @@ class _SpreadGap(torch.autograd.Function):
 
 
 def _gap(std: Tensor, theirs: Any, look: bool = False) -> Tensor:
-    # In place, since all of a posterior's weights may be here at once.
+    # In place, since this may get all of a posterior's weights at once.
     growth = (std - theirs).div_(theirs)
-    # The logarithm of r itself: 1 + growth has no digits left if one std is far below the other.
+    # The logarithm of r itself: 1 + growth loses all digits if one std is far below the other.
     far: Tensor = (growth + 2.0).mul_(growth).sub_((std / theirs).log_(), alpha=2.0)
     small = growth.abs() < _SMALL
-    if look and not bool(small.any()):  # what is left takes eight times as long
+    if look and not bool(small.any()):  # the rest would take eight times as long
         return far
     return torch.where(small, _small_gap(growth), far)
 
 
 def _small_gap(growth: Tensor) -> Tensor:
-    # g − log(1 + g) = g s − 2 s³ (1/3 + s²/5 + …) with s = g / (2 + g); what is left out is below the last
-    # digit for so small a g.
+    # g − log(1 + g) = g s − 2 s³ (1/3 + s²/5 + …) with s = g / (2 + g); for such small g the terms that are
+    # left out are below the last digit.
     s = growth / (growth + 2.0)
     square = s * s
     series = (square / 9).add_(1 / 7).mul_(square).add_(1 / 5).mul_(square).add_(1 / 3)
@@ -138,7 +138,7 @@ def _small_gap(growth: Tensor) -> Tensor:
 def _independent_kl(
     q: DiagonalGaussian | ScaledGaussian, mean: Tensor, std: Tensor, p: OfMarginals | KernelGaussian
 ) -> Tensor:
-    """Of weights that are independent given their moments; leading dimensions of means stay."""
+    """The KL of independent weights with these moments; leading dimensions of means stay."""
     if isinstance(p, KernelGaussian):
         return _kernels_kl(q, mean, torch.diag_embed(std.flatten(2)), p)
     return _normals_kl(q, mean, std, p)
@@ -156,7 +156,7 @@ def _(q: DiagonalGaussian, p: OfMarginals | KernelGaussian) -> Tensor:
 @register_kl(KernelGaussian, IsotropicGaussian)
 @register_kl(KernelGaussian, SparsityPrior)
 def _(q: KernelGaussian, p: OfMarginals) -> Tensor:
-    # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
+    # E_q[log p] depends only on q's marginals if p's weights are independent.
     return q.correlation() + _normals_kl(q, q.mean(), q.filled_std(), p)
 
 
@@ -168,7 +168,7 @@ def _(q: KernelGaussian, p: KernelGaussian) -> Tensor:
 @register_kl(ScaledGaussian, DiagonalGaussian, needs_draw=True)
 @register_kl(ScaledGaussian, IsotropicGaussian, needs_draw=True)
 @register_kl(ScaledGaussian, KernelGaussian, needs_draw=True)
-@register_kl(ScaledGaussian, LogUniform, needs_draw=True)  # ARD's variances cannot follow z
+@register_kl(ScaledGaussian, LogUniform, needs_draw=True)  # ARD's variances cannot depend on z
 def _(q: ScaledGaussian, p: OfMarginals | KernelGaussian, noise: Mapping[str, Tensor]) -> Tensor:
     z, log_q, mean, std = q.scales_from(noise)
     gap = log_q - q.scales.log_auxiliary(z, q.around(mean, std, noise))
@@ -186,7 +186,7 @@ def _(q: ScaledGaussian, p: Density, noise: Mapping[str, Tensor]) -> Tensor:
 
 @register_kl(ScaledGaussian, ScaledGaussian, needs_draw=True)
 def _(q: ScaledGaussian, p: ScaledGaussian, noise: Mapping[str, Tensor]) -> Tensor:
-    """The joint KL of weights and scales, which is not below that of the weights."""
+    """The joint KL of weights and scales, an upper bound of that of the weights."""
     if p.scales.shape != q.scales.shape:
         raise ValueError(
             f"q has scales of shape {tuple(q.scales.shape)} and p {tuple(p.scales.shape)}: give both the same"
@@ -198,7 +198,7 @@ def _(q: ScaledGaussian, p: ScaledGaussian, noise: Mapping[str, Tensor]) -> Tens
         )
     z, log_q = q.scales.draw(noise["z"])
     shift = (q.loc - p.loc) / p.filled_std()
-    # Scales of whole weights multiply both the gap and the std, and leave their quotient as it is.
+    # Scales of whole weights multiply both the gap and the std, so their quotient stays the same.
     gap = shift if q.scales.multiply_stds else z * shift
     given = 0.5 * q.total(gap * gap + _spread_gap(q.filled_std(), p.filled_std()))
     return (given + log_q - p.scales.log_prob(z)).mean()
@@ -223,7 +223,7 @@ def _(q: DiagonalGaussian, p: KroneckerGaussian) -> Tensor:
 @register_kl(KroneckerGaussian, IsotropicGaussian)
 @register_kl(KroneckerGaussian, SparsityPrior)
 def _(q: KroneckerGaussian, p: OfMarginals) -> Tensor:
-    # E_q[log p] sees q's marginals alone where p is independent from weight to weight.
+    # E_q[log p] depends only on q's marginals if p's weights are independent.
     theirs = q.marginals()
     return q.correlation() + _normals_kl(theirs, theirs.mean(), theirs.filled_std(), p)
 

@@ -1,4 +1,4 @@
-"""What a family is: q over one block of weights, a map from standard normals."""
+"""The base of families: q over one block of weights, a map from standard normals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Leaf(nn.Module, ABC):
     """
 
     estimators: ClassVar[frozenset[str]] = frozenset({"weight"})
-    loc: Tensor  # means, or what gives them; of pruned weights too
+    loc: Tensor  # means, or the parameter behind them; of pruned weights too
     keep: Tensor | None
     held: Tensor | None  # mask of the weights that are certain, at their means
 
@@ -232,7 +232,7 @@ class Leaf(nn.Module, ABC):
 
     def masked(self, values: Tensor) -> Tensor:
         """The values with zero for weights that do not vary."""
-        # where, not a product: what a pruned weight would give may be infinite.
+        # where, not a product: the value of a pruned weight may be infinite.
         return values if self.whole else torch.where(self.varying, values, 0.0)
 
     def _settled(self, values: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class Leaf(nn.Module, ABC):
 
     @property
     def kept(self) -> Tensor:
-        """The mask of the weights that are kept; all, where nothing is pruned."""
+        """The mask of the weights that are kept; all of them if nothing is pruned."""
         return (
             torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.keep is None else self.keep
         )

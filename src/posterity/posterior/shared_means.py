@@ -1,6 +1,6 @@
-"""A posterior that shares its means with a module: trained, it trains the module's parameters.
+"""A posterior that shares its means with a module, so that training it trains the module's parameters.
 
-What a module needs of a posterior beyond that is kept: padding rows of its embeddings stay what they are.
+Padding rows of the module's embeddings keep their values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from posterity.posterior.priors import ByName, Density
 def share_means(
     posterior: Factorised, module: nn.Module, prior: Posterior | Density | ByName | None
 ) -> Factorised:
-    """The posterior with leaves that can be trained, whose means are the module's parameters.
+    """The posterior with trainable leaves, whose means are the module's parameters.
 
-    All is refused before the module and the posterior's leaves are touched, also a prior that does not fit.
+    Errors, such as a prior that does not fit, are raised before the module or the posterior changes.
     """
     params = dict(module.named_parameters())
     own = {name: [params[each] for each in names] for name, names in posterior.tensors.items()}
@@ -44,19 +44,19 @@ def share_means(
             kl(_hold_padding(posterior.rebuilt(there), module), prior, seed=0)
     for name, leaf in leaves.items():
         leaf.share_mean(*own[name])
-    # Trained at drawn weights of the module itself, it is no linearisation.
+    # It is trained at drawn weights of the module itself, so it is not a linearisation.
     return _hold_padding(Factorised({posterior.tensors[name]: leaf for name, leaf in leaves.items()}), module)
 
 
 def share_means_again(posterior: Factorised, module: nn.Module) -> None:
-    """Let a posterior and a module, each with means of its own by now, share the module's."""
+    """Let a posterior and a module whose means have become separate share the module's again."""
     params = dict(module.named_parameters())
     for name, leaf in posterior.blocks.items():
         leaf.share_mean(*(params[each] for each in posterior.tensors[name]))
 
 
 def _hold_padding(posterior: Factorised, module: nn.Module) -> Factorised:
-    """The posterior, which keeps padding rows of embeddings as they are from here on."""
+    """The posterior, with padding rows of embeddings held at their values."""
     params, rows = dict(module.named_parameters()), padding_rows(module)
     for block, names in posterior.tensors.items():
         if any(params[name] in rows for name in names):

@@ -1,8 +1,8 @@
-"""What continual learning by a posterior is compared with: plain training, penalties, Bayes by
-Backprop, VOGN with boundaries; and methods that leave most weights at zero.
+"""Baselines of continual learning: plain training, penalties, Bayes by Backprop, VOGN with boundaries; and
+methods that leave most weights at zero.
 
-All are `posterity_lab.methods.Method`s, which also ask for the boundaries between tasks: at each of them
-:func:`posterity_lab.continual.run` calls ``boundary(data)`` with the training data of the task that is over.
+All are `posterity_lab.methods.Method`s that also get the boundaries between tasks: at each boundary
+:func:`posterity_lab.continual.run` calls ``boundary(data)`` with the training data of the finished task.
 """
 
 from posterity_lab.baselines.backprop import bbb, vcl

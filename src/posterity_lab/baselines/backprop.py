@@ -1,8 +1,8 @@
-"""Bayes by Backprop (Blundell et al. 2015), and with a prior that is replaced at boundaries, VCL.
+"""Bayes by Backprop (Blundell et al. 2015), and VCL, which replaces its prior at boundaries.
 
-Variational continual learning (Nguyen et al. 2018) is Bayes by Backprop on each task's ELBO with the last
-task's posterior for a prior. Without coresets. A task's posterior starts from the last one's, stds included.
-By families other than the diagonal Gaussian it is Bayesian incremental learning (Kochurov et al. 2018).
+Variational continual learning (Nguyen et al. 2018) is Bayes by Backprop on each task's ELBO, with the last
+task's posterior as prior; here without coresets. A task's posterior starts from the last one, stds included.
+With families other than the diagonal Gaussian it is Bayesian incremental learning (Kochurov et al. 2018).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def vcl(
 
 @final
 class _Backprop(Method):
-    """Bayes by Backprop by `compile_step`: on a GPU a step is a CUDA graph, and waits for nothing."""
+    """Bayes by Backprop with `compile_step`: on a GPU a step is a CUDA graph, without synchronisation."""
 
     def __init__(
         self,
@@ -141,14 +141,14 @@ class _Backprop(Method):
         self._begin()
 
     def _begin(self) -> None:
-        """Compile the step for the prior that there is."""
+        """Compile the step for the current prior."""
         self._train_step = compile_step(self._net, self._loss, self.optimizer, prior=self._prior, **self._how)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         return self._train_step(x, y)
 
     def boundary(self, data: Split) -> None:
-        """A task is over: what is known now is the next prior, if the method hands it over."""
+        """End a task: the posterior becomes the next prior, if the method hands it over."""
         if self._hands_over:
             self._prior, self._handed = self.posterior(), True
             self._begin()

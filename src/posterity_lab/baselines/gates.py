@@ -1,10 +1,10 @@
-"""L0 regularisation: gates on groups of weights that are exactly zero, learned with their expected number.
+"""L0 regularisation: groups of weights with gates that can be exactly zero, learned by their expected number.
 
 Louizos, Welling, Kingma: "Learning Sparse Neural Networks through L0 Regularization", ICLR 2018. A gate is a
-hard concrete number: s = sigmoid((log u − log(1 − u) + log a) / β) for an even u, stretched to (γ, ζ) and cut
-to [0, 1]. The loss has λ / N for every weight whose gate is expected to be open, which has a probability of
-sigmoid(log a − β log(−γ / ζ)). A group is all that an input unit of a linear layer, or an output channel of a
-convolution, is multiplied with.
+hard concrete variable: s = sigmoid((log u − log(1 − u) + log a) / β) for a uniform u, stretched to (γ, ζ) and
+clipped to [0, 1]. The loss adds λ / N for every weight, times the probability that its gate is open,
+sigmoid(log a − β log(−γ / ζ)). A group has all weights of an input unit of a linear layer, or of an output
+channel of a convolution.
 
 Deviation: gates are drawn for each example; the authors draw them once for a batch.
 """
@@ -33,7 +33,7 @@ class Gated(nn.Module):
 
     Args:
         layer: The layer.
-        open_at: Probability of a gate before it learns, as σ(log a).
+        open_at: A gate's initial σ(log a).
 
     Example:
         >>> Gated(nn.Linear(4, 3), 0.5)(torch.zeros(2, 4)).shape
@@ -48,18 +48,18 @@ class Gated(nn.Module):
         self.log_a = nn.Parameter(start + 0.01 * torch.randn(groups))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs under gates drawn for each example; in evaluation under the gates without noise."""
+        """The outputs with gates drawn for each example; in evaluation with gates without noise."""
         if self.axis == 1:
             found: Tensor = self.layer(x * self._gates(len(x)))
             return found
         out: Tensor = self.layer(x)
         bias = self.layer.bias
         assert bias is not None
-        around = bias.view(-1, 1, 1)  # which has no gate
+        around = bias.view(-1, 1, 1)  # a bias has no gate
         return (out - around) * self._gates(len(x))[..., None, None] + around
 
     def expected(self) -> Tensor:
-        """How many weights are expected to be open."""
+        """The expected number of weights with open gates."""
         each = self.layer.weight.numel() // len(self.log_a)
         return each * torch.sigmoid(self.log_a - _BETA * math.log(-_GAMMA / _ZETA)).sum()
 
@@ -89,15 +89,15 @@ def l0(
     open_inputs: float = 0.8,
     open_at: float = 0.5,
 ) -> _Gates:
-    """Adam on the loss with λ / N for every weight that is expected to be used.
+    """Adam on the loss plus λ / N for every weight, times the probability that its gate is open.
 
     Args:
-        model: A sequence of layers; those that are linear or convolutions get gates.
-        strength: λ, of every layer.
+        model: A sequence of layers; linear layers and convolutions get gates.
+        strength: λ, for every layer.
         num_data: Training examples.
         lr: Learning rate.
-        open_inputs: σ(log a) at the start, of a first layer that is linear.
-        open_at: The same of all others.
+        open_inputs: Initial σ(log a) of a linear first layer.
+        open_at: The same for all other layers.
 
     Example:
         >>> method = l0(nn.Sequential(nn.Linear(4, 2)), strength=0.1, num_data=8, lr=1e-3)
@@ -153,7 +153,7 @@ class _Gates(Sparsifying):
 
     @torch.no_grad()
     def _deployed(self) -> nn.Module:
-        """A plain net with the gates in its weights."""
+        """A plain net whose weights include the gates."""
         net = deepcopy(self._plain)
         for number, layer in enumerate(self._layers):
             if isinstance(layer, Gated):

@@ -1,4 +1,4 @@
-"""Training steps that keep a GPU busy: captured as CUDA graphs, with losses watched from afar."""
+"""Training steps that keep a GPU busy: CUDA graphs, with losses checked asynchronously."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 @final
 class Watch:
-    """Refuses losses that are not finite: at once, or on a GPU when their number has reached the host."""
+    """Raises for non-finite losses: at once, or on a GPU when their number has reached the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.count = torch.zeros((), device=device)
         self._host = torch.zeros((), pin_memory=device.type == "cuda")
 
     def see(self, loss: Tensor) -> Tensor:
-        """1 if the loss is not finite, and the step must not be taken; 0 otherwise."""
+        """1 if the loss is not finite, so that the step must not be taken; 0 otherwise."""
         bad = (~torch.isfinite(loss.detach())).float()
         self.count += bad
         self._host.copy_(self.count, non_blocking=True)
@@ -28,7 +28,7 @@ class Watch:
         return bad
 
     def refuse(self) -> None:
-        """Raise if such a loss is known of; reading it waits for nothing."""
+        """Raise if there was such a loss, without waiting for the device."""
         if self._host > 0:
             self.count.zero_()
             self._host.zero_()
@@ -39,7 +39,7 @@ class Watch:
 
 
 def rates_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Keep learning rates on the device of the parameters, where captured steps read them.
+    """Move learning rates to the device of the parameters, where captured steps read them.
 
     Example:
         >>> sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
@@ -54,12 +54,12 @@ def rates_on_device(optimizer: torch.optim.Optimizer) -> None:
 
 @final
 class Captured:
-    """A step that on a GPU becomes a CUDA graph when a shape of batch is seen for the second time.
+    """A step that on a GPU becomes a CUDA graph when a batch shape comes for the second time.
 
     Args:
-        model: Whose modes the step depends on.
+        model: The model whose modes the step depends on.
         learn: The step; it must do all its work on the device and change tensors in place.
-        tensors: All that a step changes.
+        tensors: All tensors that a step changes.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Captured:
         self._eager = False
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        """Learn from a batch; its loss."""
+        """Learn from a batch, and return its loss."""
         if self._eager or not batch[0].is_cuda:
             return self._learn(*batch)
         key = (
             tuple((x.shape, x.dtype) for x in batch),
             tuple(module.training for module in self._model.modules()),
         )
-        if key not in self._seen:  # a shape that never comes again is not worth a graph
+        if key not in self._seen:  # a shape that comes only once is not worth a graph
             self._seen.add(key)
             return self._learn(*batch)
         if key not in self._graphs:
@@ -97,23 +97,22 @@ class Captured:
         return self._graphs[key](*batch)
 
     def forget(self) -> None:
-        """Drop the graphs: what they change has moved."""
+        """Drop the graphs: the tensors that they change have moved."""
         self._graphs.clear()
         self._seen.clear()
 
 
 @final
 class Descent:
-    """Steps of a fused optimiser on a loss; on a GPU each is a CUDA graph, and waits for nothing.
+    """Steps of a fused optimiser on a loss; on a GPU each is a CUDA graph, without synchronisation.
 
-    A loss that is not finite leaves all as it was, and is raised at once, or on a GPU by one of the next
-    steps.
+    A non-finite loss changes nothing, and raises an error at once, or on a GPU in one of the next steps.
 
     Args:
-        model: What is trained.
-        optimizer: Of its parameters.
-        loss: Of a batch.
-        after: What else a step does to the parameters, on the device and in place.
+        model: The model to train.
+        optimizer: The optimiser of its parameters.
+        loss: The loss of a batch.
+        after: A further change of the parameters after each step, on the device and in place.
     """
 
     def __init__(
@@ -129,12 +128,12 @@ class Descent:
         rates_on_device(optimizer)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Learn from a batch; its loss."""
+        """Learn from a batch, and return its loss."""
         self._watch.refuse()
         return self._run(x, y)
 
     def forget(self) -> None:
-        """Drop the graphs: state was loaded, and lies elsewhere."""
+        """Drop the graphs: loaded state has other addresses."""
         self._run.forget()
 
     def _learn(self, x: Tensor, y: Tensor) -> Tensor:
@@ -142,7 +141,7 @@ class Descent:
         bad = self._watch.see(loss)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        # Fused optimisers leave weights and state as they are where this is 1.
+        # Fused optimisers change neither weights nor state where this is 1.
         self._optimizer.found_inf = bad  # type: ignore[attr-defined]
         self._optimizer.step()
         self._after()
@@ -166,7 +165,7 @@ class _Graph:
     ) -> None:
         self._batch = [x.clone() for x in batch]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        dropout = torch.cuda.default_generators[batch[0].device.index]  # capturing leaves it as it was
+        dropout = torch.cuda.default_generators[batch[0].device.index]  # restored after capturing
         state = dropout.get_state()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""VOGN whose prior is the last task's posterior, by weight."""
+"""VOGN whose prior is the last task's posterior, weight by weight."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def vogn_told(
     mask: Mask | None = None,
     seed: int = 0,
 ) -> _Told:
-    """VOGN that is told of boundaries, and takes its posterior for the next prior.
+    """VOGN with known task boundaries, at which its posterior becomes the next prior.
 
     Args:
         model: What to train.
         num_data: Training examples of one task.
         lr: Learning rate.
-        prior_precision: Of the first task's prior N(0, ·).
-        betas: Momentum, and averaging of the curvature, which is what is handed on: one batch's would be
+        prior_precision: Precision of the first task's prior N(0, ·).
+        betas: Momentum, and averaging of the curvature, which is handed over: that of one batch would be
             noise.
         damping: Added to the curvature of every weight.
         strength: How many times a task's curvature counts in the next prior, see ``VOGN.hand_over``.
@@ -72,7 +72,7 @@ class _Told(Method):
         return self._train_step(x, y)
 
     def boundary(self, data: Split) -> None:
-        """A task is over: what is known now is the next one's prior."""
+        """End a task: the posterior becomes the next task's prior."""
         self._rule.hand_over(self._strength)
 
     def posterior(self) -> Factorised:

@@ -1,17 +1,17 @@
-"""L2, EWC and SI: one quadratic pull towards the weights at the last boundary.
+"""L2, EWC and SI: a quadratic penalty that pulls towards the weights at the last boundary.
 
     penalty = strength · Σ importance · (θ − anchor)²
 
-They differ only in how the importance of a weight is found when a task is over:
+They differ only in how they compute the importance of a weight at the end of a task:
 
 | method | paper | importance | the paper's strength |
 |---|---|---|---|
 | L2 | Kirkpatrick et al. 2017, as a baseline | 1 | strength |
 | online EWC | Kirkpatrick et al. 2017, Schwarz et al. 2018 | F ← γ F + the task's diagonal Fisher | λ / 2 |
-| SI | Zenke et al. 2017 | Ω ← Ω + ω / (Δ² + ξ), ω = −Σ gradient · step along the path, Δ the whole way | c |
+| SI | Zenke et al. 2017 | Ω ← Ω + ω / (Δ² + ξ), ω = −Σ gradient · step along the path, Δ the net change | c |
 
 The Fisher is a mean over examples. SI's gradient is that of the task's own loss, without the penalty. The
-penalty's gradient is added by hand, and its value is in no loss that is reported.
+penalty's gradient is added explicitly, and reported losses do not include its value.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from posterity_lab.streams import Mask, restricted
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
-# Gradients of single examples that are in memory at once.
+# Per-example gradients in memory at once.
 _CHUNK = 64
 
 
 class Importance(ABC):
-    """How the importance of weights is found. What it does at a step must not wait for a GPU."""
+    """A rule for the importance of weights. Its work in a step must not wait for a GPU."""
 
     def before_step(self, params: Tensors, grads: Tensors) -> None:  # noqa: B027 (few rules need it)
-        """Look at the weights and at the gradients of the task's own loss."""
+        """Record the weights and the gradients of the task's own loss."""
 
     def after_step(self, params: Tensors, bad: Tensor) -> None:  # noqa: B027 (few rules need it)
-        """Look at the weights again; ``bad`` is 1 where the step was not taken."""
+        """Record the weights after the step; ``bad`` is 1 if the step was not taken."""
 
     @abstractmethod
     def renew(self, old: Tensors, params: Tensors, anchor: Tensors, data: Split) -> Tensors:
-        """The importance at the end of a task that began at ``anchor`` and taught ``data``."""
+        """The importance at the end of a task that started at ``anchor`` and had ``data``."""
 
     def tensors(self) -> Tensors:
-        """What has been gathered since the last boundary."""
+        """The values accumulated since the last boundary."""
         return ()
 
 
 @final
 class Penalty:
-    """The quadratic pull; tensors stay where they are, so that a CUDA graph can hold them."""
+    """The quadratic penalty; its tensors keep their addresses, so that a CUDA graph can use them."""
 
     def __init__(self, params: Tensors, strength: float, rule: Importance) -> None:
         if not strength >= 0:
@@ -66,25 +66,25 @@ class Penalty:
 
     @torch.no_grad()
     def pulled(self, grads: Tensors) -> Tensors:
-        """The gradients with the penalty's own added."""
+        """The gradients plus those of the penalty."""
         self.rule.before_step(self.params, grads)
         away = torch._foreach_sub(self.params, self.anchor)
         return torch._foreach_addcmul(grads, self.importance, away, value=2 * self.strength)
 
     @torch.no_grad()
     def renew(self, data: Split) -> None:
-        """Take the weights as they are for the new anchor."""
+        """Make the current weights the new anchor."""
         new = self.rule.renew(self.importance, self.params, self.anchor, data)
         torch._foreach_copy_(self.importance, new)
         torch._foreach_copy_(self.anchor, self.params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Importance, anchor, and what the rule has gathered."""
+        """Importance, anchor, and the rule's accumulated values."""
         return {"importance": self.importance, "anchor": self.anchor, "gathered": self.rule.tensors()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         for mine, key in (
             (self.importance, "importance"),
             (self.anchor, "anchor"),
@@ -95,14 +95,14 @@ class Penalty:
 
 
 def equal() -> Importance:
-    """L2: once a task is over, every weight counts the same."""
+    """L2: after the first task, every weight has the same importance."""
     return _Equal()
 
 
 def by_fisher(
     model: nn.Module, decay: float, labels: Literal["model", "data"], examples: int, mask: Mask | None
 ) -> Importance:
-    """Online EWC: what a weight counted for earlier tasks, times ``decay``, and its diagonal Fisher."""
+    """Online EWC: the importance from earlier tasks times ``decay``, plus the diagonal Fisher."""
     if not 0 <= decay <= 1:
         raise ValueError(f"decay must lie in 0 … 1, not {decay:g}")
     if examples < 1:
@@ -112,7 +112,7 @@ def by_fisher(
 
 
 def by_path(params: Tensors, damping: float) -> Importance:
-    """SI: by how much a weight lowered the loss along the path, over the square of the way it went."""
+    """SI: by how much a weight lowered the loss along the path, over the square of its total change."""
     if not damping > 0:
         raise ValueError(f"damping must be greater than 0, not {damping:g}")
     return _Path(params, damping)
@@ -147,7 +147,7 @@ class _Path(Importance):
     @torch.no_grad()
     def after_step(self, params: Tensors, bad: Tensor) -> None:
         gain = torch._foreach_mul(self._grads, torch._foreach_sub(self._start, params))
-        # A loss that is not finite has gradients that are not, which 0 · gradient would not remove.
+        # A non-finite loss has non-finite gradients, which a factor of 0 would not remove.
         torch._foreach_add_(self._path, [torch.where(bad > 0, 0.0, each) for each in gain])
 
     def renew(self, old: Tensors, params: Tensors, anchor: Tensors, data: Split) -> Tensors:
@@ -175,12 +175,12 @@ def fisher(
 
     Args:
         model: A classifier; it runs in evaluation mode.
-        data: Whose inputs to take.
+        data: The data to use.
         labels: ``"model"`` draws a label from the model's own prediction for every input (the Fisher);
-            ``"data"`` takes the label that the input has (the empirical Fisher).
-        examples: How many to take, at random; all if not given.
+            ``"data"`` uses the given labels (the empirical Fisher).
+        examples: Number of random examples; all if not given.
         mask: Which logits count.
-        seed: Of the choice of examples and of the labels drawn.
+        seed: Seed of the choice of examples and of drawn labels.
 
     Example:
         >>> data = Split(torch.eye(2), torch.tensor([0, 1]))
@@ -197,7 +197,7 @@ def fisher(
         return cross_entropy(restricted(functional_call(model, params, (x[None],)), allowed), y[None])
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0, 0))
-    # Of all examples, not of a chunk: the labels that occur among them are the task's.
+    # From all examples, not from a chunk, to include all labels of the task.
     allowed = None if mask is None else mask(chosen.y).expand(len(chosen), -1)
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -209,7 +209,7 @@ def fisher(
                 logits = model(x)
             kept = torch.ones_like(logits, dtype=torch.bool) if allowed is None else allowed[rows]
             if labels == "model":
-                # The smallest of exponential waiting times with the probabilities as rates.
+                # The smallest of exponential waiting times whose rates are the probabilities.
                 noise = torch.empty(logits.shape).exponential_(generator=generator).to(logits)
                 y = (restricted(logits, kept).softmax(-1) / noise).argmax(-1)
             for name, each in gradients(params, x, y, kept).items():

@@ -1,4 +1,4 @@
-"""Training of one set of weights, plain or with a penalty for leaving what earlier tasks need."""
+"""Training of one set of weights, plain or with a penalty that protects earlier tasks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def adam(
     Args:
         model: What to train.
         lr: Learning rate.
-        weight_decay: Added to the gradient, times the weight, of all that does not belong to BatchNorm.
+        weight_decay: Factor of the weight that is added to its gradient, except for BatchNorm.
         mask: Which logits count in training.
         nll: Mean negative log-likelihood of outputs and targets, in place of the cross-entropy.
 
@@ -60,7 +60,7 @@ def adam(
 
 
 def l2(model: nn.Module, *, lr: float, strength: float, mask: Mask | None = None) -> _Point:
-    """Adam with a pull of equal strength on all weights towards those at the last boundary.
+    """Adam with an equal pull on all weights towards those at the last boundary.
 
     Args:
         model: What to train.
@@ -91,9 +91,9 @@ def ewc(
         model: What to train.
         lr: Learning rate.
         strength: Of the pull; half the paper's λ.
-        decay: γ, what is left of earlier tasks' Fisher at each boundary.
+        decay: γ, the factor on earlier tasks' Fisher at each boundary.
         labels: ``"model"`` for the Fisher, ``"data"`` for the empirical one.
-        examples: From how many of a task's examples the Fisher is taken.
+        examples: Number of a task's examples for the Fisher.
         mask: Which logits count in training.
 
     Example:
@@ -124,9 +124,9 @@ def si(
 
 @final
 class _Point(Method):
-    """One set of weights. On a GPU a step is a CUDA graph, and waits for nothing.
+    """One set of weights. On a GPU a step is a CUDA graph, without synchronisation.
 
-    There a loss that is not finite leaves the weights as they are, and is raised by one of the next steps.
+    There a non-finite loss does not change the weights, and one of the next steps raises an error.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _Point(Method):
         return self._run(x, y)
 
     def boundary(self, data: Split) -> None:
-        """A task is over; ``data`` is what it taught."""
+        """End a task, whose training data was ``data``."""
         if self._penalty is not None:
             self._penalty.renew(data)
 
@@ -166,7 +166,7 @@ class _Point(Method):
         super().load_state_dict(state)
         if self._penalty is not None:
             self._penalty.load_state_dict(state["penalty"])
-        self._run.forget()  # the optimiser's state lies elsewhere
+        self._run.forget()  # the optimiser's state has moved
 
     def _learn(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self._loss(self.model, x, y)
@@ -175,7 +175,7 @@ class _Point(Method):
         pulled = grads if self._penalty is None else self._penalty.pulled(grads)
         for p, each in zip(self._params, pulled, strict=True):
             p.grad = each
-        # Fused optimisers leave weights and state as they are where this is 1.
+        # Fused optimisers change neither weights nor state where this is 1.
         self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.optimizer.step()
         if self._penalty is not None:
@@ -183,7 +183,7 @@ class _Point(Method):
         return loss.detach()
 
     def _tensors(self) -> list[Tensor]:
-        """All that a step changes."""
+        """All tensors that a step changes."""
         state = [value for own in self.optimizer.state.values() for value in own.values()]
         gathered = () if self._penalty is None else self._penalty.rule.tensors()
         changed = [*self._params, *self.model.buffers(), *state, *gathered, self._watch.count]

@@ -1,9 +1,9 @@
-"""Methods that leave most weights at zero, and the net that each of them leaves.
+"""Methods that leave most weights at zero, and their pruned nets.
 
-* `variational_dropout`: a posterior under a prior that makes weights noise (Molchanov et al. 2017), or of
-  whole groups (Louizos et al. 2017); pruned by log α when it is learned;
-* `magnitudes`: Adam, with ever more of the smallest weights held at zero (Zhu, Gupta 2017);
-* `posterity_lab.baselines.gates`: gates that are zero, learned with their number (Louizos et al. 2018).
+* `variational_dropout`: a posterior with a prior that turns weights (Molchanov et al. 2017) or whole groups
+  (Louizos et al. 2017) into noise; pruned by log α after training;
+* `magnitudes`: Adam, with more and more of the smallest weights held at zero (Zhu, Gupta 2017);
+* `posterity_lab.baselines.gates`: gates that can be zero, learned by their number (Louizos et al. 2018).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Sparsifying(Method):
 
     @abstractmethod
     def whole(self) -> tuple[nn.Module, Factorised]:
-        """A plain net, and what is known of its weights."""
+        """A plain net, and the posterior of its weights."""
 
     @abstractmethod
     def pruned(self) -> tuple[nn.Module, Factorised]:
-        """The same with what the method does without at zero, and out of the posterior's masks."""
+        """The same with the unneeded weights at zero, and pruned in the posterior."""
 
 
 def variational_dropout(
@@ -62,19 +62,19 @@ def variational_dropout(
     max_stds: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> _Variational:
-    """Adam on the ELBO, outputs drawn by local reparametrisation; biases and BatchNorm are not drawn.
+    """Adam on the ELBO with local reparametrisation; biases and BatchNorm have no posterior.
 
     Args:
         model: What to train.
-        prior: Such as ``posterity.LogUniform()``.
+        prior: The prior, such as ``posterity.LogUniform()``.
         num_data: Training examples.
         lr: Learning rate.
         std_init: Std of every weight at the start.
-        factor: Of the KL: a number, or a function of the step.
-        family: Of the posterior.
-        max_stds: By name of a tensor, what its stds are cut to after every step; of groups those given their
-            scales. Without it the KL may widen weights that the data need until they are noise.
-        seed: Of the noise.
+        factor: Factor of the KL: a number, or a function of the step.
+        family: Family of the posterior.
+        max_stds: By name of a tensor, the upper limit of its stds after every step; for groups, of the stds
+            given their scales. Without it the KL may widen needed weights until they are noise.
+        seed: Seed of the noise.
 
     Example:
         >>> import posterity
@@ -140,18 +140,18 @@ def _loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def magnitudes(
     model: nn.Module, *, lr: float, keep: float, steps: int, begin: float = 0.25, end: float = 0.75
 ) -> _Magnitudes:
-    """Adam, with the smallest weights of the whole net at zero: more and more, then the same ones.
+    """Adam, with the smallest weights of the whole net at zero: more and more, then always the same ones.
 
-    Of the share that goes in the end, 1 − (1 − t)³ is gone when a share t of the way from ``begin`` to
-    ``end`` is. Pruned weights learn nothing; which they are is decided anew a hundred times on the way.
+    After a share t of the way from ``begin`` to ``end``, 1 − (1 − t)³ of the final number of weights is at
+    zero. Pruned weights do not learn; they are chosen again a hundred times on the way.
 
     Args:
         model: What to train.
         lr: Learning rate.
         keep: Share of the weights that stay, biases and BatchNorm not counted.
-        steps: Of the whole training.
-        begin: Share of the steps before the first weight goes.
-        end: Share after which no other weight goes.
+        steps: Steps of the whole training.
+        begin: Share of the steps before the first weight is pruned.
+        end: Share after which no further weight is pruned.
 
     Example:
         >>> method = magnitudes(nn.Linear(4, 2), lr=0.1, keep=0.5, steps=4)
@@ -196,7 +196,7 @@ class _Magnitudes(Sparsifying):
 
     @torch.no_grad()
     def _choose(self) -> None:
-        """Masks of the largest weights, as many as are to stay by now."""
+        """Masks of the largest weights, as many as should remain at this step."""
         way = self._end - self._begin
         gone = (self._steps - self._begin) / way if way else 1.0
         share = (1.0 - self._keep) * (1.0 - (1.0 - gone) ** 3)
@@ -235,7 +235,7 @@ class _Magnitudes(Sparsifying):
 
 
 def without_zeros(model: nn.Module) -> Factorised:
-    """The weights of a plain net, those that are zero pruned; biases and BatchNorm are spared.
+    """The weights of a plain net, with zeros pruned; biases and BatchNorm are spared.
 
     Example:
         >>> net = nn.Linear(3, 2)
@@ -248,7 +248,7 @@ def without_zeros(model: nn.Module) -> Factorised:
 
 
 def kl_factor(factor: float, steps: int, delay: float, rise: float) -> Factor:
-    """0 for a share ``delay`` of the steps, then a straight line to ``factor`` over a share ``rise`` more.
+    """0 for a share ``delay`` of the steps, then a straight line to ``factor`` over a further share ``rise``.
 
     Example:
         >>> [kl_factor(1.0, 200, 0.025, 0.075)(step) for step in (4, 5, 20, 199)]
@@ -258,6 +258,6 @@ def kl_factor(factor: float, steps: int, delay: float, rise: float) -> Factor:
 
 
 def adam_of(model: nn.Module, lr: float) -> torch.optim.Adam:
-    """Adam on all that a model trains."""
+    """Adam on all trainable parameters of a model."""
     params = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.Adam(params, lr=lr, fused=True, capturable=params[0].is_cuda)

@@ -1,7 +1,7 @@
-"""What every method gives a newcomer: required arguments only, on the tasks that people try first.
+"""Results of every method for a newcomer: only required arguments, on tasks that people try first.
 
-``tasks`` has the data, nets and lengths of training, ``methods`` the calls as a first user writes them, and
-``trials`` runs one of each. The benchmark ``first_try`` runs all of them.
+``tasks`` has the data, nets and lengths of training, ``methods`` the calls as a new user writes them, and
+``trials`` runs a method on a task. The benchmark ``first_try`` runs all of them.
 """
 
 from posterity_lab.first_try.methods import METHODS

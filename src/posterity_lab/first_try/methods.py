@@ -20,14 +20,14 @@ LossFn: TypeAlias = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tenso
 
 @dataclass(frozen=True)
 class Setup:
-    """What a method starts from.
+    """The starting point of a method.
 
     Attributes:
         model: The net, with its initial weights.
         loss_fn: ``loss_fn(model, x, y)`` gives the mean loss of a batch.
         num_data: Training examples.
-        likelihood: Of the targets.
-        graph: Whether plain training is captured as a CUDA graph, where the net is on a GPU.
+        likelihood: Likelihood of the targets.
+        graph: Whether plain training on a GPU is captured as a CUDA graph.
     """
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Setup:
 
 
 class Learner(NamedTuple):
-    """A training step, and the posterior after training; ``posterior`` is given the last training data."""
+    """A training step, and the posterior after training; ``posterior`` gets the last training data."""
 
     step: Callable[[Tensor, Tensor], Tensor]
     posterior: Callable[[Split], Factorised | None]
@@ -48,7 +48,7 @@ Method: TypeAlias = Callable[[Setup], Learner]
 
 
 def _plain(setup: Setup, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step of a torch optimiser; on a GPU a CUDA graph, unless an eager step is asked for."""
+    """A step of a torch optimiser; on a GPU a CUDA graph, unless ``graph`` is False."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -66,7 +66,7 @@ def _plain(setup: Setup, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, 
 
 
 def adamw(setup: Setup) -> Learner:
-    """AdamW, which all others are compared with."""
+    """AdamW, to which all others are compared."""
     capturable = setup.graph and next(setup.model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(setup.model.parameters(), lr=1e-3, capturable=capturable)
     return Learner(_plain(setup, optimizer), lambda data: None)
@@ -88,7 +88,7 @@ def _rule(make: Callable[[Setup], VariationalOptimizer]) -> Method:
 
 
 def bayes_by_backprop(setup: Setup) -> Learner:
-    """Bayes by Backprop as the README has it."""
+    """Bayes by Backprop as in the README."""
     bayesian = posterity.variational(setup.model)
     adam = torch.optim.Adam(bayesian.parameters())
     step = posterity.compile_step(bayesian, setup.loss_fn, adam, num_data=setup.num_data, factor=0.01)

@@ -1,4 +1,4 @@
-"""Sequences of tokens to classify, and a small transformer that does it."""
+"""Classification of token sequences, and a small transformer for it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ WRONG = 0.02
 
 
 def majority(examples: int, seed: int) -> Split:
-    """Sequences of random tokens; the label says which of the tokens 0 and 1 comes more often.
+    """Sequences of random tokens; the label says which of the tokens 0 and 1 is more frequent.
 
-    Sequences in which both come equally often are left out. A share ``WRONG`` of the labels is wrong, in
-    training and test alike: without any, a net that has found the rule could not be too sure of itself.
+    Sequences in which both are equally frequent are left out. A share ``WRONG`` of the labels is wrong, in
+    training and test: without wrong labels, a net that has found the rule could not be overconfident.
 
     Args:
-        examples: How many.
-        seed: Of tokens and wrong labels.
+        examples: Number of sequences.
+        seed: Seed of tokens and wrong labels.
 
     Example:
         >>> data = majority(1000, seed=0)

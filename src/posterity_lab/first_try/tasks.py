@@ -30,17 +30,17 @@ _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 @dataclass(frozen=True)
 class Problem:
-    """What a method is given, and what it is tested on.
+    """The data and net of a task.
 
     Attributes:
         net: Makes the net, with torch's default weights.
         stages: Training data, one part after another; only a stream has several.
         test: Test data, of all stages.
         epochs: Passes over each stage.
-        batch_size: Examples of a step; the last step of an epoch has what is left.
-        augmented: Changes a batch of inputs, by numbers from the generator.
-        scale: Of standardised targets: errors times this are in the data's own unit.
-        likelihood: Of the targets: a class, or a Gaussian around the net's output.
+        batch_size: Examples per step; the last step of an epoch has the rest.
+        augmented: Augments a batch of inputs, with random numbers from the generator.
+        scale: Scale of standardised targets: errors times this are in the data's own unit.
+        likelihood: Likelihood of the targets: a class, or a Gaussian around the net's output.
     """
 
     net: Callable[[], nn.Module]
@@ -74,7 +74,7 @@ class Problem:
             for epoch in range(number * self.epochs, (number + 1) * self.epochs):
                 mixed = hashlib.blake2b(f"{seed} {epoch} augment".encode(), digest_size=4).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
-                # All at once: batch by batch a GPU would wait for the host at every step.
+                # All at once: otherwise a GPU would wait for the host in every step.
                 seen = stage if self.augmented is None else Split(self.augmented(stage.x, generator), stage.y)
                 yield from data.batches(seen, self.batch_size, seed=seed, epoch=epoch)
 
@@ -98,7 +98,7 @@ def digits_cnn() -> nn.Sequential:
 
 
 def cropped_and_flipped(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Images shifted by up to 4 pixels, with zeros where nothing was, and half of them mirrored.
+    """Images shifted by up to 4 pixels, filled with zeros, and half of them mirrored.
 
     Args:
         x: Images ``[B, C, H, W]``.

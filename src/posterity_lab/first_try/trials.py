@@ -19,12 +19,12 @@ from posterity_lab.bench import Column, measure
 from posterity_lab.first_try.methods import METHODS, Learner, Setup
 from posterity_lab.first_try.tasks import TASKS, Problem
 
-# Networks whose predictions are averaged.
+# Number of networks whose predictions are averaged.
 SAMPLES = 20
 STEP, ADAMW, ADAMW_GRAPH = "step", "AdamW", "AdamW in a CUDA graph"
-# Precision is left as torch has it: on a GPU, tf32 in convolutions.
+# Precision is torch's default: on a GPU, tf32 in convolutions.
 SETTING = "torch's defaults"
-# Batches that the timed steps go round.
+# Number of batches that the timed steps repeat.
 _TIMED = 8
 
 
@@ -37,22 +37,21 @@ def trial(
     rounds: int = 5,
     round_seconds: float = 0.2,
 ) -> dict[str, Any]:
-    """Train, test, and time a step beside AdamW's.
+    """Train, test, and time a step next to AdamW's.
 
-    What the training raises becomes the entry ``failure``, as does a metric that is not finite; what it warns
-    of is in ``warnings``.
+    An error in training, or a non-finite metric, becomes the entry ``failure``; warnings are in ``warnings``.
 
     Args:
         task: One of ``TASKS``.
         method: One of ``METHODS``.
-        seed: Of initial weights, batches and weight noise; of a regression set also the number of its split.
+        seed: Seed of initial weights, batches and weight noise; also the number of a regression set's split.
         device: ``"cpu"`` or ``"cuda"``.
         epochs: Passes over the data, if not the task's own.
-        rounds: How often steps are timed; 0 for not at all.
+        rounds: Number of timing rounds, which may be 0.
         round_seconds: Length of a round.
 
     Returns:
-        What a row of the record has, as JSON takes it.
+        The entries of a row of the record, as JSON types.
 
     Example:
         >>> found = trial("digits-mlp", "adamw", seed=0, epochs=1, rounds=0)
@@ -71,7 +70,7 @@ def trial(
         warnings.simplefilter("always")
         try:
             row |= _trained(problem, method, seed, device)
-        except Exception as error:  # whatever a newcomer would see
+        except Exception as error:  # any error that a newcomer would see
             row["failure"] = f"diverged: {_said(error)}"
     row["warnings"] = sorted({f"{each.category.__name__}: {each.message}" for each in caught})
     if rounds and row["failure"] is None:
@@ -86,7 +85,7 @@ def _said(error: Exception) -> str:
 def _begin(
     problem: Problem, method: str, seed: int, device: str, graph: bool = True
 ) -> tuple[nn.Module, Learner]:
-    """The net with the seed's initial weights, and a method that has not learned anything."""
+    """The net with the seed's initial weights, and an untrained method."""
     torch.manual_seed(seed)
     model = problem.net().to(device)
     setup = Setup(model, problem.loss, problem.num_data, problem.likelihood, graph)
@@ -124,13 +123,13 @@ def _predicted(model: nn.Module, posterior: Factorised | None, x: Tensor) -> Pre
 def evaluated(problem: Problem, prediction: Callable[[Tensor], Prediction]) -> dict[str, float]:
     """Metrics on the test data.
 
-    Of classes: accuracy, NLL, ECE. Of numbers: RMSE and NLL in the data's own unit; the variance behind the
-    NLL is the mean squared error on the training data, and the epistemic variance of each test example.
-    ``nll_error`` is the standard error of the NLL that comes from the number of test examples.
+    For classes: accuracy, NLL, ECE. For numbers: RMSE and NLL in the data's own unit; the variance in the NLL
+    is the mean squared error on the training data plus the epistemic variance of each test example.
+    ``nll_error`` is the standard error of the NLL due to the number of test examples.
 
     Args:
         problem: The task.
-        prediction: From inputs to what a method predicts.
+        prediction: A function from inputs to a prediction.
     """
     found, y = prediction(problem.test.x), problem.test.y
     if problem.likelihood == "classification":
@@ -153,9 +152,9 @@ def _timed(
     round_seconds: float,
     posterior_seconds: float,
 ) -> dict[str, Any]:
-    """Times of a step of the method and of AdamW, in turn, each from the initial weights.
+    """Times of a step of the method and of AdamW, alternately, each from the initial weights.
 
-    There are none where these steps, which go round a few batches, raise: that is no fault of the training.
+    If these steps, which repeat a few batches, raise an error, there are no times: the training did not fail.
     """
     batches = list(islice(problem.batches(seed), min(_TIMED, len(problem.stages[0]) // problem.batch_size)))
 

@@ -1,7 +1,7 @@
-"""Reproductions: the tables and figures of a paper as commands, and a page that shows what came out.
+"""Reproductions: the tables and figures of papers as commands, and a page of the results.
 
-``posterity reproduce NAME`` runs the units that have no record yet; ``posterity report`` draws the page from
-the records alone. See `study` for the words.
+``posterity reproduce NAME`` runs the units that have no record yet; ``posterity report`` makes the page from
+the records alone. See `study` for the terms.
 """
 
 from posterity_lab.reproduce.driver import reproduce

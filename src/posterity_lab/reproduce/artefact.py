@@ -1,10 +1,10 @@
-"""A pruned net as a unit leaves it: with all that is needed to run it, and what its posterior says.
+"""A unit's pruned net on disk, with its posterior and all that is needed to run it.
 
 | file | what |
 |---|---|
-| ``posterior.safetensors`` | the posterior, pruned; biases and BatchNorm may be no part of it |
+| ``posterior.safetensors`` | the pruned posterior, perhaps without biases and BatchNorm |
 | ``net.safetensors`` | every parameter and buffer, at the posterior's means |
-| ``unit.json`` | the unit: net, data, and everything else that decided them |
+| ``unit.json`` | the unit: net, data, and all other settings |
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def keep(folder: Path, unit: Unit, net: nn.Module, posterior: Factorised) -> Non
 
 
 def read(folder: Path, device: str) -> tuple[Unit, nn.Module, Factorised, Split]:
-    """The unit of a folder, its net, what is known of all weights, and what to test them on.
+    """The unit of a folder, its net, the posterior of all weights, and the test data.
 
     Args:
-        folder: As `keep` leaves it.
-        device: Where to put all of it.
+        folder: A folder written by `keep`.
+        device: The device for all tensors.
 
     Example:
         >>> read(Path("nowhere"), "cpu")

@@ -1,9 +1,9 @@
-"""Mushrooms to eat or to pass: Thompson sampling by Bayes by Backprop, and agents that are greedy but for ε.
+"""Mushrooms to eat or to pass: Thompson sampling by Bayes by Backprop, and ε-greedy agents.
 
-Blundell et al. 2015, section 5.3. Eating an edible mushroom is worth 5; a poisonous one −35 or 5, at even
-chances; passing 0. A net of two layers of 100 units says what an action is worth. What was seen last lies in
-a buffer, from which the net learns in 64 steps of 64 draws after every mushroom. Regret is what an oracle,
-which eats the edible and passes the others, gets more. All of it stays on the device.
+Blundell et al. 2015, section 5.3. Eating an edible mushroom is worth 5; a poisonous one −35 or 5, with equal
+chances; passing 0. A net with two layers of 100 units predicts the reward of an action. The last interactions
+are in a buffer, from which the net learns in 64 steps of 64 draws after every mushroom. Regret is the
+difference to an oracle, which eats the edible ones and passes the others. Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _ANEW = "delete it, and the unit begins anew"
 
 
 def play(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Meet mushrooms one by one, and add up the regret.
+    """Meet mushrooms one by one, and sum the regret.
 
     Args:
-        unit: What to do. Of its config, an epoch is ``interactions`` mushrooms.
-        device: Where.
+        unit: The unit to run. An epoch of its config is ``interactions`` mushrooms.
+        device: Device of the computation.
         cache: Folder for the checkpoint, written after every epoch.
         show: Called after every epoch.
 
@@ -64,11 +64,11 @@ def play(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
 
 @final
 class Agent:
-    """What meets mushrooms, acts, and learns.
+    """An agent that meets mushrooms, acts, and learns.
 
     Args:
-        unit: How it acts and learns.
-        mushrooms: Features, and 1 for what is poisonous.
+        unit: The unit, whose config says how to act and learn.
+        mushrooms: Features, and 1 for poisonous mushrooms.
 
     Example:
         >>> config = {**cells(quick=True)[0].config, "updates": 1}
@@ -112,13 +112,13 @@ class Agent:
         self._learn(min(self.met, len(self._seen)))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that changes."""
+        """All state that changes."""
         own = {"seen": self._seen, "rewards": self._rewards, "regret": self.regret, "best": self.best}
         chance = self._chance.get_state()
         return {"method": self.method.state_dict(), "met": self.met, "chance": chance, **own}
 
     def load_state_dict(self, state: Values) -> None:
-        """Go on from a saved state, the method's apart."""
+        """Continue from a saved state, except that of the method."""
         self.met = state["met"]
         self._chance.set_state(state["chance"].cpu())
         kept = {"seen": self._seen, "rewards": self._rewards, "regret": self.regret, "best": self.best}
@@ -127,7 +127,7 @@ class Agent:
 
     @torch.no_grad()
     def _worth(self, choices: Tensor) -> Tensor:
-        """What each choice is worth, by an average over few networks drawn anew, or by the one there is."""
+        """The predicted reward of each choice, averaged over a few new draws, or from a single net."""
         drawn = [self.method.model(choices)[:, 0] for _ in range(self._networks)]
         return torch.stack(drawn).mean(0)
 
@@ -149,13 +149,13 @@ def _learner(unit: Unit, width: int, device: torch.device) -> Method:
     model = nets.initialise(nets.build(config["net"], [width], 1), unit.seed).to(device)
     nll = partial(normal, noise=config["noise"])
     if unit.method == "thompson":
-        # The KL counts once in all that the buffer holds.
+        # The KL counts once for the whole buffer.
         return backprop("bbb", config, model, num_data=config["buffer"], seed=unit.seed, nll=nll)
     return baselines.adam(model, lr=config["lr"], nll=nll)
 
 
 def _mushrooms(unit: Unit, device: str) -> Split:
-    """Those that are met: in a trial some that no run meets. Of digits, 5 to 9 are poisonous."""
+    """The mushrooms to meet: in a trial, some that no run meets. Among digits, 5 to 9 are poisonous."""
     dataset = loaded(unit, unit.config["data"], device)
     kept, held_out = splits(dataset, {**unit.config, "tested_on": "held-out"})
     met = kept if unit.trial is None else held_out
@@ -183,7 +183,7 @@ def cells(quick: bool) -> list[Cell]:
     """50,000 of 6,124 mushrooms, one at a time, and 2,000 others in trials of 8,000.
 
     Rewards are divided by ten before the net sees them, so a noise of 0.1 is 1 in units of a reward. The best
-    share of what an oracle gets is taken.
+    share of the oracle's reward is chosen.
 
     Example:
         >>> [cell.method for cell in cells(quick=False)]
@@ -206,7 +206,7 @@ def cells(quick: bool) -> list[Cell]:
     trial, noises = {"epochs": 8}, [0.1, 0.3]
     if quick:
         base |= {"data": "digits", "held_out": 287, "epochs": 2, "interactions": 100, "updates": 2}
-        # With less noise the first poison makes so large a loss that a short run seems to diverge.
+        # With less noise the first poison makes the loss so large that a short run seems to diverge.
         trial, noises = {"epochs": 1}, [1.0, 3.0]
     base["noise"] = noises[0]
     own = {"lr": 1e-3, "std_init": 0.02, "prior_std": 1.0, "kl_factor": 1.0}

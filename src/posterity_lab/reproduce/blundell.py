@@ -1,9 +1,9 @@
-"""MNIST by Bayes by Backprop as in its own paper: the table of errors, and what is left after pruning.
+"""MNIST by Bayes by Backprop as in its paper: the table of errors, and errors after pruning.
 
 Blundell, Cornebise, Kavukcuoglu, Wierstra: "Weight Uncertainty in Neural Networks", ICML 2015. The paper
-gives a grid but not what was chosen from it, nor where the stds begin, nor how networks are combined in the
-test. The recipe here is plain SGD on the ELBO, stds that begin between 0.03 and 0.05, and averages over a
-hundred networks.
+gives a grid but not the chosen values, nor the initial stds, nor how networks are combined in the test. The
+recipe here is plain SGD on the ELBO, initial stds between 0.03 and 0.05, and averages over a hundred
+networks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PIXELS = round(126 / 255, 4)  # the paper divides pixels by 126
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train a net as the unit says; test it whole and pruned, and count its weights by size and by ratio.
+    """Train a unit's net; test it whole and pruned, and count its weights by size and by ratio.
 
     Example:
         >>> import tempfile
@@ -53,7 +53,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
 
 
 def _histograms(training: Training) -> dict[str, Any]:
-    """How many weights of one sampled network, and how many ratios |mean| / std, lie in each bin."""
+    """Counts by bin of the weights of one sampled network, and of the ratios |mean| / std."""
     posterior, networks = images.learned(training)
     drawn = posterior.sample(1, seed=training.unit.seed)
     weights = torch.cat([each.flatten() for each in drawn.values()])
@@ -65,13 +65,13 @@ def _histograms(training: Training) -> dict[str, Any]:
 
 
 def _counts(values: Tensor, ends: tuple[float, float]) -> list[int]:
-    """How many lie in each bin; what lies outside is left out."""
+    """Counts by bin; values outside are left out."""
     found = torch.histc(values.detach().float(), _BINS, *ends)
     return [int(count) for count in found.tolist()]
 
 
 def edges(ends: tuple[float, float]) -> list[float]:
-    """Borders of the bins.
+    """Edges of the bins.
 
     Example:
         >>> edges((0.0, 7.0))[:2], len(edges((0.0, 7.0)))
@@ -85,7 +85,7 @@ def cells(quick: bool) -> list[Cell]:
     """Nets of 400, 800 and 1200 units twice: all 60,000 images, 600 epochs, rates divided by ten after half.
 
     A trial trains on 50,000 images for 60 epochs and is tested on the other 10,000. The best average of a
-    hundred networks is taken. Every method has four trials at every width; each tries pixels in [0, 1] and
+    hundred networks is chosen. Every method has four trials at every width; each tries pixels in [0, 1] and
     divided by 126.
 
     Example:
@@ -133,10 +133,10 @@ def cells(quick: bool) -> list[Cell]:
 
 
 def _to_prune(width: str, base: Values, trial: Values) -> list[Cell]:
-    """The trade-off of low error and few weights: where stds begin, and how much the KL counts.
+    """The trade-off of low error and few weights: initial stds, and the factor of the KL.
 
-    SGD leaves stds about where they begin, Adam carries them to the prior's unless the KL counts for less.
-    The trial that errs least on average over `SHARES` is taken.
+    SGD keeps stds near their initial values; Adam moves them to the prior's unless the KL has a smaller
+    factor. The trial with the lowest mean error over `SHARES` is chosen.
     """
     sgd = {**base, "optimizer": "sgd", "lr": 0.128, "std_init": 0.04, "kl_factor": 1.0}
     adam = {**base, "optimizer": "adam", "lr": 1e-3, "std_init": 0.02, "kl_factor": 0.1}

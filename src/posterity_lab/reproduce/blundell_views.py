@@ -1,4 +1,4 @@
-"""How the experiments of Bayes by Backprop's paper on MNIST are shown."""
+"""Views of the experiments of Bayes by Backprop's paper on MNIST."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARES = [f"{share:.0%}" for share in blundell.SHARES]
 
 
 def errors(found: Sequence[Group]) -> list[Part]:
-    """The table: test error averaged over networks, beside single ones and mean weights; and on the way."""
+    """The table: test errors of averaged networks, single networks and mean weights; and during training."""
     rows = [
         [
             group.title,
@@ -89,7 +89,7 @@ def _frontier_table(tried: Sequence[Group]) -> Table:
 
 
 def _frontier_picture(tried: Sequence[Group]) -> Picture:
-    """Every trial's error by the share removed, and the lowest of all."""
+    """Every trial's error by the removed share, and the lowest of all."""
     drawn, (axes,) = report.figure()
     marks = range(len(blundell.SHARES))
     for slot, group in enumerate(tried):

@@ -1,8 +1,8 @@
-"""CIFAR-10 by methods that are to know what they do not know: the table and the ablation of the VOGN paper.
+"""CIFAR-10 by methods with calibrated uncertainty: the table and the ablation of the VOGN paper.
 
 Osawa, Swaroop, Jain, Eschenhagen, Turner, Yokota, Khan: "Practical Deep Learning with Bayesian Principles",
-NeurIPS 2019. A training leaves accuracy, NLL, ECE, two AUROCs and the time of an epoch. Settings are those of
-the authors' published configs where there is one.
+NeurIPS 2019. A unit records accuracy, NLL, ECE, two AUROCs and the time of an epoch. Settings are those of
+the authors' published configs if there is one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ABLATED = ("whole", "no momentum", "no BatchNorm", "neither")
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train a net as the unit says, and test it.
+    """Train a unit's net, and test it.
 
     Example:
         >>> import tempfile
@@ -57,7 +57,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
 
 
 def predictions(training: Training, x: Tensor) -> Prediction:
-    """What the net says of inputs: averaged over networks, or masks of dropout, where it has several."""
+    """The net's predictions, averaged over sampled networks or dropout masks if there are several."""
     model, method, samples = training.model, training.unit.method, training.unit.config["networks"]
     posterior = training.method.posterior()
     if method == "mc-dropout":
@@ -72,9 +72,9 @@ def predictions(training: Training, x: Tensor) -> Prediction:
 
 
 def outside(training: Training, device: str) -> dict[str, Any]:
-    """How well the entropy tells test images from those of another data set; without it, why there is none.
+    """How well the entropy separates test images from another data set, or the reason why it is unknown.
 
-    The AUROC is None where none is asked for, and where the data is not there.
+    The AUROC is None if the config does not ask for it, or if the data is missing.
     """
     config = training.unit.config
     if config["outside"] is None:
@@ -96,7 +96,7 @@ def _scores(training: Training) -> dict[str, float]:
         "accuracy": accuracy,
         "nll": metrics.nll(found, y),
         "ece": metrics.ece(probs, y),
-        # Of a net that is always right, or always wrong, there is nothing to tell apart.
+        # A net that is always right, or always wrong, has only one class here.
         "auroc": error_auroc(probs, y) if 0.0 < accuracy < 1.0 else 0.5,
     }
 
@@ -123,18 +123,19 @@ def cells(quick: bool) -> list[Cell]:
             *_ablated(found[2], "lenet5"),
         ]
     base |= {"data": "cifar10", "mean": 0.473, "std": 0.251, "outside": "svhn"}
-    # The authors leave LeNet-5's learning rate as it is: the NLL then goes up and down until the end.
+    # The authors keep LeNet-5's learning rate constant: the NLL then fluctuates until the end.
     lenet = {**base, "net": "lenet5", "batch_size": 128, "epochs": 210, "milestones": [0.95], "networks": 20}
     alexnet = {**base, "net": "alexnet", "batch_size": 256, "epochs": 161, "milestones": _share(161, 80, 120)}
     augmented = {**alexnet, "augment": True}
-    # Each of the authors' GPUs draws samples of its own for its part of the batch: four of them, or eight.
+    # Each of the authors' four or eight GPUs draws its own samples for its part of the batch.
     lenet_own = {"lr": 2e-4, "prior_precision": 100.0, "mc_samples": 6, "parts": 4}
     lenet_own |= {"warmup_start": 0.1, "warmup": _steps(lenet, 11_719)}
     alexnet_own = {"prior_precision": 0.5, "mc_samples": 3, "parts": 8}
     alexnet_own |= {"warmup_start": 0.5, "warmup": _steps(alexnet, 1_954)}
-    # Where the data counts once, the authors' start drowns the weights in noise.
+    # If the data counts once, noise outweighs the weights with the authors' initial values.
     slow = {**alexnet_own, "warmup_start": 0.01, "warmup": 0.25}
-    # The authors' config names the stem for large images: with another, Adam would be far above their 86 %.
+    # The authors' config uses the stem for large images: with another one, Adam would be far above their 86
+    # %.
     resnet = _methods(
         "resnet18",
         {**augmented, "net": "resnet18-imagenet"},
@@ -168,15 +169,15 @@ def _methods(setting: str, base: _Config, decay: float, own: _Config, trial: _Co
 
 
 def _bbb(setting: str, base: _Config, trial: _Config) -> Cell:
-    """Bayes by Backprop, of whose settings the paper says nothing; the default prior is VOGN's."""
+    """Bayes by Backprop, whose settings the paper does not give; the default prior is VOGN's."""
     config = {**base, "lr": 1e-3, "std_init": 0.02, "prior_std": 0.1}
     return Cell(setting, "bbb", config, grid(prior_std=[0.1, 0.3, 1.0]), trial)
 
 
 def _kfac(setting: str, base: _Config, trial: _Config) -> list[Cell]:
-    """K-FAC and Noisy K-FAC; the factors' inverses want float32.
+    """K-FAC and Noisy K-FAC; the factors' inverses need float32.
 
-    Factors are made every ten steps, and averaged over about ten times.
+    Factors are computed every ten steps, and averaged over about ten of them.
     """
     both = {**base, "momentum": 0.9, "beta2": 0.9, "damping": 1e-3, "factors_every": 10, "bfloat16": False}
     kfac, noisy = dict(both), dict(both)
@@ -194,9 +195,9 @@ def _kfac(setting: str, base: _Config, trial: _Config) -> list[Cell]:
 
 
 def _ablated(cell: Cell, plain: str) -> list[Cell]:
-    """The same, as it is, without momentum, without BatchNorm (a net of its own) and without both.
+    """VOGN unchanged, without momentum, without BatchNorm (another net) and without both.
 
-    Momentum adds gradients up: without it, the same pace needs ten times the learning rate.
+    Momentum sums gradients: without it, the same pace needs ten times the learning rate.
     """
     still = {"momentum": 0.0, "lr": 10 * cell.config["lr"]}
     changes: tuple[_Config, ...] = ({}, still, {"net": plain}, {**still, "net": plain})
@@ -219,11 +220,11 @@ def _steps(base: Mapping[str, Any], steps: int) -> float:
 
 
 def _factor(base: Mapping[str, Any]) -> float:
-    """By how much augmentation multiplies the data, in the paper."""
+    """The paper's factor for data augmentation."""
     return 10.0 if base.get("augment") else 1.0
 
 
-# The authors' weight of new curvature is 0.999: hardly anything of older batches is kept.
+# The authors' weight of new curvature is 0.999, which forgets older batches.
 _VOGN = {"lr": 1e-4, "momentum": 0.9, "beta2": 0.001, "damping": 1e-3}
 _METRICS = (*_SCORES, "train_accuracy", "epoch_seconds", "curve", "outside", "outside_auroc")
 CALIBRATION = Study("vogn-cifar10", cells, train, _METRICS)

@@ -1,4 +1,4 @@
-"""A curve with noise, seen in an interval: what sampled networks say where there is no data.
+"""A noisy curve, known in an interval: predictions of sampled networks where there is no data.
 
 Blundell et al. 2015, figure 5: y = x + 0.3 sin 2π(x + ε) + 0.3 sin 4π(x + ε) + ε, with ε ~ N(0, 0.02²) and x
 from [0, 0.5].
@@ -22,18 +22,18 @@ from posterity_lab.reproduce.learners import backprop
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, grid
 
 SEEN = (0.0, 0.5)  # where the data lies
-SHOWN = (-0.4, 1.2)  # where the networks are looked at
-_AWAY = 0.3  # how far from the data is away from it
+SHOWN = (-0.4, 1.2)  # where the networks are evaluated
+_AWAY = 0.3  # distance from the data that counts as away
 _POINTS = 81
 
 
 def draw(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train on the unit's points, and look at what networks say on both sides of them.
+    """Train on the unit's points, and evaluate networks on both sides of them.
 
     Args:
-        unit: What to do.
-        device: Where.
-        cache: Not used: it takes seconds.
+        unit: The unit to run.
+        device: Device of the computation.
+        cache: Not used, since a run takes seconds.
         show: Called after every tenth of the epochs.
 
     Example:
@@ -44,7 +44,7 @@ def draw(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
         (['high', 'low', 'median', 'networks'], 81)
     """
     config, seed = unit.config, unit.seed
-    # In a trial the points of the test are others, and those of training, too.
+    # A trial has other points, for training and for testing.
     train, test = (
         points(config[key], seed=2 * seed + number) for number, key in enumerate(("points", "held_out"))
     )
@@ -87,7 +87,7 @@ def points(count: int, seed: int) -> Split:
 
 
 def curve(x: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-    """The curve at x, where ε is this.
+    """The curve at x, for a value of ε.
 
     Example:
         >>> curve(torch.tensor([0.0, 0.25]))
@@ -98,7 +98,7 @@ def curve(x: Tensor, noise: Tensor | float = 0.0) -> Tensor:
 
 
 def normal(out: Tensor, y: Tensor, noise: float) -> Tensor:
-    """Mean negative log-likelihood of targets with Gaussian noise, its constant left out.
+    """Mean negative log-likelihood of targets with Gaussian noise, without its constant.
 
     Example:
         >>> normal(torch.tensor([[1.0]]), torch.tensor([[0.0]]), noise=0.5)
@@ -120,7 +120,7 @@ def _learner(unit: Unit, device: str, num_data: int) -> Method:
 
 
 def _outputs(method: Method, x: Tensor, networks: int) -> Tensor:
-    """What each network says of every input; a plain net is one network."""
+    """Each network's output for every input; a plain net is one network."""
     posterior = method.posterior()
     if posterior is None:
         return predict(method.model, point_mass(method.model), x, mode="mean").samples[..., 0]
@@ -142,8 +142,8 @@ def _rounded(values: Tensor) -> Any:
 def cells(quick: bool) -> list[Cell]:
     """Nets of 2x100 units on 300 points, all at once: Bayes by Backprop with both priors, and a plain net.
 
-    A trial learns other points; the best log-likelihood of points held out is taken, which lie where the data
-    does. The noise of y, as ε inside the sines makes it, is about 0.06.
+    A trial learns other points; the best log-likelihood of held-out points from the interval of the data is
+    chosen. The noise of y that comes from ε inside the sines is about 0.06.
 
     Example:
         >>> [cell.method for cell in cells(quick=False)]

@@ -1,8 +1,8 @@
-"""How many networks a prediction needs, and what they say of a digit that is turned.
+"""How many networks a prediction needs, and their uncertainty for rotated digits.
 
 Two plots of a lecture, Chirkova: "Stochastic variational inference and Bayesian neural networks". Accuracy
-stops growing after few networks, and the log-likelihood goes on; and a LeNet is sure of a class at every
-angle, where sampled networks are in doubt.
+stops improving after few networks, while the log-likelihood still improves; and a LeNet is certain at every
+angle, while sampled networks are uncertain.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from posterity_lab.run_files import POSTERIOR, save_posterior
 
 COUNTS = (1, 2, 3, 5, 10, 20, 50, 100)
 ANGLES = tuple(range(0, 181, 10))
-_DIGIT = 3  # which of the test images is turned: the first of this class
-_TURNED = 1000  # and how many, of all classes, for averages
+_DIGIT = 3  # the class whose first test image is rotated
+_TURNED = 1000  # number of rotated images, of all classes, for averages
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train a net as the unit says; test it by ever more networks, and on images that are turned.
+    """Train a unit's net; test it with increasing numbers of networks, and on rotated images.
 
     Example:
         >>> import tempfile
@@ -59,12 +59,12 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
 
 
 def by_networks(logits: Tensor, y: Tensor, count: int) -> dict[str, float]:
-    """Scores of averages over so many networks: means over as many such groups as there are.
+    """Scores of averages over a number of networks: means over all disjoint groups of that size.
 
     Args:
-        logits: Of all networks, ``[S, B, C]``.
+        logits: Logits of all networks, ``[S, B, C]``.
         y: The classes.
-        count: Networks in a group, at most S.
+        count: Networks per group, at most S.
 
     Example:
         >>> logits = torch.tensor([[[9.0, 0.0]], [[0.0, 9.0]]])
@@ -83,7 +83,7 @@ def by_networks(logits: Tensor, y: Tensor, count: int) -> dict[str, float]:
 
 
 def rotated(x: Tensor, degrees: float) -> Tensor:
-    """Images turned anticlockwise around their middle; what comes from outside is as dark as the darkest.
+    """Images rotated anticlockwise around their centre, filled with the darkest value.
 
     Example:
         >>> x = torch.rand(1, 1, 4, 4)
@@ -115,7 +115,7 @@ def _scores(training: Training) -> dict[str, float]:
 
 
 def _turned(training: Training, some: Split, networks: int) -> list[dict[str, float]]:
-    """Averages over many images, at each angle: accuracy, and what the prediction knows of its errors."""
+    """Averages over many images at each angle: accuracy, and measures of uncertainty."""
     found = []
     for angle in ANGLES:
         seen = Prediction(_drawn(training, rotated(some.x, angle), min(networks, 20)))
@@ -132,7 +132,7 @@ def _turned(training: Training, some: Split, networks: int) -> list[dict[str, fl
 
 
 def _digit(training: Training, x: Tensor, networks: int) -> list[dict[str, list[float]]]:
-    """Of one image at each angle: the averaged probability of each class, and its quartiles over networks."""
+    """For one image at each angle: each class's average probability, and quartiles over networks."""
     found = []
     levels = torch.tensor([0.25, 0.75], device=x.device)
     for angle in ANGLES:
@@ -149,7 +149,7 @@ def _rounded(values: Tensor) -> list[float]:
 def cells(quick: bool) -> list[Cell]:
     """LeNet-5 on MNIST, twenty epochs: plain with weight decay, and by every family of posteriors.
 
-    The trial with the lowest NLL of ten networks is taken, on 10,000 training images that are held out.
+    The trial with the lowest NLL of ten networks on 10,000 held-out training images is chosen.
 
     Example:
         >>> cells(quick=False)[0].method

@@ -1,4 +1,4 @@
-"""How the experiments on uncertainty are shown: the toy curve, the mushrooms, and the number of networks."""
+"""Views of the experiments on uncertainty: the toy curve, the mushrooms, and the number of networks."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def regret(found: Sequence[Group]) -> list[Part]:
 
 
 def _late(record: Record) -> float:
-    """Regret of a mushroom in the last tenth."""
+    """Regret per mushroom in the last tenth."""
     regrets = [0.0, *record["metrics"]["curve"]]
     epochs = max(1, (len(regrets) - 1) // 10)
     return float((regrets[-1] - regrets[-1 - epochs]) / (epochs * record["config"]["interactions"]))
 
 
 def networks(found: Sequence[Group]) -> list[Part]:
-    """Scores by the number of networks, and what is said of images that are turned."""
+    """Scores by the number of networks, and predictions for rotated images."""
     rows = [
         [
             group.title,

@@ -1,4 +1,4 @@
-"""Running the units of experiments: finished units are skipped, killed ones resume, the remaining time is
+"""Runs the units of experiments: finished units are skipped, interrupted ones resume, the remaining time is
 shown."""
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def reproduce(
     tune: bool = False,
     jobs: int = 1,
 ) -> list[Record]:
-    """Run what experiments need and have no record of; returns all records that they have then.
+    """Run the units of experiments that have no record yet, and return all of their records.
 
     Args:
-        names: Some of `EXPERIMENTS`. Several share their jobs, and what they have in common is run once.
+        names: Names from `EXPERIMENTS`. Several share their jobs, and common units run once.
         out: Folder of the results; ``results`` if not given, ``runs/reproduce-quick`` for quick ones.
         quick: Small nets on scikit-learn's digits, in about a minute; the numbers then mean nothing.
         device: ``"cuda"`` or ``"cpu"``; a GPU if there is one.
-        seeds: What to run; the study's own if none are given.
-        methods: Which methods; all if none are given.
-        settings: Which settings; all if none are given.
-        epochs: Instead of those of the paper; they become part of the record.
-        tune: Run the trials on held-out data in place of the experiment.
-        jobs: Units at a time, each in a process of its own. Small nets leave most of a GPU idle; NVIDIA's
+        seeds: Seeds to run; by default those of the study.
+        methods: Methods to run; by default all.
+        settings: Settings to run; by default all.
+        epochs: Epochs in place of the paper's; they become part of the record.
+        tune: Run the trials on held-out data instead of the experiment.
+        jobs: Units at a time, each in its own process. Small nets leave most of a GPU idle; NVIDIA's
             MPS lets processes share it.
 
     Raises:
-        ValueError: There is no such experiment, method or setting, or a record of another config is there.
+        ValueError: There is no such experiment, method or setting, or there is a record of another config.
 
     Example:
         >>> import tempfile
@@ -85,7 +85,7 @@ def reproduce(
         for unit in plan(study, cells[study.name], folder, _seeds(study, quick, seeds), epochs, tune)
     ]
     units.sort(key=lambda unit: unit.seed)
-    done = {unit.full_name: found(unit, folder) for unit in units}  # all are looked at before any is run
+    done = {unit.full_name: found(unit, folder) for unit in units}  # all are checked before any is run
     told = _Told(Console(stderr=True), [record for record in done.values() if record is not None], jobs)
     first = launched()[0] == 0
     for number, unit in enumerate(units):
@@ -107,10 +107,10 @@ def _records(
     told: _Told,
     jobs: int,
 ) -> Iterator[tuple[Unit, Record]]:
-    """Run the units that have no record, and give each with its record when it is done.
+    """Run the units that have no record, and yield each with its record when it is done.
 
-    Processes that torchrun has started take units in turn, by their numbers among all: others may have made
-    records since this one has looked.
+    Processes of torchrun take units in turn, by their numbers among all units, since other processes may have
+    written records in the meantime.
     """
     mine, processes = launched()
     waiting = [
@@ -133,8 +133,8 @@ def _records(
 
 
 def _work(unit: Unit, out: Path, device: str, number: int, total: int, jobs: int) -> Record:
-    """A unit, in a process of its own."""
-    os.environ["TERM"] = "dumb"  # the bars of several processes would run over each other
+    """Run a unit in its own process."""
+    os.environ["TERM"] = "dumb"  # progress bars of several processes would overwrite each other
     told = _Told(Console(stderr=True))
     told.begin(unit, number, total, unit.chosen)
     return _run(study(unit.study), unit, out, device, told, jobs)
@@ -143,9 +143,9 @@ def _work(unit: Unit, out: Path, device: str, number: int, total: int, jobs: int
 def plan(
     study: Study, cells: Sequence[Cell], out: Path, seeds: Sequence[int], epochs: int | None, tune: bool
 ) -> list[Unit]:
-    """The units of some cells, with what their trials have chosen.
+    """The units of some cells, with the values that trials have chosen.
 
-    Seeds are the outer loop: a run that is cut short has one seed of everything rather than all seeds of one.
+    Seeds are the outer loop: an interrupted run has one seed of everything, not all seeds of one cell.
     """
     changed = {} if epochs is None else {"epochs": epochs}
     if tune:
@@ -172,13 +172,13 @@ def _run(study: Study, unit: Unit, out: Path, device: str, told: _Told, jobs: in
 
 
 def _held(study: Study, unit: Unit, out: Path, cache: Path, device: str, told: _Told, jobs: int) -> Record:
-    """Run a unit whose folder no other process writes to."""
+    """Run a unit whose folder is locked."""
     resumed, diverged = (cache / CHECKPOINT).exists(), None
     made, start = Provenance(device, jobs=jobs, seeds=[unit.seed]), time.perf_counter()
     seen = None
     if study.tested and unit.trial is None:
         row = f"{unit.study}/{unit.setting} {unit.method}"
-        # Before it happens: what is killed on the way may have been looked at.
+        # Before the run: an interrupted one may have used test data already.
         seen = looks(out, row, unit.seed) if resumed else look(out, row, unit.seed, unit.config)
     with arithmetic(device):
         try:
@@ -186,9 +186,9 @@ def _held(study: Study, unit: Unit, out: Path, cache: Path, device: str, told: _
         except FloatingPointError as error:
             outcome, diverged = Outcome({}, 0), str(error)
         finally:
-            gc.collect()  # captured steps hold the memory of a whole step, and refer to themselves
+            gc.collect()  # captured steps hold a whole step's memory, in reference cycles
             if device == "cuda":
-                # Else the next unit's settings count as recompilations of this one's, up to a limit.
+                # Otherwise the next unit's settings count as recompilations, which have a limit.
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
     record = write(
@@ -202,14 +202,14 @@ def _held(study: Study, unit: Unit, out: Path, cache: Path, device: str, told: _
         looks=seen,
         diverged=diverged,
     )
-    (cache / CHECKPOINT).unlink(missing_ok=True)  # many times larger than all else, and of no more use
+    (cache / CHECKPOINT).unlink(missing_ok=True)  # by far the largest file, and no longer needed
     return record
 
 
 def _cells(
     asked: Sequence[Experiment], quick: bool, methods: Sequence[str], settings: Sequence[str]
 ) -> dict[str, list[Cell]]:
-    """What is wanted of each study, every cell once."""
+    """The wanted cells of each study, each of them once."""
     found = {
         (each.study.name, cell.setting, cell.method): cell for each in asked for cell in each.cells(quick)
     }
@@ -248,7 +248,7 @@ def _device(device: str | None) -> str:
 
 @final
 class _Told:
-    """Says what is run and how long the rest may take, in lines that a log keeps."""
+    """Prints the running unit and the remaining time, in lines that suit a log."""
 
     def __init__(self, console: Console, records: Sequence[Record] = (), jobs: int = 1) -> None:
         self._console, self._jobs = console, jobs
@@ -264,7 +264,7 @@ class _Told:
 
     def progress(self, done: int, total: int, what: str) -> None:
         now = time.perf_counter()
-        if self._first is None:  # the first epoch compiles and captures: no measure of the others
+        if self._first is None:  # the first epoch includes compilation and capture
             self._first = now, done
         elif now - self._last > _EVERY or done == total:
             begun, before = self._first

@@ -1,4 +1,4 @@
-"""Records of one method in one setting, and their numbers as a table has them."""
+"""Records of one method in one setting, and their numbers for tables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Group:
     """The runs of one method in one setting, in the order of their seeds.
 
     Attributes:
-        setting: Of all of them.
-        method: Of all of them.
-        whole: Records of runs that came to their end.
-        diverged: How many did not.
-        paper: The paper's number, where it has one.
-        tried: Records of the trials that came to their end.
+        setting: Setting of all runs.
+        method: Method of all runs.
+        whole: Records of runs that finished.
+        diverged: Number of runs that diverged.
+        paper: The paper's number, if it has one.
+        tried: Records of the trials that finished.
     """
 
     setting: str
@@ -33,7 +33,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The method's name for people."""
+        """The method's display name."""
         return NAMES[self.method]
 
     @property
@@ -48,7 +48,7 @@ class Group:
 
     @property
     def time(self) -> str:
-        """Mean time of a run; of one that was resumed, only its last part is known."""
+        """Mean time of a run; for a resumed run, only the time of its last part is known."""
         if not self.whole:
             return "–"
         least = "≥ " if any(record["resumed"] for record in self.whole) else ""
@@ -57,11 +57,11 @@ class Group:
 
     @property
     def epochs(self) -> str:
-        """How long a run was trained."""
+        """Number of epochs of a run."""
         return str(self.whole[0]["config"]["epochs"]) if self.whole else "–"
 
     def values(self, of: Callable[[Record], float]) -> list[float]:
-        """One number of every run."""
+        """A metric of every run."""
         return [of(record) for record in self.whole]
 
     def spread(self, of: Callable[[Record], float], digits: int = 2, scale: float = 100.0) -> str:
@@ -74,10 +74,10 @@ class Group:
 
 
 def groups(experiment: Experiment, records: Sequence[Record]) -> list[Group]:
-    """The runs that an experiment is drawn from, trials left out, in the order of its cells.
+    """The runs of an experiment without trials, in the order of its cells.
 
     Raises:
-        ValueError: Runs that differ in their seed alone differ in something else, too.
+        ValueError: Runs that should differ only in their seed have different settings.
     """
     found: dict[tuple[str, str], list[Record]] = {}
     for record in records:
@@ -111,17 +111,17 @@ def groups(experiment: Experiment, records: Sequence[Record]) -> list[Group]:
 
 
 def settings(found: Sequence[Group]) -> list[str]:
-    """The settings of some groups, each once, in their order."""
+    """The settings of some groups, each once, in order."""
     return list(dict.fromkeys(group.setting for group in found))
 
 
 def within(found: Sequence[Group], setting: str) -> list[Group]:
-    """The groups of a setting that have a run which came to its end."""
+    """The groups of a setting with at least one finished run."""
     return [group for group in found if group.setting == setting and group.whole]
 
 
 def columns(runs: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation over the runs, at each place.
+    """Mean and standard deviation over the runs, at each index.
 
     Example:
         >>> columns([[1.0, 2.0], [3.0, 2.0]])

@@ -1,6 +1,6 @@
-"""One net, one data set: trainings that tables 1 to 3 and figures 2 and 3 of the BGD paper are drawn from.
+"""One net on one data set: the trainings behind tables 1 to 3 and figures 2 and 3 of the BGD paper.
 
-A training leaves test errors by every way of inference, errors after pruning, and how the stds spread.
+A training records test errors by every way of inference, errors after pruning, and histograms of stds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from posterity_lab.reproduce.training import Training, fit
 from posterity_lab.run_files import POSTERIOR, save_posterior
 
 FRACTIONS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
-_NETWORKS = 10  # drawn in a test
+_NETWORKS = 10  # sampled networks in a test
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train a net as the unit says, and test it.
+    """Train a unit's net, and test it.
 
     Example:
         >>> import tempfile
@@ -41,7 +41,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
 
 
 def learned(training: Training) -> tuple[Factorised, int]:
-    """What was learned, and how many networks to draw from it: of one set of weights all are the same."""
+    """The learned posterior, and the number of networks to draw: one for a single set of weights."""
     posterior = training.method.posterior()
     if posterior is None:
         return point_mass(training.model), 1
@@ -56,7 +56,7 @@ def errors(training: Training) -> dict[str, float]:
 
 
 def found(training: Training, cache: Path) -> dict[str, Any]:
-    """Metrics of a finished training, whose posterior is left in a folder."""
+    """Metrics of a finished training, whose posterior is saved to a folder."""
     model, method, curve = training.model, training.method, training.curve
     posterior, networks = learned(training)
     save_posterior(cache / POSTERIOR, posterior)
@@ -98,7 +98,8 @@ def mnist_cells(quick: bool) -> list[Cell]:
         base |= {"data": "digits", "epochs": 8, "batch_size": 64, "held_out": 287}
         widths, trial["epochs"], samples, passes = {"16": 0.05, "24": 0.05}, 1, 5, 1
     base |= {"tested_on": "test"}
-    longer = trial if quick else {**trial, "epochs": 200}  # a short one likes stds that a long one regrets
+    # The best stds of short trials are worse in long runs.
+    longer = trial if quick else {**trial, "epochs": 200}
     cells = []
     for width, std_init in widths.items():
         common = {**base, "net": f"mlp-{width}-{width}"}
@@ -121,12 +122,12 @@ def mnist_cells(quick: bool) -> list[Cell]:
 
 
 def _to_prune(width: str, std_init: float, common: dict[str, Any], samples: int, quick: bool) -> list[Cell]:
-    """Nets of table 2, chosen by their error after pruning alone: what prunes best need not err least.
+    """Nets of table 2, chosen only by their error after pruning, which need not have the lowest error.
 
-    Every method has four trials, as long as its runs, and as many epochs.
+    Every method has four trials, with as many epochs as its runs.
     """
     common = {**common, "to_prune": 0.95, "epochs": common["epochs"] if quick else 200}
-    # Larger stds prune better, as far as those of the output layer let the first steps be stable.
+    # Larger stds prune better, as long as those of the output layer keep the first steps stable.
     tried = _pairs(std_init, 1.0, ((2.0, 1.0), (2.5, 1.0), (3.0, 1.0), (3.0, 0.5)))
     bbb = {"std_init": 0.02, "lr": 1e-3}
     narrow = [round(math.exp(power), 6) for power in (-6, -7)]
@@ -145,7 +146,7 @@ def _to_prune(width: str, std_init: float, common: dict[str, Any], samples: int,
 
 
 def _pairs(std: float, lr: float, shares: Sequence[tuple[float, float]]) -> list[dict[str, float]]:
-    """What to try of BGD, as shares of a std and an η: one decides what is good of the other."""
+    """Values to try for BGD, relative to a std and an η: the best one depends on the other."""
     return [{"std_init": round(std * first, 4), "lr": round(lr * second, 4)} for first, second in shares]
 
 
@@ -153,8 +154,8 @@ def cifar10_cells(quick: bool) -> list[Cell]:
     """Figures 2 and 3 and table 3: VGG11 on CIFAR-10, cropped and flipped at random, batches of 128.
 
     The paper's settings: BGD σ 0.015 and η 6 without BatchNorm; SGD 0.01, divided by ten every quarter,
-    momentum 0.9; 400 epochs. A net to be pruned begins with larger σ, but for the output layer's, and takes
-    two weight samples a step in place of ten: more epochs in the same time.
+    momentum 0.9; 400 epochs. A net to be pruned starts with larger σ, except in the output layer, and uses
+    two weight samples per step instead of ten: more epochs in the same time.
 
     Example:
         >>> sorted({cell.config["epochs"] for cell in cifar10_cells(quick=False)})

@@ -1,8 +1,8 @@
-"""One data set in parts that arrive one by one: Bayesian incremental learning, with and without pretraining.
+"""One data set in parts that arrive one by one: Bayesian incremental learning, also with pretraining.
 
 Kochurov, Garipov, Podoprikin, Molchanov, Ashukha, Vetrov: "Bayesian Incremental Learning for Deep Neural
-Networks", ICLR workshop 2018. What was learned from the parts so far is the prior of the next one. The number
-of parts, the epochs and all rates are our own: what is left of the paper's figures has none.
+Networks", ICLR workshop 2018. The posterior of the parts so far is the prior of the next one. The number of
+parts, the epochs and all rates are our own choice: the paper's remaining figures do not show them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Valu
 from posterity_lab.reproduce.training import prepared
 from posterity_lab.streams import held_out, joint, parts, stream
 
-_HEAD_STD = 1.0  # of the prior of an output layer, which no pretraining knows
+_HEAD_STD = 1.0  # std of the output layer's prior, which has no pretraining
 
 
 def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Learn the parts in a row, and test on the whole test set whenever one is over.
+    """Learn the parts in order, and test on the whole test set after each of them.
 
     Args:
-        unit: What to do. Its config has ``parts``, and ``pretraining``, epochs of it, where some classes come
-            first; of these there is ``prior``: ``"none"``, ``"grid"`` or ``"laplace"``.
-        device: Where.
+        unit: The unit to run. Its config has ``parts``. If some classes come first, ``pretraining`` is the
+            number of epochs on them, and ``prior`` their prior: ``"none"``, ``"grid"`` or ``"laplace"``.
+        device: Device of the computation.
         cache: Folder for the checkpoint, written after every part.
-        show: Called at the end; on the way `continual.run` has a bar of its own.
+        show: Called at the end; before, `continual.run` shows its own progress bar.
 
     Example:
         >>> import tempfile
@@ -54,7 +54,7 @@ def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     tasks = held_out(tasks, config["held_out"], seed=0) if config["held_out"] else tasks
     model = nets.initialise(nets.build(config["net"], dataset.train.x.shape[1:], tasks.classes), seed)
     model.load_state_dict(weights, strict=False)
-    torch.manual_seed(seed)  # of what a family draws at its start
+    torch.manual_seed(seed)  # for the family's initial draws
     method = learner(
         unit.method, config, model.to(device), num_data=len(tasks.items[0].train), seed=seed, prior=prior
     )
@@ -100,8 +100,9 @@ def _among(split: Split, classes: Sequence[int]) -> Split:
 def pretrained(first: Dataset, config: Values, seed: int) -> tuple[dict[str, Tensor], ByName]:
     """Weights trained on the first classes, and the prior that they give; the output layer is left out.
 
-    Its prior is N(0, 1), because the classes to come are others. The other weights have N(w*, σ²), with one σ
-    for all or, of a Laplace approximation, one for each, with the prior precision of the largest evidence.
+    That layer's prior is N(0, 1), because the later classes are different. The other weights have N(w*, σ²),
+    with one σ for all or, from a Laplace approximation, one for each, with the prior precision of the largest
+    evidence.
 
     Example:
         >>> from posterity_lab.data import load
@@ -147,7 +148,7 @@ def _quick(base: dict[str, Any]) -> dict[str, Any]:
 def mnist_cells(quick: bool) -> list[Cell]:
     """LeNet-5 on MNIST in ten parts of 6,000 images, ten epochs a part.
 
-    A trial is a whole run, with a tenth of the training images of every part held out to be tested on.
+    A trial is a whole run, tested on a tenth of every part's training images, which is held out.
 
     Example:
         >>> {cell.config["parts"] for cell in mnist_cells(quick=False)}
@@ -197,7 +198,7 @@ def pretrained_cells(quick: bool) -> list[Cell]:
     """3Conv3FC: five classes of CIFAR-10 chosen at random first, then the other five in ten parts.
 
     Test images are those of the other five. The std of the prior around pretrained weights is found by a grid
-    or by a Laplace approximation; fine-tuning begins with the pretrained weights, or without.
+    or by a Laplace approximation; fine-tuning starts from the pretrained weights or from scratch.
 
     Example:
         >>> [(cell.setting, cell.method) for cell in pretrained_cells(quick=False)][:2]

@@ -1,4 +1,4 @@
-"""How the experiments of Bayesian incremental learning are shown."""
+"""Views of the experiments on Bayesian incremental learning."""
 
 from __future__ import annotations
 

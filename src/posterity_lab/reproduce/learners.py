@@ -1,4 +1,4 @@
-"""Names of methods → what learns. On a GPU no step of these waits for the host."""
+"""Methods by name. On a GPU, none of their steps synchronises with the host."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ NAMES = {
 # Families of posteriors by the name of the method that learns them; MNF has a scale for each kernel, as in
 # Bayesian incremental learning.
 FAMILIES: Mapping[str, Family] = {"ffg": DiagonalGaussian, "cfg": cfg, "mnf": partial(mnf, conv="kernel")}
-# Of methods that leave most weights, or most units, at zero: families and priors.
+# Families and priors of methods that leave most weights, or most units, at zero.
 SPARSE: Mapping[str, tuple[Family, Density]] = {
     "sparse-vd": (DiagonalGaussian, LogUniform()),
     "sparse-ard": (DiagonalGaussian, ARD()),
@@ -105,8 +105,8 @@ def learner(
 
     Args:
         method: One of `NAMES`.
-        config: Its hyper-parameters, among others.
-        model: What to train, on its device.
+        config: Its hyper-parameters, among other settings.
+        model: The model to train, on its device.
         num_data: Training examples (of one task).
         seed: Of the weight noise.
         mask: Which logits count in training.
@@ -179,13 +179,13 @@ def _given(config: Values, *keys: str) -> dict[str, Any]:
 
 
 def _steps(config: Values, num_data: int) -> int:
-    """Of a whole training."""
+    """Number of steps of a whole training."""
     steps: int = -(-num_data // config["batch_size"]) * config["epochs"]
     return steps
 
 
 def _rule(method: str, config: Values, model: nn.Module, num_data: int, seed: int) -> VariationalOptimizer:
-    """The optimiser of that name, by the paper's preset."""
+    """The optimiser of that name, with the paper's preset."""
     given = partial(_given, config)
     if method == "bgd":
         params = _output_apart(model, config["std_last"]) if "std_last" in config else model
@@ -217,8 +217,7 @@ def backprop(
 ) -> Method:
     """Bayes by Backprop with a Gaussian prior or, by the name ``bbb-mixture``, a mixture.
 
-    Stds begin at ``std_init`` or, where the config has two ends of ``rho``, evenly between them before the
-    softplus.
+    Stds start at ``std_init`` or, if the config has an interval ``rho``, uniformly in it before the softplus.
 
     Example:
         >>> config = {"prior_std": 1.0, "lr": 0.1, "rho": [-3.5, -3.0], "optimizer": "sgd"}
@@ -248,7 +247,7 @@ def backprop(
 
 
 def _spread(ends: Sequence[float], seed: int) -> Family:
-    """Diagonal Gaussians whose stds, before the softplus, are drawn evenly from an interval."""
+    """Diagonal Gaussians whose stds, before the softplus, are uniform in an interval."""
     low, high = ends
     generator = torch.Generator().manual_seed(seed)
 
@@ -260,9 +259,9 @@ def _spread(ends: Sequence[float], seed: int) -> Family:
 
 
 def _output_apart(model: nn.Module, std: float) -> list[dict[str, Any]]:
-    """All parameters, the output layer's in a group with a std of its own.
+    """All parameters, with the output layer in a group with its own std.
 
-    BGD's stds that are too large for a start grow there first, and carry the others away.
+    If BGD's initial stds are too large, divergence starts in the output layer.
     """
     layers: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, p in model.named_parameters():
@@ -272,7 +271,7 @@ def _output_apart(model: nn.Module, std: float) -> list[dict[str, Any]]:
 
 
 def scale_lr(method: Method, factor: float) -> None:
-    """Go on with ``factor`` times the learning rate of the start, which captured steps read anew.
+    """Set the learning rate to ``factor`` times the initial one; captured steps read the new value.
 
     Example:
         >>> method = baselines.sgd(nn.Linear(4, 2), lr=0.5)
@@ -290,7 +289,7 @@ def scale_lr(method: Method, factor: float) -> None:
 
 @contextmanager
 def arithmetic(device: str) -> Iterator[None]:
-    """Matrix products in tf32 where the device has it, and torch's generators left as they were."""
+    """Use tf32 for matrix products if the device has it, and restore torch's generators."""
     before = torch.get_float32_matmul_precision()
     gpus = [torch.cuda.current_device()] if device == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
@@ -303,7 +302,7 @@ def arithmetic(device: str) -> Iterator[None]:
 
 @final
 class Autocast(nn.Module):
-    """A net that trains in bfloat16 where the device is a GPU; it is tested as it is.
+    """A net that trains in bfloat16 on a GPU; tests use full precision.
 
     Example:
         >>> Autocast(nn.Linear(4, 2))(torch.zeros(3, 4)).dtype

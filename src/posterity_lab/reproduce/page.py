@@ -25,10 +25,10 @@ _LEAD = (
 
 
 def write(results: Path, out: Path, pictures: Path | None = None) -> int:
-    """Draw the page; returns how many records are in it.
+    """Write the page, and return the number of records in it.
 
     Args:
-        results: Folder that ``reproduce`` left records in.
+        results: Folder with records of ``reproduce``.
         out: The HTML file to write.
         pictures: Folder for the page's drawings as files of their own, ``NAME-NUMBER.svg``, too.
 
@@ -105,7 +105,7 @@ def _section(experiment: Experiment, found: Sequence[Group], records: Sequence[R
 
 
 def _tuning(experiment: Experiment, found: Sequence[Group], records: Sequence[Record]) -> list[Part]:
-    """How hyper-parameters were chosen: in words for every group, then all trials."""
+    """How hyper-parameters were chosen: a sentence for every group, then all trials."""
     chosen = [f"{group.title}: {group.whole[0]['chosen']}." for group in found if group.whole]
     parts: list[Part] = ["Hyper-parameters. " + " ".join(chosen)]
     wanted = {(group.setting, group.method) for group in found}
@@ -126,7 +126,7 @@ def _tuning(experiment: Experiment, found: Sequence[Group], records: Sequence[Re
 
 
 def _places(found: Sequence[Group]) -> str:
-    """Where the runs were made."""
+    """The machines of the runs."""
     runs = [record for group in found for record in group.whole]
     places = {
         f"{place.get('gpu') if record['device'] == 'cuda' else place.get('processor')}, torch "

@@ -14,11 +14,11 @@ from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit
 
 
 def check(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """What the theory says, as numbers.
+    """Check the theory numerically.
 
     Args:
-        unit: Steps, and pairs of draws.
-        device: Everything is small and float64; this is not used.
+        unit: The unit, with numbers of steps and of pairs of draws.
+        device: Not used: everything is small, in float64.
         cache: Not used.
         show: Called at the end.
 
@@ -35,7 +35,7 @@ def check(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     start = torch.randn(8, generator=generator, dtype=torch.float64), torch.full((8,), 0.3).double()
     convex = theory.trajectory(theory.quadratic(hess), *start, steps=steps)
     moments = theory.quadratic(hess)
-    # Theorem 1 with the bound as it should read: E[g·eps] is at least m·σ.
+    # Theorem 1 with the corrected bound: E[g·eps] is at least m·σ.
     bounds = [
         float((moments(mean, std)[1] / (strong * std)).min())
         for mean, std in zip(convex.mean, convex.std, strict=True)

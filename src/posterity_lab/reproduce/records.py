@@ -1,4 +1,4 @@
-"""Records: one small JSON file per unit, written when it is done, and read with a word on a damaged one."""
+"""Records: one small JSON file per unit, written at its end; damaged ones are refused with a reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KEYS: dict[str, type | tuple[type, ...]] = {
 
 
 def path_of(unit: Unit, out: Path) -> Path:
-    """Where the unit's record lies.
+    """The path of a unit's record.
 
     Example:
         >>> path_of(Unit("mnist", "400", "bgd", 0, {}, ""), Path("results")).as_posix()
@@ -52,17 +52,17 @@ def write(
     looks: dict[str, int] | None = None,
     diverged: str | None = None,
 ) -> Record:
-    """Seal and write a unit's record, whole or not at all.
+    """Seal and write a unit's record, completely or not at all.
 
     Args:
-        unit: What was run.
+        unit: The unit.
         out: Folder of the results.
-        outcome: What was found.
-        seconds: How long it took.
-        resumed: Whether it went on from a checkpoint.
-        device: Where it was computed.
-        place: What `posterity_lab.record.Provenance` says.
-        looks: How often the row was evaluated on test data, this time included; None where it was not.
+        outcome: Its result.
+        seconds: Its time.
+        resumed: Whether it was resumed from a checkpoint.
+        device: Its device.
+        place: The content of `posterity_lab.record.Provenance`.
+        looks: How often the row was evaluated on test data, including this time; None if it was not.
         diverged: Why there is no result.
     """
     record: Record = {
@@ -88,7 +88,7 @@ def write(
 
 
 def read(path: Path) -> Record:
-    """A record, refused by name if it is not whole.
+    """Read a record; damaged ones are refused by name.
 
     Example:
         >>> import tempfile
@@ -178,7 +178,7 @@ def trials(study: Study, cell: Cell) -> list[Unit]:
 
 
 def tried(cell: Cell, records: Sequence[Record]) -> list[Record]:
-    """The trials that decide for a cell."""
+    """The trials that decide a cell's values."""
     return [
         record
         for record in records
@@ -187,7 +187,7 @@ def tried(cell: Cell, records: Sequence[Record]) -> list[Record]:
 
 
 def choice(cell: Cell, records: Sequence[Record]) -> tuple[Values, str]:
-    """What the trials among the records choose for a cell, and how, in words; the defaults without any."""
+    """The values that trials chose for a cell, and how, in words; the defaults without trials."""
     own = tried(cell, records)
     whole = [record for record in own if record["diverged"] is None]
     if not whole:

@@ -1,9 +1,9 @@
 """Sparse variational dropout: LeNets on MNIST with most weights removed, and labels that mean nothing.
 
-Molchanov, Ashukha, Vetrov: "Variational Dropout Sparsifies Deep Neural Networks", ICML 2017, as a lecture has
-it (Chirkova: "Stochastic variational inference and Bayesian neural networks"). Errors are of the net at its
-means, pruned, which is trained no more. Compression is the number of weights over the number that stay;
-biases count in neither, since nothing removes them.
+Molchanov, Ashukha, Vetrov: "Variational Dropout Sparsifies Deep Neural Networks", ICML 2017, as in a lecture
+(Chirkova: "Stochastic variational inference and Bayesian neural networks"). Errors are those of the
+pruned net at its means, without further training. Compression is the number of weights over the number that
+stay, without biases, which are never removed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from posterity_lab.reproduce import artefact
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit, Values, grid
 from posterity_lab.reproduce.training import Training, fit
 
-# Errors that a net chosen by the rule may have at most, on held-out images: the paper's, by net.
+# The highest error on held-out images of a net that may be chosen: the paper's, by net.
 LIMITS = {"mlp-300-100": 0.0192, "lenet5-caffe": 0.0075}
 CHOSEN = "chosen"
-# After which twentieths of a training the weights are pictured.
+# Twentieths of a training after which pictures of weights are kept.
 _PICTURED = (1, 2, 3, 4, 6, 10, 20)
 _PARTS = 20
 _PATCH = 100
@@ -37,7 +37,7 @@ _PIXELS = round(256 / 255, 6)  # the authors divide pixels by 256
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train a net as the unit says, prune it, and test it before and after.
+    """Train a unit's net, prune it, and test it before and after.
 
     Example:
         >>> import tempfile
@@ -60,7 +60,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
 
 
 def summary(training: Training) -> dict[str, Any]:
-    """What the last test found, how many weights stay of which, and what trials are judged by."""
+    """Results of the last test, remaining weights by tensor, and the score of trials."""
     _, posterior = pruned(training)
     kept = weights(posterior)
     sizes = {name: mean.numel() for name, mean in posterior.mean().items() if name in kept}
@@ -70,7 +70,7 @@ def summary(training: Training) -> dict[str, Any]:
     return {
         "accuracy": 1.0 - last["error"],
         **last,
-        # The share of the weights that goes, of a net that errs little enough.
+        # The share of removed weights, if the error is low enough.
         "removed_within_limit": removed if within else -last["error"],
         "weights": sum(sizes.values()),
         "sizes": sizes,
@@ -80,14 +80,14 @@ def summary(training: Training) -> dict[str, Any]:
 
 
 def pruned(training: Training) -> tuple[nn.Module, Factorised]:
-    """The net with what its method does without at zero; one of a method that removes nothing is whole."""
+    """The net with unneeded weights at zero; a method that removes nothing leaves it whole."""
     if isinstance(training.method, Sparsifying):
         return training.method.pruned()
     return training.model, point_mass(training.model)
 
 
 def weights(posterior: Factorised) -> dict[str, int]:
-    """How many weights stay, by tensor; biases and BatchNorm left out.
+    """Number of remaining weights by tensor, without biases and BatchNorm.
 
     Example:
         >>> weights(point_mass(nn.Linear(3, 2)))
@@ -97,7 +97,7 @@ def weights(posterior: Factorised) -> dict[str, int]:
 
 
 def scores(training: Training) -> dict[str, Any]:
-    """Error, NLL, ECE, compression of the pruned net, the error of the whole, and a picture now and then."""
+    """Error, NLL, ECE and compression of the pruned net, the whole net's error, and sometimes a picture."""
     net, posterior = pruned(training)
     found = predict(net, posterior, training.test.x, mode="mean")
     if not bool(torch.isfinite(found.samples).all()):
@@ -117,7 +117,7 @@ def scores(training: Training) -> dict[str, Any]:
 
 
 def picture(net: nn.Module, posterior: Factorised) -> dict[str, Any]:
-    """What is shown of the weights: kernels of a convolution, weights by pixel, and a patch of a matrix.
+    """Pictures of weights: kernels of a convolution, weights by pixel, and a patch of a matrix.
 
     Example:
         >>> seen = picture(net := nn.Linear(9, 4), point_mass(net))
@@ -145,7 +145,7 @@ def _patch(matrix: Tensor) -> list[list[int]]:
 
 
 def _begun(unit: Unit, training: Training) -> tuple[nn.Module, Factorised]:
-    """The net as it was before it learned."""
+    """The net before training."""
     net = nets.build(unit.config["net"], training.train.x.shape[1:], 10)
     net = narrow(net, unit.config["mean_std"], unit.seed)
     return net, point_mass(net)
@@ -156,7 +156,7 @@ def _accuracy(net: nn.Module, posterior: Factorised, split: Split) -> float:
 
 
 def base(quick: bool) -> dict[str, Any]:
-    """What all nets have in common: the authors' data, batches and widths at the start."""
+    """Settings of all nets: the authors' data, batches and initial stds."""
     found: dict[str, Any] = {
         "data": "mnist",
         "mean": 0.0,
@@ -174,7 +174,7 @@ def base(quick: bool) -> dict[str, Any]:
 
 
 def nets_of(quick: bool) -> dict[str, tuple[dict[str, Any], float]]:
-    """By setting: net and schedules as the authors have them, and the paper's compression.
+    """By setting: the authors' net and schedules, and the paper's compression.
 
     Example:
         >>> nets_of(quick=False)["300-100"][0]["kl_delay"] * 200
@@ -184,7 +184,7 @@ def nets_of(quick: bool) -> dict[str, tuple[dict[str, Any], float]]:
     if quick:
         small = {"net": "mlp-32-24", "kl_delay": 0.1, "kl_rise": 0.3, "decay_from": 0.5}
         return {"32-24": ({**small, **variational, "std_init": 0.05, "lr": 0.01}, 4.0)}
-    rising = {"kl_delay": 0.025, "kl_rise": 0.075}  # both: a KL that counts at once leaves no weight
+    rising = {"kl_delay": 0.025, "kl_rise": 0.075}  # both: with the full KL from the start no weight stays
     mlp = {"net": "mlp-300-100", **rising, "decay_from": 0.5}
     conv = {"net": "lenet5-caffe", **rising, "decay_from": 0.0}
     return {"300-100": ({**mlp, **variational}, 68.0), "lenet5": ({**conv, **variational}, 280.0)}
@@ -193,10 +193,10 @@ def nets_of(quick: bool) -> dict[str, tuple[dict[str, Any], float]]:
 def lenet_cells(quick: bool) -> list[Cell]:
     """LeNet-300-100 and LeNet-5-Caffe: with the authors' settings, and with what trials chose.
 
-    Nets that are ``chosen`` have trials of 60 epochs on 50,000 images, tested on the other 10,000. The trial
-    that removes most weights is taken, of those that err no more than the paper's net; if there is none, the
-    one that errs least. What is tried is what trades error for weights in each method: the KL's factor, the
-    share of the weights that magnitudes leave, the price of an open gate.
+    Nets that are ``chosen`` have trials of 60 epochs on 50,000 images, tested on the other 10,000. Among
+    trials with at most the error of the paper's net, the one that removes most weights is chosen; if there is
+    none, the one with the lowest error. Trials vary what trades error for weights in each method: the KL's
+    factor, the share of weights that magnitude pruning keeps, the price of an open gate.
 
     Example:
         >>> sorted({cell.setting for cell in lenet_cells(quick=False)})

@@ -1,14 +1,14 @@
-"""Whole units removed by group priors and by L0 gates, and what a net without them costs.
+"""Whole units removed by group priors and by L0 gates, and the cost of a net without them.
 
-Louizos, Ullrich, Welling: "Bayesian Compression for Deep Learning", NIPS 2017, as a lecture has it (Chirkova:
-"Stochastic variational inference and Bayesian neural networks"). Units that are not needed are removed for
-good, so a net is counted, tested and timed as it would be used: compression by pruning is all weights over
-those in the smaller net, and by bits 32 for each of all over what those are rounded to. The error after
-rounding is measured after rounding.
+Louizos, Ullrich, Welling: "Bayesian Compression for Deep Learning", NIPS 2017, as in a lecture (Chirkova:
+"Stochastic variational inference and Bayesian neural networks"). Unneeded units are really removed, so a net
+is counted, tested and timed as it would be used. Compression by pruning is the number of all weights over
+those in the smaller net; compression by bits is 32 bits for each of all weights over the rounded bits of the
+remaining ones. The error after rounding is measured after rounding.
 
-The authors choose a cut for every layer by eye. Here the images that were trained on choose it: the lowest
-log α of a few by which the net errs little more on these than whole; one for all layers, or, in the settings
-that are bounded as the authors', one for each.
+The authors choose a threshold for every layer by eye. Here training images choose it: the lowest of a few log
+α for which the error on these images rises only little; one for all layers, or one for each layer in the
+settings with the authors' bounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOUNDED = "bounded"
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train a net as the unit says, prune it, and remove what is pruned for good.
+    """Train a unit's net, prune it, and remove the pruned units.
 
     Example:
         >>> import tempfile
@@ -57,7 +57,7 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
 def in_one(
     net: nn.Module, posterior: Factorised, train: Split, cuts: Sequence[float], rise: float
 ) -> tuple[float, Factorised]:
-    """The lowest log α that raises the error on training images by no more than ``rise``; else the highest.
+    """The lowest log α that raises the error on training images by at most ``rise``; otherwise the highest.
 
     Example:
         >>> import torch
@@ -75,7 +75,7 @@ def in_one(
 def by_layer(
     net: nn.Module, posterior: Factorised, train: Split, cuts: Sequence[float], rise: float
 ) -> tuple[dict[str, float], Factorised]:
-    """The same for one matrix or convolution after another, from the last, each with its share of ``rise``.
+    """The same for each matrix or convolution in turn, from the last one, each with its share of ``rise``.
 
     Example:
         >>> import torch
@@ -103,7 +103,7 @@ def _lowest(
     cuts: Sequence[float],
     allowed: float,
 ) -> tuple[float, Factorised]:
-    """The lowest cut of some tensors by which the net errs no more than is allowed; else the highest."""
+    """The lowest threshold of some tensors with an allowed error; otherwise the highest."""
     spared = [name for name in posterior.mean() if name not in names]
     for cut in sorted(cuts):
         found = prune(posterior, log_alpha=cut, spare=spared)
@@ -113,12 +113,12 @@ def _lowest(
 
 
 def smaller(net: nn.Module, posterior: Factorised, test: Split, seconds: float) -> dict[str, Any]:
-    """The net without its dead units: its layers, weights, bits, errors, and times beside the whole one's.
+    """The net without dead units: its layers, weights, bits, errors, and times next to the whole net's.
 
     Args:
         net: A plain net.
-        posterior: Of its weights, pruned.
-        test: What to test on.
+        posterior: The pruned posterior of its weights.
+        test: Test data.
         seconds: How long to time a batch.
 
     Example:
@@ -135,7 +135,7 @@ def smaller(net: nn.Module, posterior: Factorised, test: Split, seconds: float) 
     total = sum(sizes.values())
     try:
         small = shrink(net, posterior, test.x[:2])
-    except ValueError as error:  # a layer of which nothing is left
+    except ValueError as error:  # a layer would be empty
         nothing = ("error_small", "by_pruning", "bits", "by_bits", "error_rounded", "before", "after")
         return {**dict.fromkeys(nothing), "architecture": [], "refused": str(error)}
     kept = sparse.weights(small.posterior)
@@ -151,9 +151,9 @@ def smaller(net: nn.Module, posterior: Factorised, test: Split, seconds: float) 
 
 
 def architecture(posterior: Factorised) -> list[int]:
-    """Output maps of every convolution, and inputs of every linear layer, that any weight stays of.
+    """Numbers of used output maps of every convolution, and of used inputs of every linear layer.
 
-    As the paper writes LeNet-5: 20-50-800-500 whole, 8-13-88-13 with GNJ.
+    The paper writes LeNet-5 like this: 20-50-800-500 whole, 8-13-88-13 with GNJ.
 
     Example:
         >>> from posterity.compress import point_mass
@@ -165,10 +165,10 @@ def architecture(posterior: Factorised) -> list[int]:
 
 
 def _rounded(net: nn.Module, posterior: Factorised, test: Split, total: int) -> dict[str, Any]:
-    """Bits of every tensor of weights, compression with them, and the error after rounding to them."""
+    """Bits of every tensor of weights, the compression with them, and the error after rounding."""
     leaves = {name: posterior.block(name) for name, kept in posterior.kept().items() if kept.dim() > 1}
     if not all(bool((leaf.std()[leaf.kept] > 0).all()) for leaf in leaves.values()):
-        return {"bits": None, "by_bits": None, "error_rounded": None}  # no std says how far to round
+        return {"bits": None, "by_bits": None, "error_rounded": None}  # without stds there is no step
     found = quantise(Factorised(leaves))
     used = sum(bits * int(found.posterior.kept()[name].sum()) for name, bits in found.bits.items())
     return {
@@ -185,8 +185,8 @@ def _error(net: nn.Module, posterior: Factorised, test: Split) -> float:
 def cells(quick: bool) -> list[Cell]:
     """Both LeNets by every way of removing units, and by the removal of single weights for comparison.
 
-    In the settings that are ``bounded`` groups are learned as their authors do: stds of the first layer stay
-    below a bound, images are from -1 to 1, and the KL rises over half of the training.
+    In the ``bounded`` settings groups are trained as by their authors: stds of the first layer have an upper
+    bound, pixels are in [-1, 1], and the KL rises over half of the training.
 
     Example:
         >>> sorted({cell.setting for cell in cells(quick=False)})

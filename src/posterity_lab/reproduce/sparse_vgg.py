@@ -1,8 +1,8 @@
 """The VGG-like net on CIFAR-10, made sparse: from a net trained with dropout, and by rules from the start.
 
 Molchanov, Ashukha, Vetrov: "Variational Dropout Sparsifies Deep Neural Networks", ICML 2017, figure 3; groups
-as in `sparse_groups`. Rules, BGD and IVON, learn no sparsity: their posteriors are pruned by signal-to-noise
-ratio, weight by weight and output by output, and so is the dense net by magnitude.
+as in `sparse_groups`. BGD and IVON do not learn sparsity: their posteriors are pruned by signal-to-noise
+ratio, by weights and by outputs, and the dense net by magnitude.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from posterity_lab.reproduce import artefact, images, sparse, sparse_groups
 from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit
 from posterity_lab.reproduce.training import Training, fit
 
-# Shares of the weights that are removed of posteriors which were not learned to be sparse.
+# Shares of weights removed from posteriors that were not trained to be sparse.
 FRACTIONS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
 _DENSE = "dense"
 
 
 def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train a net as the unit says, from a dense one where its method is to make that sparse, and prune it.
+    """Train a unit's net, from a dense one if its method sparsifies a trained net, and prune it.
 
     Args:
-        unit: What to do; ``dense_epochs`` are those of the dense net with dropout.
-        device: Where.
+        unit: The unit to run; ``dense_epochs`` are those of the dense net with dropout.
+        device: Device of the computation.
         cache: Folder for checkpoints and posterior.
         show: Called after every epoch.
 
@@ -62,9 +62,9 @@ def train(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
 
 
 def curves(training: Training) -> list[dict[str, float]]:
-    """Errors of a net at its means with ever more removed: by weights, and by whole outputs.
+    """Errors of a net at its means as more is removed, by weights and by whole outputs.
 
-    A fraction is of the weights that are removed; biases and BatchNorm are spared.
+    A fraction is the share of removed weights; biases and BatchNorm are spared.
     """
     posterior, _ = images.learned(training)
     flat = [name for name, mean in posterior.mean().items() if mean.dim() < 2]
@@ -72,7 +72,7 @@ def curves(training: Training) -> list[dict[str, float]]:
     found = []
     for fraction in FRACTIONS:
         weights = prune(posterior, fraction, spare=flat)
-        # Whole classes would go with the last layer's outputs.
+        # The last layer's outputs are whole classes.
         outputs = prune(posterior, fraction, groups="outputs", spare=[*flat, *last])
         errors = (_error(training.model, each, training.test) for each in (weights, outputs))
         found.append({"fraction": fraction, **dict(zip(("weights", "outputs"), errors, strict=True))})
@@ -94,10 +94,10 @@ _PLAIN: dict[str, Any] = {"lr": 1e-3, "weight_decay": 5e-4, "milestones": [0.5, 
 
 
 def cells(quick: bool) -> list[Cell]:
-    """Four widths by sparse variational dropout; at width 1 groups and rules beside it.
+    """Four widths by sparse variational dropout; at width 1 also groups and rules.
 
-    The paper gives where the stds begin, log σ² = −15, and the rate, 1e-5, from a net trained with dropout;
-    not how long. Here each of the two parts takes 200 epochs.
+    The paper gives the initial stds, log σ² = −15, and the rate, 1e-5, from a net trained with dropout, but
+    no number of epochs. Here each of the two parts takes 200.
 
     Example:
         >>> sorted({cell.setting for cell in cells(quick=False)})

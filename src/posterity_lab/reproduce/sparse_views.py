@@ -1,4 +1,4 @@
-"""How the experiments on sparse nets are shown: errors and compression, trade-offs, pictures of weights."""
+"""Views of the experiments on sparse nets: errors and compression, trade-offs, pictures of weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KERNELS = 20
 
 
 def compressed(found: Sequence[Group]) -> list[Part]:
-    """The table: error and compression, sparsity by layer; the trade-off of trials; the way there."""
+    """The table: error and compression, sparsity by layer; the trade-off of trials; progress in training."""
     rows = [
         [
             group.title,
@@ -46,7 +46,7 @@ def compressed(found: Sequence[Group]) -> list[Part]:
 
 
 def labels(found: Sequence[Group]) -> list[Part]:
-    """Random labels: what is learned of them, and how many weights that takes."""
+    """Random labels: how well they are learned, and with how many weights."""
     rows = [
         [
             group.title,
@@ -126,7 +126,7 @@ def wide(found: Sequence[Group]) -> list[Part]:
 
 
 def _removed_table(group: Group, key: str) -> Table | None:
-    """Errors with ever more removed by score, of a net that was not learned to be sparse."""
+    """Errors as more weights are removed by score, for a net that was not trained to be sparse."""
     curves = [curve for record in group.whole if (curve := record["metrics"][key]) is not None]
     rows = [
         [
@@ -149,7 +149,7 @@ def _architecture(group: Group) -> str:
 
 
 def _known(group: Group, key: str) -> Group:
-    """The runs that have a number: no rounding without stds, no net where nothing stays."""
+    """The runs that have a value: without stds there is no rounding, without weights no net."""
     return replace(group, whole=[each for each in group.whole if each["metrics"][key] is not None])
 
 
@@ -163,7 +163,7 @@ def _mean(group: Group, key: str) -> str:
 
 
 def _costs(whole: Sequence[Group]) -> Table:
-    """Bytes, multiply-adds and times of the whole net and of the smaller one."""
+    """Bytes, multiply-adds and times of the whole and the smaller net."""
     rows = []
     for group in whole:
         record = group.whole[0]
@@ -177,7 +177,7 @@ def _costs(whole: Sequence[Group]) -> Table:
 
 
 def pictures(found: Sequence[Group]) -> list[Part]:
-    """Weights as training goes on: kernels or pixels of the first layer, and a patch of a matrix."""
+    """Weights during training: kernels or pixels of the first layer, and a patch of a matrix."""
     parts = list[Part]()
     for group in found:
         if not group.whole:
@@ -262,7 +262,7 @@ def _frontier(tried: Sequence[Group]) -> Picture:
 
 
 def _course(own: Sequence[Group], setting: str) -> Picture:
-    """Error and compression as training goes on."""
+    """Error and compression during training."""
     drawn, (left, right) = report.figure(panels=2)
     for slot, group in enumerate(own):
         epochs = [each["epoch"] for each in group.whole[0]["metrics"]["curve"]]

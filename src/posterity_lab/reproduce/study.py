@@ -1,8 +1,8 @@
-"""What a reproduction is made of: studies of cells, each cell a method in a setting, run once per seed.
+"""The parts of a reproduction: studies of cells, each cell a method in a setting, run once per seed.
 
-* `Cell`: a method in a setting, with all that decides its result, and a grid for what is tuned;
-* `Unit`: a cell with a seed, or one trial of a cell's grid: the piece of work that leaves one record;
-* `Study`: the cells whose records lie in one folder, and how to run a unit of them;
+* `Cell`: a method in a setting, with all settings of its runs, and a grid of tuned values;
+* `Unit`: a cell with a seed, or one trial of a cell's grid: the work behind one record;
+* `Study`: the cells whose records are in one folder, and how to run their units;
 * `Experiment`: a table or figure of a paper, drawn from the records of a study. Several may share one.
 """
 
@@ -21,7 +21,7 @@ Show: TypeAlias = Callable[[int, int, str], None]
 # Runs a unit on a device, with a folder for checkpoints, and calls ``show(done, total, what)``.
 Run: TypeAlias = Callable[["Unit", str, Path, Show], "Outcome"]
 
-# Of every trial: not one of the seeds that results are reported of.
+# The seed of every trial, which differs from those of reported results.
 TRIAL_SEED = 100
 
 
@@ -30,11 +30,11 @@ class Cell:
     """A method in a setting.
 
     Attributes:
-        setting: The net, and how the data comes; part of a record's name.
-        method: A name that `learners.learner` takes.
-        config: Everything that decides a run but its seed; what the grid tunes has its default here.
-        grid: What a trial takes in place of the defaults, one entry per trial.
-        trial: What else differs in trials: held-out data in place of the test set, fewer epochs.
+        setting: The net and the form of the data; part of a record's name.
+        method: A name for `learners.learner`.
+        config: All settings of a run except its seed, with defaults of the tuned ones.
+        grid: The values of each trial in place of the defaults, one entry per trial.
+        trial: Other differences of trials: held-out data in place of the test set, fewer epochs.
         score: The metric by which the best trial is chosen; higher is better.
         tuned_as: The setting whose trials decide; this one's own if not given.
 
@@ -65,10 +65,10 @@ class Unit:
         study: Its study's name.
         setting: Its cell's.
         method: Its cell's.
-        seed: Of initial weights, order of the data and noise.
-        config: Everything else that decides the result.
-        chosen: How what is tuned was chosen, in words.
-        trial: What a trial tries; None where the result is one to report.
+        seed: Seed of initial weights, order of the data and noise.
+        config: All other settings.
+        chosen: How tuned values were chosen, in words.
+        trial: The values of a trial; None for a result to report.
 
     Example:
         >>> Unit("mnist", "400", "bgd", 0, {}, "the default").name
@@ -85,7 +85,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Of its record."""
+        """The name of its record."""
         start = f"{self.setting}-{self.method}".replace(" ", "-")
         if self.trial is None:
             return f"{start}-seed{self.seed}"
@@ -93,18 +93,18 @@ class Unit:
 
     @property
     def full_name(self) -> str:
-        """Its study's name and its own."""
+        """The name with that of its study."""
         return f"{self.study}/{self.name}"
 
     def cache(self, out: Path) -> Path:
-        """Where its checkpoints and posterior lie: another config never finds them."""
+        """The folder of its checkpoints and posterior, which is different for every config."""
         key = json.dumps(dict(self.config), sort_keys=True).encode()
         return out / "cache" / self.study / f"{self.name}-{hashlib.blake2b(key, digest_size=4).hexdigest()}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a unit found: metrics as JSON takes them, and n, the test examples (or steps) behind them."""
+    """The result of a unit: metrics as JSON types, and n, the number of test examples (or steps)."""
 
     metrics: dict[str, Any]
     n: int
@@ -112,14 +112,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Study:
-    """Cells that are run alike.
+    """Cells that are run in the same way.
 
     Attributes:
-        name: Of the folder of its records.
+        name: Name of the folder of its records.
         cells: The cells at full size, or the quick ones.
         run: Runs a unit.
-        metrics: Every metric that a record of it has, ``"errors.single"`` being that within another.
-        seeds: What to run if nothing else is asked for.
+        metrics: Every metric of its records; ``"errors.single"`` is one inside another.
+        seeds: Seeds to run by default.
         tested: Whether its units are evaluated on test data, which is counted.
     """
 
@@ -136,11 +136,11 @@ class Experiment:
     """A table or figure of a paper.
 
     Attributes:
-        name: On the command line.
-        title: What it shows.
-        claim: What the paper says, in a sentence.
+        name: Name on the command line.
+        title: Title.
+        claim: The paper's claim, in a sentence.
         paper: The paper's numbers by setting and method, as printed.
-        study: Whose records it is drawn from.
+        study: The study with its records.
         wanted: Which of the study's cells it needs.
     """
 

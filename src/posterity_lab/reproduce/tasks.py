@@ -1,6 +1,6 @@
-"""Tasks in a row: figures 1 and 4 of the BGD paper, and permuted MNIST by VOGN.
+"""Sequences of tasks: figures 1 and 4 of the BGD paper, and permuted MNIST by VOGN.
 
-A killed run goes on after the last whole task.
+An interrupted run resumes after its last whole task.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Methods = dict[str, tuple[dict[str, Any], list[dict[str, float]]]]
 
 
 def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Learn the unit's stream, and test on every task whenever one is over.
+    """Learn the unit's stream, and test on all tasks after each one.
 
     Example:
         >>> import tempfile
@@ -41,7 +41,7 @@ def learn(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
     num_data = len(tasks.items[0].train)
     method = learner(unit.method, config, model, num_data=num_data, seed=unit.seed, mask=mask)
     sizes = {key: config[key] for key in ("epochs", "batch_size", "overlap")}
-    torch.manual_seed(unit.seed)  # of dropout
+    torch.manual_seed(unit.seed)  # for dropout
     scores = continual.run(
         method,
         stream(tasks, seed=unit.seed, **sizes),
@@ -77,14 +77,14 @@ def _tasks(unit: Unit, device: str) -> Tasks:
 
 
 def _bgd(quick: bool) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """BGD: stds over the root of the fan-in, and η; the output layer begins with a std of its own."""
+    """BGD: stds relative to the root of the fan-in, and η; the output layer has its own initial std."""
     small, std, large = (0.2, 0.3, 0.4) if quick else (1.4, 2.0, 2.9)
     given = {"std_scale": std, "std_last": 0.01, "lr": 0.2, "mode": "mean", "mc_samples": 3 if quick else 10}
     return given, [*grid(std_scale=[small, std, large], lr=[0.2]), {"std_scale": std, "lr": 0.1}]
 
 
 def _baselines() -> _Methods:
-    """What BGD is compared with, as many trials each; the last three are told of boundaries."""
+    """Baselines, each with as many trials as BGD; the last three know task boundaries."""
     return {
         "bong": (
             {"lr": 1.0, "consolidate_after": 1000.0, "mode": "mean"},
@@ -102,12 +102,12 @@ def _baselines() -> _Methods:
 
 
 def permuted_cells(quick: bool) -> list[Cell]:
-    """Figure 1: ten tasks of permuted MNIST, one head, ten epochs a task, and the same with tasks that fade.
+    """Figure 1: ten tasks of permuted MNIST, one head, ten epochs a task; also with gradual transitions.
 
-    Images are padded to 32x32 and scaled as in the authors' code, which decides how much BGD retains. So do
-    large stds, from which it diverges within ten steps unless those of the output layer are small. A trial is
-    a whole run on other permutations, tested on a tenth of the training images that is held out; the best
-    average accuracy at its end is taken. Every method has four trials at every width.
+    Images are padded to 32x32 and scaled as in the authors' code, which strongly affects how much BGD
+    remembers. So do large stds, with which it diverges within ten steps unless those of the output layer are
+    small. A trial is a whole run on other permutations, tested on a held-out tenth of the training images;
+    the best average accuracy at its end is chosen. Every method has four trials at every width.
 
     Example:
         >>> sorted({cell.method for cell in permuted_cells(quick=False) if "fading" in cell.setting})
@@ -139,18 +139,18 @@ def permuted_cells(quick: bool) -> list[Cell]:
         methods = {"bgd": _bgd(quick), **_baselines()}
         for method, (values, own) in methods.items():
             cells.append(Cell(width, method, {**common, **values}, own, trial))
-            if method in ("bgd", "bong", "sgd", "adam"):  # without boundaries there is none to be told of
+            if method in ("bgd", "bong", "sgd", "adam"):  # those that need no boundaries
                 fading = {**common, **values, "overlap": 0.25}
                 cells.append(Cell(f"{width} fading", method, fading, own, trial, tuned_as=width))
-    # The paper's method at all widths first: a run that is cut short has what matters.
+    # The paper's method at all widths first, in case the run is interrupted.
     return sorted(cells, key=lambda cell: (cell.method != "bgd", "fading" in cell.setting))
 
 
 def small_permuted_cells(quick: bool) -> list[Cell]:
-    """Ten tasks of permuted MNIST by nets of 2x100: VOGN told of boundaries, VOGN and BGD that are not.
+    """Ten tasks of permuted MNIST by nets of 2x100: VOGN with boundaries, VOGN and BGD without.
 
-    Images are unpadded, and scaled to mean 0 and std 1, with which more is kept than with pixels in [0, 1].
-    Trials are those of `permuted_cells`.
+    Images are unpadded, and scaled to mean 0 and std 1, with which methods remember more than with pixels in
+    [0, 1]. Trials are those of `permuted_cells`.
 
     Example:
         >>> [cell.method for cell in small_permuted_cells(quick=False)]
@@ -173,12 +173,13 @@ def small_permuted_cells(quick: bool) -> list[Cell]:
     if quick:
         base |= {"data": "digits", "tasks": 2, "epochs": 2, "batch_size": 64}
         setting, samples = "24", 3
-    # One batch's curvature, as the table on CIFAR-10 has it, would be noise to hand on.
+    # The curvature of one batch, as in the table on CIFAR-10, would be too noisy to hand over.
     vogn = {"momentum": 0.9, "beta2": 0.99, "damping": 1e-3, "prior_precision": 1.0, "mc_samples": samples}
     told = {**vogn, "lr": 3e-4, "prior_precision": 10.0, "strength": 3.0, "mc_samples": min(samples, 4)}
     epochs = base["epochs"]
     methods: _Methods = {
-        # What is handed on fills so small a net, and every step drives it away: half as long is tried, too.
+        # Handed-over precision soon fills so small a net, more so with every step: half as many are tried
+        # too.
         "vogn-told": (told, grid(strength=[3.0, 10.0], epochs=[epochs // 2, epochs])),
         "vogn": ({**vogn, "lr": 1e-4, "augmentation": 1.0}, grid(lr=[3e-5, 1e-4], beta2=[0.99, 0.9999])),
         "bgd": _bgd(quick),

@@ -1,4 +1,4 @@
-"""Two classes in the plane: where Adam and VOGN draw the border, and where they are in doubt.
+"""Two classes in the plane: decision boundaries and uncertainty of Adam and VOGN.
 
 Grids of probabilities are kept as rows of two-digit numbers, in per cent, so that a record stays small.
 """
@@ -20,16 +20,16 @@ from posterity_lab.reproduce.study import Cell, Outcome, Show, Study, Unit
 from posterity_lab.reproduce.training import temper
 
 _SIDE = 41  # points along each side of a grid
-_DRAWN = 10  # sampled networks whose borders are drawn
+_DRAWN = 10  # sampled networks whose boundaries are drawn
 
 
 def draw(unit: Unit, device: str, cache: Path, show: Show) -> Outcome:
-    """Train on the unit's points, and look at the whole plane around them.
+    """Train on the unit's points, and evaluate the plane around them.
 
     Args:
-        unit: What to do.
-        device: Where.
-        cache: Not used: it takes seconds.
+        unit: The unit to run.
+        device: Device of the computation.
+        cache: Not used, since a run takes seconds.
         show: Called at the end.
 
     Example:
@@ -83,7 +83,7 @@ def made(count: int) -> Split:
 
 
 def bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest corner of the plane that is looked at.
+    """Lowest and highest corner of the evaluated part of the plane.
 
     Example:
         >>> bounds(torch.tensor([[0.0, 1.0], [2.0, 1.0]]))

@@ -1,6 +1,6 @@
-"""Training one net on one data set, as a config says: order, augmentation, schedules, checkpoints.
+"""Training of one net on one data set by a config: order, augmentation, schedules, checkpoints.
 
-Every twentieth of its epochs a training is tested and saved; a killed one goes on from there.
+A training is tested and saved after every twentieth of its epochs; an interrupted one resumes from there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from posterity_lab.reproduce.study import Show, Unit, Values
 from posterity_lab.run_files import CHECKPOINT, foreign, load, resume, save
 from posterity_lab.streams import normalised, padded
 
-_MARGIN = 4  # zeros around an image that is cropped at random
-_PARTS = 20  # how often a training is tested and saved
+_MARGIN = 4  # zeros around a randomly cropped image
+_PARTS = 20  # number of tests and checkpoints in a training
 _ANEW = "delete it, and the unit begins anew"
 
 
@@ -35,13 +35,13 @@ class Training:
     """A net at some point of its training.
 
     Attributes:
-        unit: What is asked for.
+        unit: The unit.
         model: The net.
-        method: What trains it.
-        train: What it learns.
-        test: What it is tested on.
-        curve: Scores so far, with the epoch after which they were found.
-        seconds: Time of every epoch so far, tests left out.
+        method: The method that trains it.
+        train: Training data.
+        test: Test data.
+        curve: Scores so far, with their epochs.
+        seconds: Time of every epoch so far, without tests.
     """
 
     unit: Unit
@@ -61,23 +61,22 @@ def fit(
     scores: Callable[[Training], dict[str, Any]],
     start: Sequence[Tensor] | None = None,
 ) -> Training:
-    """Train a net as the unit says.
+    """Train a unit's net.
 
     Args:
-        unit: What to do. Its config has ``data``, ``net``, ``batch_size``, ``epochs`` and all that the
+        unit: The unit to run. Its config has ``data``, ``net``, ``batch_size``, ``epochs`` and all that the
             functions here and the learner ask for; ``milestones``, shares of the epochs after each of which
-            the learning rate is divided by ten; ``warmup``, the share in which the temperature rises from
-            ``warmup_start`` in a straight line to 1; ``passes``, how often BGD counts the data in all;
-            ``bfloat16``, on a GPU, where nets other than MLPs have it anyway; ``mean_reach``, for weights
-            that begin evenly between minus that and that, or ``mean_std``, for those of `narrow`;
-            ``decay_from``, the share of the epochs after which the learning rate falls in a straight line to
-            0; ``centred``, for images less their mean; ``labels``, ``"random"`` for training labels that have
-            nothing to do with the images.
-        device: Where.
+            the learning rate is divided by ten; ``warmup``, the share in which the temperature rises linearly
+            from ``warmup_start`` to 1; ``passes``, how often BGD counts the data in all; ``bfloat16``, on a
+            GPU, where nets other than MLPs use it anyway; ``mean_reach``, for initial weights that are
+            uniform between minus this value and this value, or ``mean_std``, for those of `narrow`;
+            ``decay_from``, the share of the epochs after which the learning rate falls linearly to 0;
+            ``centred``, for images minus their mean; ``labels``, ``"random"`` for random training labels.
+        device: Device of the computation.
         cache: Folder for the checkpoint.
         show: Called after every epoch.
         scores: Tests the net.
-        start: Parameters and buffers to begin with, in their order.
+        start: Initial parameters and buffers, in order.
 
     Example:
         >>> import tempfile
@@ -120,7 +119,7 @@ def begun(
     seed: int,
     start: Sequence[Tensor] | None = None,
 ) -> Method:
-    """The method about to train the net that a config names on this data, perhaps from given weights.
+    """The method, ready to train a config's net on this data, perhaps from given weights.
 
     Example:
         >>> config = {"net": "mlp-16", "lr": 0.1, "momentum": 0.9}
@@ -137,18 +136,18 @@ def begun(
         nets.initialise(model, seed)
     if start is not None:
         model.load_state_dict(dict(zip(model.state_dict(), start, strict=True)))
-    # Matrix products of an MLP are tf32 as they are; convolutions gain more from bfloat16.
+    # Matrix products of an MLP already use tf32; convolutions gain more from bfloat16.
     half = config.get("bfloat16", not config["net"].startswith("mlp"))
     model = (Autocast(model) if half else model).to(device)
-    torch.manual_seed(seed)  # of what a family of posteriors draws at its start
+    torch.manual_seed(seed)  # for the initial draws of a family
     return learner(method, config, model, num_data=len(train), seed=seed)
 
 
 def loaded(unit: Unit, name: str, device: str) -> Dataset:
-    """A data set for a unit, as it comes: without its test images where the unit is a trial.
+    """A unit's data set, unscaled; for a trial, without its test images.
 
-    All data of a reproduction comes from here, so that no trial can see a test set. In place of it a trial
-    has the training images again, from which those to test on are held out.
+    All data of a reproduction comes from here, so that no trial can see a test set. Instead, a trial gets the
+    training images again, from which its test images are held out.
 
     Raises:
         ValueError: It is a trial, and its config asks for the test set.
@@ -168,12 +167,12 @@ def loaded(unit: Unit, name: str, device: str) -> Dataset:
 
 
 def prepared(unit: Unit, device: str) -> Dataset:
-    """The data set that a unit names, padded and scaled as its config says."""
+    """A unit's data set, padded and scaled by its config."""
     return ready(loaded(unit, unit.config["data"], device), unit.config)
 
 
 def ready(dataset: Dataset, config: Values) -> Dataset:
-    """Padded and scaled as a config says."""
+    """A data set, padded and scaled by a config."""
     if config.get("pad"):
         dataset = padded(dataset, config["pad"])
     dataset = normalised(dataset, config["mean"], config["std"])
@@ -187,14 +186,14 @@ def ready(dataset: Dataset, config: Values) -> Dataset:
 
 
 def _random(dataset: Dataset) -> Tensor:
-    """Labels that say nothing of the images, the same for all seeds."""
+    """Random labels, the same for all seeds."""
     drawn = torch.randint(dataset.classes, (len(dataset.train),), generator=torch.Generator().manual_seed(0))
     return drawn.to(dataset.train.y.device)
 
 
 def splits(dataset: Dataset, config: Values) -> tuple[Split, Split]:
-    """What to train on, and what to test on: held-out training images in a trial, else the test set."""
-    # One order for all seeds: no image is ever trained on in one and held out in another.
+    """Training data, and test data: held-out training images in a trial, otherwise the test set."""
+    # One order for all seeds: no image is training data with one seed and held out with another.
     order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))
     kept, held_out = order[config["held_out"] :], order[: config["held_out"]]
     training = dataset.train.subset(kept)
@@ -202,7 +201,7 @@ def splits(dataset: Dataset, config: Values) -> tuple[Split, Split]:
 
 
 def batches(training: Split, config: Values, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """One pass, drawn on the data's device; where the config augments, every image cropped and flipped."""
+    """The batches of one pass, drawn on the data's device; cropped and flipped if the config says so."""
     if not config.get("augment"):
         yield from data.batches(training, config["batch_size"], seed=seed, epoch=epoch)
         return
@@ -221,7 +220,7 @@ def batches(training: Split, config: Values, seed: int, epoch: int) -> Iterator[
 
 
 def lr_factor(config: Values, epoch: int) -> float:
-    """What the learning rate of an epoch, from 0, is multiplied by.
+    """The factor on the learning rate in an epoch, counted from 0.
 
     Example:
         >>> [lr_factor({"epochs": 161, "milestones": [0.4969, 0.7453]}, epoch) for epoch in (79, 80, 120)]
@@ -237,9 +236,9 @@ def lr_factor(config: Values, epoch: int) -> float:
 
 
 def counted(config: Values, epoch: int) -> float:
-    """How often the data of an epoch, from 0, counts, so that few epochs come to ``passes``.
+    """How often the data counts in an epoch, counted from 0, so that few epochs reach ``passes``.
 
-    Once at first, when gradients are largest, and more often in a straight line.
+    Once at first, when gradients are largest, then linearly more often.
 
     Example:
         >>> [round(counted({"epochs": 4, "passes": 10}, epoch), 3) for epoch in range(4)]
@@ -250,12 +249,12 @@ def counted(config: Values, epoch: int) -> float:
 
 
 def _epoch(training: Training, epoch: int) -> float:
-    """Learn for one pass; the seconds that it took."""
+    """Train for one pass, and return its time in seconds."""
     config, method, seed = training.unit.config, training.method, training.unit.seed
     training.model.train()
-    torch.manual_seed(_mixed(seed, epoch))  # dropout of a resumed run is the same
+    torch.manual_seed(_mixed(seed, epoch))  # so that dropout of a resumed run is the same
     scale_lr(method, lr_factor(config, epoch))
-    if "passes" in config:  # the means' pace stays
+    if "passes" in config:  # keep the means' step size
         times = counted(config, epoch)
         for group in method.optimizer.param_groups:
             group["lr"], group["temperature"] = config["lr"] / times, 1.0 / times
@@ -270,7 +269,7 @@ def _epoch(training: Training, epoch: int) -> float:
 
 
 def temper(method: Method, config: Values, step: int, steps: int) -> None:
-    """Before a step, from 0, of so many: the temperature that a config with a warm-up wants there.
+    """Set the temperature of a config with a warm-up before a step, counted from 0.
 
     Example:
         >>> from posterity import IVON
@@ -301,10 +300,10 @@ def _resumed(
 
 
 def _identity(unit: Unit) -> dict[str, Any]:
-    """What two parts of one training have in common."""
+    """The properties that all parts of one training share."""
     return {"method": unit.method, "seed": unit.seed, "config": dict(unit.config)}
 
 
 def _mixed(seed: int, epoch: int) -> int:
-    """Another number than `data.batches` makes of the two, for what is drawn beside the order."""
+    """A seed that differs from that of `data.batches`, for draws other than the order."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} noise".encode(), digest_size=4).digest(), "big")

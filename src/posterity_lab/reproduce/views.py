@@ -1,4 +1,4 @@
-"""How each experiment is shown: its table with the paper's numbers and ours, then its figures."""
+"""Views of each experiment: a table with the paper's numbers and ours, then figures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def errors(found: Sequence[Group]) -> list[Part]:
 
 
 def accuracies(found: Sequence[Group]) -> list[Part]:
-    """Figure 3: test accuracy by every way of inference, at the end and on the way."""
+    """Figure 3: test accuracy by every way of inference, at the end and during training."""
     rows = [
         [
             group.title,
@@ -72,7 +72,7 @@ def accuracies(found: Sequence[Group]) -> list[Part]:
                 name = f"{group.name}, {_MODES[mode]}" if group.method == "bgd" else group.name
                 curves = [[1 - each[mode] for each in record["metrics"]["curve"]] for record in group.whole]
                 lines[name] = columns(curves)
-                # One by one: methods need not have been trained for equally long.
+                # Separately: methods may have been trained for different times.
                 report.lines(axes, epochs, {name: lines[name]}, [len(lines) - 1])
         if lines:
             report.close_up(axes, lines)
@@ -122,7 +122,7 @@ def pruning(fraction: float, found: Sequence[Group]) -> list[Part]:
 
 
 def forgetting(found: Sequence[Group]) -> list[Part]:
-    """Figure 1: average accuracy over the tasks seen, as they come."""
+    """Figure 1: average accuracy over the tasks so far."""
     return [
         _streams_table(found),
         *(
@@ -153,7 +153,7 @@ def each_task(found: Sequence[Group]) -> list[Part]:
 
 
 def stds(found: Sequence[Group]) -> list[Part]:
-    """Figure 2: where the standard deviations have gone."""
+    """Figure 2: histograms of the standard deviations."""
     rows, pictures = [], list[Part]()
     for group in found:
         for record in group.whole:

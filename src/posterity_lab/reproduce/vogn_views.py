@@ -1,4 +1,4 @@
-"""How the experiments of the VOGN paper are shown."""
+"""Views of the experiments of the VOGN paper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posterity_lab.reproduce.groups import Group, columns, within
 from posterity_lab.reproduce.learners import NAMES
 from posterity_lab.reproduce.records import Record
 
-# What the paper's row has, in its order: name, key, digits, scale.
+# The columns of the paper's row, in order: name, key, digits, scale.
 _PAPERS = (
     ("train, %", "train_accuracy", 2, 100.0),
     ("test, %", "accuracy", 2, 100.0),
@@ -29,7 +29,7 @@ _GREY = "#555555"
 
 
 def scores(found: Sequence[Group]) -> list[Part]:
-    """The table on CIFAR-10: accuracy and calibration, then what they cost."""
+    """The table on CIFAR-10: accuracy and calibration, then the cost."""
     header = ["setting"]
     for name, *_ in _PAPERS:
         header += [f"{name}, paper", "ours"]
@@ -68,7 +68,7 @@ def scores(found: Sequence[Group]) -> list[Part]:
 
 
 def ablation(found: Sequence[Group]) -> list[Part]:
-    """Momentum and BatchNorm: accuracy as training goes on."""
+    """Momentum and BatchNorm: accuracy during training."""
     rows = [
         [
             group.title,
@@ -98,7 +98,7 @@ def ablation(found: Sequence[Group]) -> list[Part]:
 
 
 def plane(found: Sequence[Group]) -> list[Part]:
-    """Two classes in the plane: borders of the mean and of sampled networks, and where the doubt is."""
+    """Two classes in the plane: decision boundaries of the mean and of sampled networks, and uncertainty."""
     own = {group.method: group.whole[0] for group in within(found, "moons")}
     rows = [
         [
@@ -136,7 +136,7 @@ def _value(key: str, record: Record) -> float:
 
 
 def _paper(group: Group) -> list[str]:
-    """The paper's numbers of a group, one for each of its columns and the time of an epoch."""
+    """The paper's numbers for a group: one for each column, and the time of an epoch."""
     printed = group.paper.split(" / ")
     return printed if len(printed) == len(_PAPERS) + 1 else ["–"] * (len(_PAPERS) + 1)
 
@@ -155,7 +155,7 @@ def _ratio(group: Group, adam: Group | None) -> str | None:
 
 
 def _steps() -> tuple[str, dict[tuple[str, str], str]]:
-    """By setting and method, a step over Adam's as a benchmark's record has it, and the machine; if any."""
+    """By setting and method, the time of a step over Adam's from a benchmark's record, and the machine."""
     path = next(iter(sorted(bench.RESULTS.glob("vogn_table-*.json"))), None)
     if path is None:
         return "", {}
@@ -171,7 +171,7 @@ def _steps() -> tuple[str, dict[tuple[str, str], str]]:
 
 
 def _alone(group: Group) -> Group:
-    """The runs whose time is their own."""
+    """Only the runs that shared their machine with no other, so that their times count."""
     places = ((each, each["environment"]) for each in group.whole)
     alone = [each for each, place in places if place.get("jobs", 1) == 1 and not place.get("shared")]
     return replace(group, whole=alone)
@@ -187,7 +187,7 @@ def _name(found: Sequence[Group], method: str) -> str:
 
 
 def _axes(record: Record) -> tuple[list[float], list[float]]:
-    """Where the points of a grid lie along both axes."""
+    """The points of a grid along both axes."""
     low, high = toy.bounds(toy.made(record["config"]["points"]).x)
     count = len(record["metrics"]["mean"])
     both = [
@@ -198,7 +198,7 @@ def _axes(record: Record) -> tuple[list[float], list[float]]:
 
 def _border(axes: Axes, record: Record, rows: Sequence[str], colour: str, width: float, alpha: float) -> None:
     probs = toy.unpacked(rows).T.numpy()
-    if probs.min() < 0.5 < probs.max():  # else there is none, and matplotlib warns
+    if probs.min() < 0.5 < probs.max():  # otherwise there is no boundary, and matplotlib warns
         axes.contour(*_axes(record), probs, levels=[0.5], colors=[colour], linewidths=width, alpha=alpha)
 
 

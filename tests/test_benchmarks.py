@@ -811,7 +811,7 @@ def test_operations_of_resnet18_are_counted() -> None:
     assert counter.get_total_flops() / 2e9 == pytest.approx(0.555, abs=5e-4)
 
 
-def test_a_group_of_one_process_is_measured_beside_none(tmp_path: Path) -> None:
+def test_group_of_one_process_is_measured_against_no_group(tmp_path: Path) -> None:
     out = tmp_path / "alone.json"
     options = ["--alone", "--net", "lenet5", "--batch", "4", "--rounds", "1", "--round-seconds", "0.01"]
     bench.run("scale", [*options, "--out", str(out)])

@@ -89,7 +89,7 @@ def test_a_line_in_no_module_has_a_warning_too() -> None:
     ]
 
 
-def test_a_line_that_warns_twice_is_told_of_once() -> None:
+def test_repeated_warning_of_a_line_is_shown_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):

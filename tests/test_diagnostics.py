@@ -45,7 +45,7 @@ def gaussian(mean: float, std: float, n: int = 100) -> Factorised:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_posterior_that_learns_is_not_complained_of(rule: str) -> None:
+def test_learning_posterior_does_not_warn(rule: str) -> None:
     model = nn.Linear(4, 3)
     opt = RULES[rule](model)
     start = opt.posterior()
@@ -218,7 +218,7 @@ def test_histograms_of_nothing_are_refused() -> None:
         histogram({"w": torch.ones(3)}, bins=0)
 
 
-def test_blocks_of_several_tensors_are_looked_at_by_tensor() -> None:
+def test_blocks_of_several_tensors_are_checked_by_tensor() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
     opt = NoisyKFAC(model, num_data=8, lr=0.01)

@@ -87,7 +87,7 @@ def test_a_seed_chooses_the_masks_and_no_generator_moves() -> None:
     assert not torch.equal(predict(net, MCDropout(), x, samples=4, seed=2).samples, first)
 
 
-def test_batches_have_masks_of_their_own() -> None:
+def test_batches_have_different_masks() -> None:
     net, x = make()
     twice = torch.cat([x, x])
     p = predict(net, MCDropout(), twice, samples=4, batch_size=10, progress=True).samples

@@ -222,7 +222,7 @@ def test_examples_are_counted_inside_dicts_lists_and_tuples(name: str, kind: Cal
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_a_batch_without_a_tensor_needs_a_batch_size_of_bgd_alone() -> None:
+def test_only_bgd_needs_a_batch_size_for_a_batch_without_tensors() -> None:
     model = nn.Linear(3, 2)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:

@@ -180,7 +180,7 @@ def test_addresses_take_numpys_numbers() -> None:
 # Domains.
 
 
-def test_domains_have_noise_of_their_own() -> None:
+def test_domains_have_different_noise() -> None:
     draws = [normal(range(1), (5,), **ADDRESS, domain=domain) for domain in Domain]
     for one, other in itertools.combinations(draws, 2):
         assert not torch.isclose(one, other).any()

@@ -48,7 +48,7 @@ def test_warm_up_and_constant_factors() -> None:
     assert float(elbo(NLL, KL, num_data=100, factor=0.1)) == pytest.approx(0.35)
 
 
-def test_a_function_of_the_step_is_told_which() -> None:
+def test_factor_function_needs_the_step() -> None:
     for factor in (blundell(10), warmup(10)):
         with pytest.raises(ValueError, match="factor is a function of the step: pass step="):
             elbo(NLL, KL, num_data=100, factor=factor)
@@ -82,7 +82,7 @@ class Listener:
         self.heard.append(nll)
 
 
-def test_a_kl_tells_of_losses_that_are_learned_from() -> None:
+def test_elbo_passes_losses_with_gradients_to_the_watch() -> None:
     listener, nll = Listener(), NLL.clone().requires_grad_()
     divergence = watched_by(2.0 * KL.clone().requires_grad_(), listener)
     elbo(nll, divergence, num_data=10)
@@ -93,7 +93,7 @@ def test_a_kl_tells_of_losses_that_are_learned_from() -> None:
     assert len(listener.heard) == 1
 
 
-def test_a_saved_kl_is_a_number_alone() -> None:
+def test_saved_kl_is_only_a_number() -> None:
     value, file = variational(nn.Linear(4, 2)).kl(), io.BytesIO()
     assert not value.__dict__
     torch.save(value, file)
@@ -143,7 +143,7 @@ def steps_of(optimizer: torch.optim.Optimizer, model: Variational, steps: int) -
         optimizer.step()
 
 
-def test_a_loop_that_trains_means_alone_is_warned_of_once() -> None:
+def test_loop_that_trains_only_means_warns_once() -> None:
     net = nn.Linear(4, 2)
     model = variational(net)
     optimizer = torch.optim.Adam(net.parameters())

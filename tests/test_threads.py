@@ -169,7 +169,7 @@ def test_threads_draw_each_number_of_a_variational_model_once(estimator: Any) ->
     assert model.draws == len(outputs)
 
 
-def test_a_prediction_does_not_rewind_what_other_threads_draw() -> None:
+def test_prediction_does_not_rewind_generators_of_other_threads() -> None:
     class Noisy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.rand(())
@@ -196,7 +196,7 @@ def test_a_prediction_does_not_rewind_what_other_threads_draw() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_operations_without_a_batching_rule_warn_nobody_in_threads() -> None:
+def test_operations_without_a_batching_rule_do_not_warn_in_threads() -> None:
     torch.manual_seed(0)
 
     class Renormed(nn.Module):

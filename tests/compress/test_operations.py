@@ -434,7 +434,7 @@ def test_whole_heads_are_removed(steps: Callable[..., Tensor]) -> None:
     assert small.shapes["d.weight"] == ((3, 8), (3, 4))
 
 
-def test_units_that_are_changed_in_place_by_another_name_are_not_constant() -> None:
+def test_units_changed_in_place_are_not_constant() -> None:
     """They look so in the layer, and in an example of one input."""
     model = Net(changed, a=line(6, 8), b=line(8, 8), d=line(8, 3)).double()
     keep = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
@@ -483,7 +483,7 @@ def test_a_dead_branch_keeps_one_unit() -> None:
     assert small.dense["b.weight"] == "a layer needs one unit"
 
 
-def test_a_size_that_the_model_made_a_number_is_refused_for_others() -> None:
+def test_size_read_as_a_number_is_fixed() -> None:
     model = vectors(lambda n, x: n.d(n.a(x).sigmoid() * torch.full((1,), float(x.shape[0]))), 8, 8)()
     posterior = without(model, torch.Generator().manual_seed(1))
     for size in (1, 3):

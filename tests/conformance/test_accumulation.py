@@ -152,7 +152,7 @@ def test_step_with_missing_samples_is_refused() -> None:
 
 
 @rules
-def test_a_backward_after_the_context_is_told_what_to_do(rule: Rule) -> None:
+def test_backward_after_the_context_raises_with_advice(rule: Rule) -> None:
     model = net()
     opt = rule.make(model, mc_samples=1)
     before = {name: value.clone() for name, value in model.named_parameters()}
@@ -194,7 +194,7 @@ def test_a_missing_setting_and_a_misspelt_one_are_named(rule: Rule) -> None:
             made(net())
 
 
-def test_custom_rule_asks_for_a_setting_without_default() -> None:
+def test_custom_rule_requires_settings_without_default() -> None:
     class Own:
         @constructor
         def __init__(self, module: nn.Module, *, rate: float) -> None:

@@ -46,7 +46,7 @@ def told(sizes: list[int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("batch_size", [None, 8])
 @pytest.mark.parametrize("way", ["closure", "context", "stack", "loop", "graph"])
-def test_a_last_batch_that_is_smaller_is_counted(
+def test_smaller_last_batch_is_counted(
     way: str, batch_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = net()

@@ -118,7 +118,7 @@ def test_loop_and_stack_and_chunks_give_the_same_outputs(family: str, estimator:
 
 
 @served
-def test_a_resumed_run_goes_on_bit_for_bit(family: str, estimator: str) -> None:
+def test_resumed_run_is_bitwise_identical(family: str, estimator: str) -> None:
     def begun(seed: int) -> tuple[Variational, torch.optim.Optimizer]:
         model = made(family, estimator)
         model.seed = seed
@@ -172,7 +172,7 @@ def test_the_divergence_is_the_same_in_closed_form(estimator: str) -> None:
 
 
 @own
-def test_an_estimated_divergence_has_weights_of_its_own(estimator: str) -> None:
+def test_estimated_divergence_draws_other_weights(estimator: str) -> None:
     model, (x, _), prior = made("DiagonalGaussian", estimator), data(), ScaleMixture()
     found = []
     for _ in range(200):
@@ -202,7 +202,7 @@ def test_wrong_arguments_are_refused() -> None:
         variational(net(), estimator="local").outputs(data()[0], samples=0)
 
 
-def test_a_copy_goes_on_alike() -> None:
+def test_copy_continues_identically() -> None:
     model, (x, _) = made("DiagonalGaussian", "local"), data()
     model.outputs(x, samples=2)
     other = copy.deepcopy(model)
@@ -212,7 +212,7 @@ def test_a_copy_goes_on_alike() -> None:
     assert not torch.equal(model.outputs(x, samples=2), other.outputs(x, samples=2))
 
 
-def test_a_rules_posterior_goes_on_with_an_estimator() -> None:
+def test_rule_posterior_continues_with_an_estimator() -> None:
     module = net()
     model = Variational(module, BGD(module, std_init=0.1).posterior(), estimator="flipout")
     assert model(data()[0]).isfinite().all()

@@ -139,7 +139,7 @@ def test_count_of_micro_batches_is_their_sum(rule: Rule) -> None:
 
 
 @captured_rules
-def test_a_captured_step_reads_count_anew(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_step_reads_the_current_count(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     made = stand_in.install(monkeypatch)
 
     def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def test_a_loss_without_gradients_does_not_warn(rule: Rule) -> None:
 @rules
 @ways
 @pytest.mark.parametrize("beside", ["logged", "penalty"])
-def test_a_loss_beside_the_mean_over_examples_does_not_warn(rule: Rule, way: Any, beside: str) -> None:
+def test_extra_loss_term_does_not_warn(rule: Rule, way: Any, beside: str) -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         out = model(x)
         other = F.mse_loss(out.detach() if beside == "logged" else out, torch.zeros_like(out))
@@ -256,7 +256,7 @@ def test_a_loss_beside_the_mean_over_examples_does_not_warn(rule: Rule, way: Any
 
 @rules
 @ways
-def test_a_loss_that_wants_no_gradient_says_nothing_of_the_other(rule: Rule, way: Any) -> None:
+def test_loss_without_gradient_is_ignored_in_counting(rule: Rule, way: Any) -> None:
     """A mean over examples that is only looked at does not make the loss one."""
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def test_parameter_frozen_midway_keeps_its_mean_and_is_still_sampled(
 
 
 @rules
-def test_a_frozen_model_has_nothing_to_learn_and_says_so(rule: Rule) -> None:
+def test_frozen_model_is_refused(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
     model.requires_grad_(False)
@@ -558,7 +558,7 @@ def test_one_sample_is_learned_from_in_all_ways(rule: Rule) -> None:
 
 
 @rules
-def test_buffers_set_between_steps_are_what_a_look_sees(rule: Rule) -> None:
+def test_evaluation_uses_buffers_set_between_steps(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
     by_context(model, opt)
@@ -711,7 +711,7 @@ def test_parameter_outputs_and_other_collectors_do_no_harm(rule: Rule) -> None:
 
 
 @rules
-def test_a_float_that_is_a_whole_number_of_samples_will_do(rule: Rule) -> None:
+def test_whole_float_is_a_valid_number_of_samples(rule: Rule) -> None:
     learned = []
     for kind in (int, float):
         torch.manual_seed(0)

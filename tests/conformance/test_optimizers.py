@@ -608,7 +608,7 @@ def test_sparse_gradients_are_refused(rule: Rule) -> None:
 
 
 @rules
-def test_a_forward_pass_alone_counts_for_nothing(rule: Rule) -> None:
+def test_forward_pass_without_backward_does_not_count(rule: Rule) -> None:
     model = net()
     opt = rule.make(model)
     with opt.sampled_params(), torch.no_grad():
@@ -725,7 +725,7 @@ def test_a_padding_row_that_an_output_layer_uses_too_learns(rule: Rule) -> None:
 
 
 @rules
-def test_a_deep_copy_of_model_and_optimiser_goes_on_alike(rule: Rule) -> None:
+def test_deep_copy_of_model_and_optimiser_continues_identically(rule: Rule) -> None:
     model = net()
     opt = rule.make(model, deterministic="norm.*")
     by_closure(model, opt)

@@ -73,7 +73,7 @@ def made(rule: Rule) -> tuple[nn.Module, VariationalOptimizer]:
 @rules
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("way", [by_closure, by_context, by_stack])
-def test_bad_result_moves_nothing_and_says_which_setting_to_change(
+def test_bad_result_changes_nothing_and_names_the_setting(
     rule: Rule, what: str, way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (model, opt), (twin, other) = made(rule), made(rule)

@@ -77,7 +77,9 @@ def test_a_captured_pass_gathers_the_same(kind: type[Squares]) -> None:
 
 @pytest.mark.parametrize("kind", [Squares, Factors])
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.01), (torch.bfloat16, 0.1)])
-def test_a_stack_gathers_what_a_cpu_does(kind: type[Squares], dtype: torch.dtype, share: float) -> None:
+def test_stacks_are_collected_on_a_gpu_as_on_a_cpu(
+    kind: type[Squares], dtype: torch.dtype, share: float
+) -> None:
     found = []
     for device in ("cpu", "cuda"):
         model = net().to(device)

@@ -109,7 +109,7 @@ def test_blocks_of_attention() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_projections_of_other_widths_have_blocks_without_their_common_bias(bias: bool) -> None:
+def test_projections_of_other_widths_are_blocks_without_the_bias(bias: bool) -> None:
     """Each has some rows of one bias, which is no row of its own weight's."""
     problem = Problem(lambda: Attention("widths", True, False, bias), PROBLEMS["attention"].x)
     model, x, target = problem.build()
@@ -175,7 +175,7 @@ def test_a_weight_with_squares_in_some_passes_only_is_refused(often: tuple[int, 
     assert not factors.blocks
 
 
-def test_a_bias_that_is_not_wanted_is_not_in_the_block() -> None:
+def test_unwatched_bias_is_not_in_the_block() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     for watched, size in ((("weight",), 3), (("weight", "bias"), 4)):
         with Factors({name: model.get_parameter(name) for name in watched}) as factors:

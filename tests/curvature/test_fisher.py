@@ -92,7 +92,7 @@ def test_sampled_labels_have_the_exact_fisher_as_their_mean(likelihood: str, str
     assert ((draws.mean(0) - exact).abs() < 5 * error).all()
 
 
-def test_draws_are_averaged_addressed_and_leave_torchs_noise_alone() -> None:
+def test_draws_are_averaged_and_do_not_use_torch_generators() -> None:
     model, x = problem()
     before = torch.get_rng_state()
     # Eight labels for each example: a single one is the same in 4 % of two draws.

@@ -195,7 +195,7 @@ HIDDEN = {
 
 @pytest.mark.parametrize("away", ["backward", "autograd.backward", "autograd.grad"])
 @pytest.mark.parametrize("case", HIDDEN)
-def test_a_use_that_is_seen_is_no_excuse_for_one_that_is_not(case: str, away: str) -> None:
+def test_unseen_use_is_refused_despite_a_seen_one(case: str, away: str) -> None:
     hidden, message = HIDDEN[case], WEIGHT
     model, x = Model(lambda x, w, b: hidden(F.linear(x, w, b).tanh(), w)), torch.randn(5, 3)
     if case == "a checkpoint" and away == "autograd.grad":
@@ -224,7 +224,7 @@ def test_pass_in_another_thread_is_refused_despite_a_seen_one() -> None:
         away.join()
 
 
-def test_drawn_weights_that_were_made_of_others_are_looked_for_too() -> None:
+def test_derived_drawn_weights_are_found_too() -> None:
     mean = torch.randn(3, 3, requires_grad=True)
     drawn = mean * 1.0
     for hidden in (False, True):

@@ -40,7 +40,7 @@ def test_asking_a_fresh_optimiser_changes_nothing(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["bgd", "ivon", "ivon-seldom", "vogn", "kfac", "noisy-kfac"])
-def test_a_run_goes_on_from_its_files(tmp_path: Path, rule: str) -> None:
+def test_run_resumes_from_its_files(tmp_path: Path, rule: str) -> None:
     settings = {"mc_samples": 1, "seed": 7} | ({"deterministic": "0.bias"} if rule == "ivon" else {})
     net, again = model(), model()
     opt, other = RULES[rule](net, **settings), RULES[rule](again, **{**settings, "seed": 1})

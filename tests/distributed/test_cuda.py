@@ -86,7 +86,7 @@ def close(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_captured_and_eager_and_alone_learn_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_eager_and_single_process_training_agree(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for group, graphs in ((False, True), (True, False), (True, True)):
         run = Run(case, group, graphs, monkeypatch)

@@ -112,7 +112,7 @@ def unused_by_one(rule: str, way: str, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", cases("clipped"))
-def test_clipping_sees_the_gradient_of_all(two: Found, case: str) -> None:
+def test_clipping_uses_the_gradient_of_all_processes(two: Found, case: str) -> None:
     _, way, rule = case.split()
     compare(two, case, one(rule, way, clip=CLIP))
 
@@ -226,7 +226,7 @@ def test_buffers_are_those_of_the_first_process(two: Found, way: str) -> None:
             assert torch.equal(found[name], value), f"{name} in process {rank}"
 
 
-def test_shares_in_unlike_numbers_of_parts_have_noise_of_their_own(two: Found) -> None:
+def test_shares_with_different_numbers_of_parts_have_different_noise(two: Found) -> None:
     first, second = (each["numbers"] for each in two)
     assert first == {"rule": list(range(8)), "gradient": list(range(8))}
     assert second == {"rule": list(range(8, 12)), "gradient": list(range(8, 12))}

@@ -99,7 +99,7 @@ def test_going_on_from_a_posterior_and_from_a_state_dict(two: Found, case: str) 
 
 
 @pytest.mark.parametrize("case", cases("sharded-saved"))
-def test_checkpoints_of_shards_go_on_in_one_and_in_four_processes(two: Found, four: Found, case: str) -> None:
+def test_sharded_checkpoints_resume_in_one_and_four_processes(two: Found, four: Found, case: str) -> None:
     assert learned_in(two, case, "fresh")[0][case]
     whole = alone("sharded-saved", case.split()[2])
     compare(learned_in(four, case, "learned"), case, whole)

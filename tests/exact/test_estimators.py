@@ -239,7 +239,7 @@ def test_the_expected_gradient_of_a_quadratic_loss(estimator: str, monkeypatch: 
         torch.testing.assert_close(each, grad)
 
 
-def test_a_bias_alone_has_its_estimator() -> None:
+def test_estimator_works_for_a_bias_only() -> None:
     x = images(2, 3, 3).double()
     for estimator in ("local", "flipout"):
         model = made(nn.Conv2d(2, 4, 2), estimator, deterministic="weight")
@@ -295,7 +295,7 @@ def scaled(model: Variational, weights: dict[str, Tensor], example: int) -> dict
 
 
 @pytest.mark.parametrize("net", GROUPED)
-def test_each_example_has_scales_of_its_own(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_example_has_its_own_scales(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, which, axis = GROUPED[net]
     x, family = x.double(), partial(gnj, conv=which, dense=which, z_std=SPREAD)
     model = made(module, "flipout", family=family, batch_dim=axis)

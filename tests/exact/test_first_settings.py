@@ -242,7 +242,7 @@ def test_a_run_without_damping_moves(make: Any) -> None:
 # The running mean of squares.
 
 
-def test_curvature_is_the_mean_of_the_batches_until_these_are_many() -> None:
+def test_early_curvature_is_the_mean_over_batches() -> None:
     model = net()
     opt = OGN(model, num_data=40, lr=0.0, betas=(0.9, 0.75))
     expected: dict[str, Tensor] = {}
@@ -420,7 +420,7 @@ def test_resuming_keeps_derived_numbers(make: Any) -> None:
 
 
 @deriving
-def test_a_group_that_is_added_has_derived_numbers_of_its_own(make: Any) -> None:
+def test_added_group_has_its_own_derived_settings(make: Any) -> None:
     model = net()
     named = list(model.named_parameters())
     opt = make(named[:2], num_data=40, std_scale=0.2)

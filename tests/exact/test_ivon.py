@@ -99,7 +99,7 @@ def test_groups_have_their_own_settings_in_a_compiled_rule() -> None:
     not torch.cuda.is_available() and which("g++") is None, reason="needs what torch.compile compiles for"
 )
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_compiled_rule_serves_all_optimisers_and_sizes() -> None:
+def test_compiled_rule_is_shared_by_optimisers_and_sizes() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch._dynamo.reset()
     fused.fused.cache_clear()  # of what tests without a compiler have left

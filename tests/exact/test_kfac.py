@@ -278,7 +278,7 @@ def test_blocks_may_all_be_deterministic() -> None:
     compare(model, opt, exact)
 
 
-def test_weights_and_biases_in_different_groups_are_blocks_of_their_own() -> None:
+def test_weights_and_biases_in_different_groups_are_separate_blocks() -> None:
     model, x, y = conv_net()
     named = list(model.named_parameters())
     weights = [(name, p) for name, p in named if name != "4.bias"]
@@ -291,7 +291,7 @@ def test_weights_and_biases_in_different_groups_are_blocks_of_their_own() -> Non
     compare(model, opt, exact)
 
 
-def test_a_weight_and_a_bias_are_one_block_once_they_are_of_one_dtype() -> None:
+def test_weight_and_bias_of_equal_dtype_are_one_block() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     model.weight.data = model.weight.data.bfloat16()
@@ -370,7 +370,7 @@ def test_groups_of_convolutions_and_embeddings_have_squares() -> None:
     assert set(opt.posterior().blocks) == {"0.weight", "1.weight", "1.bias", "3.weight+3.bias"}
 
 
-def test_a_posterior_taken_up_is_the_same() -> None:
+def test_loaded_posterior_is_the_same() -> None:
     model, x, y = conv_net()
     opt = NoisyKFAC(model, seed=0, **HYPER)
     for _ in range(3):
@@ -397,7 +397,7 @@ def eigen_leaf(scale: Tensor) -> EigenGaussian:
     return EigenGaussian((torch.ones(5, 4).double(), torch.zeros(5).double()), rows, columns, scale)
 
 
-def test_an_eigenbasis_posterior_is_taken_up_as_the_nearest_product() -> None:
+def test_eigenbasis_posterior_is_loaded_as_the_nearest_product() -> None:
     model, x, y = mlp()
     opt = NoisyKFAC(model, seed=0, **HYPER)
     first, second = torch.linspace(0.1, 0.5, 5).double(), torch.linspace(2, 1, 5).double()
@@ -471,7 +471,7 @@ def test_singular_factors_have_an_inverse_in_single_precision(make: type[KFAC] |
 
 
 @pytest.mark.parametrize(("layer", "block"), [(0, "0.weight+0.bias"), (2, "2.weight")])
-def test_factors_without_an_inverse_are_refused_before_anything_moves(layer: int, block: str) -> None:
+def test_singular_factors_are_refused_before_any_change(layer: int, block: str) -> None:
     model, x, y = mlp()
     opt = KFAC(model, **HYPER)
     opt.step(lambda: loss_fn(model, x, y))
@@ -486,7 +486,7 @@ def test_factors_without_an_inverse_are_refused_before_anything_moves(layer: int
     opt.step(lambda: loss_fn(model, x, y))
 
 
-def test_factors_that_are_not_finite_are_refused_before_anything_moves() -> None:
+def test_non_finite_factors_are_refused_before_any_change() -> None:
     model = nn.Linear(4, 3)
     opt = KFAC(model, **HYPER)
     x, y = 1e25 * torch.eye(4), torch.tensor([0, 1, 2, 0])
@@ -675,7 +675,7 @@ def test_sampled_factors_are_unbiased() -> None:
     assert (noise.diagonal() > 10 * error.diagonal()).all()  # it would be missed
 
 
-def test_a_model_made_wider_goes_on() -> None:
+def test_model_cast_to_double_continues_training() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.randint(0, 3, (6,))
     opt = posterity.NoisyKFAC(model, num_data=6)

@@ -191,7 +191,7 @@ def test_what_no_data_has_moved_keeps_its_prior() -> None:
 
 
 @pytest.mark.parametrize("pruned", [False, True])
-def test_a_posterior_that_was_loaded_is_handed_over_and_learned_from(pruned: bool) -> None:
+def test_loaded_posterior_is_handed_over_with_its_curvature(pruned: bool) -> None:
     model, x, y = mlp()
     x = x.clone()
     x[:, 0] = 0.0  # of an input that says nothing there is no curvature
@@ -252,7 +252,7 @@ def test_a_loaded_curvature_is_an_estimate_of_its_first_period() -> None:
         torch.testing.assert_close(opt.state[model.weight]["known"], known)
 
 
-def test_a_hand_over_that_cannot_be_is_refused_and_changes_nothing() -> None:
+def test_impossible_hand_over_is_refused_and_changes_nothing() -> None:
     model, x, y = mlp()
     opt = VOGN(model, seed=0, **HYPER)
     opt.step(lambda: loss_fn(model, x, y))
@@ -340,7 +340,7 @@ def test_all_refused_weights_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
-def test_a_weight_whose_examples_cannot_be_seen_is_refused_by_name(way: str) -> None:
+def test_weight_without_visible_examples_is_refused_by_name(way: str) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -391,7 +391,7 @@ def test_nothing_is_drawn_for_ogn_but_its_posterior_has_a_std() -> None:
     torch.testing.assert_close(opt.posterior().std()["0.weight"], 1 / scale.sqrt())
 
 
-def test_a_posterior_taken_up_has_its_stds() -> None:
+def test_loaded_posterior_keeps_its_stds() -> None:
     model, x, y = mlp()
     opt = VOGN(model, seed=0, **HYPER)
     opt.step(lambda: loss_fn(model, x, y))

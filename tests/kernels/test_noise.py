@@ -90,7 +90,7 @@ def test_a_number_depends_on_its_position_alone() -> None:
     assert torch.equal(values.flatten(1), longer[:, :2000])
 
 
-def test_domains_and_seeds_have_normals_of_their_own() -> None:
+def test_domains_and_seeds_have_different_normals() -> None:
     given = [
         *((domain, 5) for domain in Domain),
         (Domain.TRAIN, 6),
@@ -166,7 +166,7 @@ def test_gradients_that_lie_apart_are_found_by_their_addresses(dtype: torch.dtyp
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of infinities
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 599])
-def test_a_gradient_that_is_not_finite_poisons(value: float, place: int) -> None:
+def test_non_finite_gradient_poisons(value: float, place: int) -> None:
     grads = torch.ones(3, 600, device=DEVICE)
     grads[1, place] = value
     sums, poison = torch.ones(2, LAYOUT.size, device=DEVICE), torch.zeros((), device=DEVICE)

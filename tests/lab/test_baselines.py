@@ -225,7 +225,7 @@ def equal(one: object, two: object) -> bool:
 @pytest.mark.parametrize(
     ("name", "known"), [*((name, "at once") for name in ALL), *((name, "later") for name in POINTS)]
 )
-def test_a_loss_that_is_not_finite_moves_nothing(name: str, known: str, monkeypatch) -> None:
+def test_non_finite_loss_changes_nothing(name: str, known: str, monkeypatch) -> None:
     net = small()
     method, batch = ALL[name](net), examples(6, seed=0)
     method.step(batch.x, batch.y)
@@ -247,7 +247,7 @@ def test_a_loss_that_is_not_finite_moves_nothing(name: str, known: str, monkeypa
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_saved_state_goes_on_to_the_same_bits(name: str, tmp_path) -> None:
+def test_saved_state_resumes_bitwise(name: str, tmp_path) -> None:
     whole, cut = ALL[name](small(torch.float32)), ALL[name](small(torch.float32))
 
     def learn(method: Method, seeds: range) -> None:
@@ -375,7 +375,7 @@ def test_parameters_that_do_not_matter_or_do_not_learn_are_left() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", POINTS)  # the others go by compile_step
-def test_a_captured_step_is_the_eager_one_and_waits_for_nothing(name: str, no_waiting: Callable) -> None:
+def test_captured_step_equals_eager_step_without_synchronising(name: str, no_waiting: Callable) -> None:
     results = []
     for captured in (True, False):
         net = small(torch.float32).cuda()

@@ -121,7 +121,7 @@ def test_a_nested_config_is_refused_in_one_sentence(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("key", ["epoch", "num_data", "classes", "shape"])
-def test_text_in_place_of_a_number_in_a_checkpoint_is_one_sentence(run, tmp_path, key):
+def test_text_for_a_number_in_a_checkpoint_is_one_error(run, tmp_path, key):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run" / "checkpoint.pt"
     runs.save(path, torch.load(path, weights_only=True) | {key: "text"})
@@ -160,7 +160,7 @@ def test_evaluations_are_counted_and_sealed(point, tmp_path):
     assert len(first["environment"]["source"]) == 64
 
 
-def test_an_error_that_nobody_expects_keeps_its_traceback(monkeypatch, run):
+def test_unexpected_error_keeps_its_traceback(monkeypatch, run):
     def broken(folder, device):
         raise ZeroDivisionError
 
@@ -201,7 +201,7 @@ def test_evaluate_as_json_agrees_with_training(run):
     assert json.loads(call("evaluate", run, "--json", "--samples", 5).stdout)["samples"] == 5
 
 
-def test_evaluate_tells_other_data_apart(run, point):
+def test_evaluate_detects_other_data(run, point):
     ood = json.loads(call("evaluate", run, "--json", "--ood", "digits").stdout)["ood"]
     # A set is not odd to itself: the score cannot tell it apart.
     assert ood["data"] == "digits"
@@ -439,7 +439,7 @@ def test_a_key_error_is_nothing_to_show_as_a_sentence(monkeypatch, run):
     assert isinstance(call("evaluate", run).exception, KeyError)
 
 
-def test_a_warning_is_one_sentence_without_its_place(monkeypatch, run):
+def test_warning_is_one_sentence_without_source_line(monkeypatch, run):
     def warns(folder, device):
         warnings.warn("BGD seems to diverge: lower the learning rate", DivergenceWarning, stacklevel=1)
         raise ValueError("enough")

@@ -102,7 +102,7 @@ def test_a_cut_run_ends_like_a_whole_one(name: str, overlap: float, tmp_path: Pa
         assert torch.equal(one, two)
 
 
-def test_a_finished_run_is_read_and_not_learned_again(tmp_path: Path) -> None:
+def test_finished_run_is_loaded_not_retrained(tmp_path: Path) -> None:
     first = quiet(LEARNERS["sgd"](small()), shifted(), folder=tmp_path)
     again = quiet(killed(LEARNERS["sgd"](small()), after=0), shifted(), folder=tmp_path, resume=True)
     assert same(first, again)

@@ -164,7 +164,7 @@ def test_only_the_grid_is_run_on_held_out_images(
     assert sorted(each[2] for each in asked if not each[3]) == sorted([*QUICK.seeds] * len(GRIDS))
 
 
-def test_a_run_that_diverges_says_so_and_is_not_chosen() -> None:
+def test_diverged_run_is_recorded_and_not_chosen() -> None:
     outcome = runs.stream_run(QUICK, "bgd", 1e25, seed=0)  # so wide that outputs overflow
     assert outcome["diverged"] is True
     assert len(outcome["accuracy"]) == QUICK.tasks

@@ -79,7 +79,7 @@ def take(server: Server, folder: Path, largest: int = len(CONTENT)) -> bytes:
     return (folder / "part").read_bytes()
 
 
-def test_a_broken_download_goes_on_where_it_was(tmp_path: Path, server: Server) -> None:
+def test_interrupted_download_resumes(tmp_path: Path, server: Server) -> None:
     server.breaks_after = [1000, 50_000]
     for there in (1000, 51_000):
         with pytest.raises(

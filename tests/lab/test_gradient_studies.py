@@ -344,7 +344,7 @@ def test_the_divergence_counts_once_in_all_that_is_kept(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("method", ["thompson", "greedy-5"])
-def test_a_killed_agent_goes_on_to_the_same_regret(tmp_path: Path, monkeypatch: Any, method: str) -> None:
+def test_resumed_agent_has_the_same_regret(tmp_path: Path, monkeypatch: Any, method: str) -> None:
     asked = unit(bandit.BANDIT, method, epochs=3, interactions=8)
     whole = bandit.play(asked, "cpu", tmp_path / "whole", QUIET)
     again = killed(bandit.play, asked, tmp_path / "killed", bandit.Agent, "meet", 20, monkeypatch)

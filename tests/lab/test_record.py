@@ -192,7 +192,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"posterity-{os.getuid()}"
 
 
-def test_a_run_alone_says_so_and_leaves_nothing_behind(machine: Path) -> None:
+def test_unshared_machine_is_recorded_and_marks_are_removed(machine: Path) -> None:
     machine.mkdir()
     ended = subprocess.Popen(["true"])
     ended.wait()

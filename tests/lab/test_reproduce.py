@@ -86,7 +86,7 @@ def test_the_page_shows_every_experiment_that_was_run(out: Path, tmp_path: Path)
         assert f"posterity reproduce {name} --out" in text
 
 
-def test_a_rerun_skips_what_is_there(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rerun_skips_existing_records(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(out)
     for name in ("bgd-table2", "bgd-figure1", "bgd-figure4"):
         reproduce(name, out=out, quick=True, epochs=1)
@@ -122,7 +122,7 @@ def test_another_config_is_refused_before_anything_runs(out: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["bgd", "bbb", "sgd"])
-def test_a_killed_training_goes_on_to_the_same_numbers(tmp_path: Path, method: str) -> None:
+def test_resumed_training_has_the_same_results(tmp_path: Path, method: str) -> None:
     more = {"sgd": {"milestones": [0.5]}, "bgd": {"passes": 8}}.get(method, {})
     unit = quick_unit(images.MNIST, "16", method, epochs=4, **more)
 
@@ -469,7 +469,7 @@ def test_bgd_may_begin_with_another_std_in_the_output_layer() -> None:
     }
 
 
-def test_bayes_by_backprop_draws_anew_at_every_step() -> None:
+def test_bayes_by_backprop_draws_in_every_step() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
     config = {"std_init": 0.5, "lr": 1e-30, "prior_std": 1.0}

@@ -368,7 +368,7 @@ def test_resuming_with_another_config_is_refused_by_the_key_that_differs(tmp_pat
 
 
 @pytest.mark.parametrize("method", ["bgd", "bbb", "adam"])
-def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, method):
+def test_non_finite_loss_keeps_the_last_good_checkpoint(tmp_path, monkeypatch, method):
     runs.train(tiny(method=method, epochs=1), tmp_path / "good")
     batches = runs.data.batches
 
@@ -420,7 +420,7 @@ def test_validation_images_are_held_out_and_the_same_for_every_seed(tmp_path):
     assert record["step"] == -(-1237 // 64)
 
 
-def test_a_data_set_for_testing_alone_is_refused():
+def test_test_only_data_set_is_refused():
     digits = runs.data.load("digits")
     with pytest.raises(ValueError, match="digits is for testing only: train on another data set"):
         runs._splits(dataclasses.replace(digits, train=digits.train.subset([])), 0)

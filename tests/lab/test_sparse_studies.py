@@ -363,7 +363,7 @@ def test_the_learner_has_the_prior_of_its_name() -> None:
         )
 
 
-def test_a_net_without_dead_units_is_counted_tested_and_timed_as_it_is_used() -> None:
+def test_shrunk_net_is_counted_tested_and_timed() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 3)

@@ -133,7 +133,7 @@ def test_what_all_refuse_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_not_finite_is_said_once(tmp_path: Path) -> None:
+def test_non_finite_loss_is_reported_by_one_process(tmp_path: Path) -> None:
     ended = together(tmp_path, words(tmp_path / "run", "sgd", lr=1e30))
     assert ended.codes == [2, 2]
     assert "the weights were not touched" in ended.said[0]

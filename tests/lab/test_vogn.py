@@ -160,7 +160,7 @@ def test_a_net_of_nans_is_a_divergence(fitted: Callable, monkeypatch) -> None:
         calibration.predictions(fitted("adam"), torch.zeros(2, 1, 16, 16))
 
 
-def test_scores_of_a_net_that_is_sure_of_the_wrong_class_are_whole(fitted: Callable, monkeypatch) -> None:
+def test_nll_of_a_confidently_wrong_net_is_not_capped(fitted: Callable, monkeypatch) -> None:
     asked = fitted("adam")
     logits = torch.zeros(1, len(asked.test), 10)
     logits[..., 0] = 200.0

@@ -698,7 +698,7 @@ def test_the_evidence_costs_more_than_chance_on_digits() -> None:
         assert cost > 0.0005 + 3 * error
 
 
-def test_a_net_that_is_too_sure_gains() -> None:
+def test_overconfident_net_gains_from_laplace() -> None:
     cost, error = excess("diabetes, MLP 10-50-1", 300, "last, validation")
     assert cost < -2 * error
 

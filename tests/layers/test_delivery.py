@@ -100,7 +100,7 @@ def test_gradients_are_not_copied() -> None:
 @pytest.mark.parametrize(
     "names", [("0.weight", "2.weight", "4.weight"), ("2.weight",), ("2.weight", "4.bias")]
 )
-def test_autograd_grad_gives_what_it_would(kind: type[Squares], names: tuple[str, ...]) -> None:
+def test_autograd_grad_is_unchanged(kind: type[Squares], names: tuple[str, ...]) -> None:
     """Convolutions have no edge to their weight: those that others lead to alone are reached all the same."""
     model = net()
     watched = {name: model.get_parameter(name) for name in names}
@@ -115,7 +115,7 @@ def test_autograd_grad_gives_what_it_would(kind: type[Squares], names: tuple[str
     assert {*collector.sums, *collector.blocks} == {*again.sums, *again.blocks} == set(names)
 
 
-def test_autograd_grad_says_what_was_not_used() -> None:
+def test_autograd_grad_reports_unused_inputs() -> None:
     model = net()
     other = nn.Linear(2, 2).double()
     watched = {**dict(model.named_parameters()), "other": other.weight}

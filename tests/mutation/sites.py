@@ -30,7 +30,7 @@ class Site(NamedTuple):
 
 _OPTIM, _Q, _LAB = "posterity/optim", "posterity/posterior", "posterity_lab"
 _NOISE_OF_PARTS = (
-    "distributed/test_semantics.py::test_shares_in_unlike_numbers_of_parts_have_noise_of_their_own",
+    "distributed/test_semantics.py::test_shares_with_different_numbers_of_parts_have_different_noise",
 )
 
 # Rules: each is compared with a transcription of its paper.
@@ -376,7 +376,7 @@ _STEP = [
         f"{_OPTIM}/statistics.py",
         "return None if not self.inputs else _whole(float(self.inputs) * self.weight)",
         "return None if not self.inputs else _whole(float(self.inputs))",
-        ("conformance/test_counting.py::test_a_last_batch_that_is_smaller_is_counted",),
+        ("conformance/test_counting.py::test_smaller_last_batch_is_counted",),
     ),
     Site(
         "curvature is not scaled to examples' own losses",
@@ -432,7 +432,7 @@ _STEP = [
         f"{_OPTIM}/scales.py",
         "if len(self._layers) == 2 or not",
         "if len(self._layers) == 1 or not",
-        ("optim/test_scales.py::test_a_norm_beside_the_first_layer_makes_up_for_the_scale",),
+        ("optim/test_scales.py::test_norm_after_the_first_layer_silences_the_scale_warning",),
     ),
     Site(
         "inputs of layers that are not trained are judged",
@@ -509,14 +509,14 @@ _STEP = [
         "posterity/objective.py",
         "if before == self._versions:",
         "if not self._versions:",
-        ("train/test_gradient.py::test_a_loop_with_elbo_at_chance_is_told_so_once",),
+        ("train/test_gradient.py::test_elbo_loop_at_chance_warns_once",),
     ),
     Site(
         "a resumed loop with elbo() is taken for a fresh one",
         "posterity/variational.py",
         "self._met, self._watch = False, NllWatch(self)",
         "self._met = False",
-        ("train/test_gradient.py::test_a_loop_with_elbo_that_learns_or_goes_on_is_not_warned_of",),
+        ("train/test_gradient.py::test_learning_or_resumed_elbo_loop_does_not_warn",),
     ),
     Site(
         "a call counts again at every backward pass",
@@ -607,14 +607,14 @@ _STEP = [
         f"{_OPTIM}/checks.py",
         "if not bool(largest(value) <= most):",
         "if bool(largest(value) > most):",
-        ("conformance/test_results.py::test_bad_result_moves_nothing_and_says_which_setting_to_change",),
+        ("conformance/test_results.py::test_bad_result_changes_nothing_and_names_the_setting",),
     ),
     Site(
         "a std of 0 is written",
         f"{_OPTIM}/checks.py",
         "if not bool(((std > 0) & (std < math.inf)).all()):",
         "if not bool(((std >= 0) & (std < math.inf)).all()):",
-        ("conformance/test_results.py::test_bad_result_moves_nothing_and_says_which_setting_to_change",),
+        ("conformance/test_results.py::test_bad_result_changes_nothing_and_names_the_setting",),
     ),
     Site(
         "a result that is not finite is written where the host does not wait",
@@ -1114,7 +1114,7 @@ _ESTIMATORS = [
         "posterity/layers/estimators.py",
         "scaled + call.by_channel(bias)",
         "scaled + call.by_channel(bias) * scales",
-        ("exact/test_estimators.py::test_each_example_has_scales_of_its_own",),
+        ("exact/test_estimators.py::test_each_example_has_its_own_scales",),
     ),
     Site(
         "all examples share scales",
@@ -1196,7 +1196,7 @@ _CURVATURE = [
         "posterity/curvature/fisher.py",
         "yield eps * draws**-0.5",
         "yield eps",
-        ("curvature/test_fisher.py::test_draws_are_averaged_addressed_and_leave_torchs_noise_alone",),
+        ("curvature/test_fisher.py::test_draws_are_averaged_and_do_not_use_torch_generators",),
     ),
     Site(
         "factors of inputs forget that samples share them",
@@ -1283,7 +1283,7 @@ _LAPLACE = [
         "posterity/optim/watch.py",
         "1 if step < _FIRST else _EVERY",
         "1",
-        ("optim/test_watch.py::test_a_run_that_stands_still_is_told_of_lr",),
+        ("optim/test_watch.py::test_stalled_run_warning_names_lr",),
     ),
     Site(
         "losses that were dropped by zero_grad() count",
@@ -1437,7 +1437,7 @@ _LAPLACE = [
         f"{_LAB}/reproduce/calibration.py",
         "metrics.nll(found, y)",
         "metrics.nll(found.probs, y)",
-        ("lab/test_vogn.py::test_scores_of_a_net_that_is_sure_of_the_wrong_class_are_whole",),
+        ("lab/test_vogn.py::test_nll_of_a_confidently_wrong_net_is_not_capped",),
     ),
     Site(
         "a first try's stream is tested on what it learned",
@@ -1798,14 +1798,14 @@ _USES = [
         "posterity/objective.py",
         "return cast(dict[str, Any], tensor.grad_fn.metadata)",
         "return tensor.__dict__",
-        ("test_objective.py::test_a_saved_kl_is_a_number_alone",),
+        ("test_objective.py::test_saved_kl_is_only_a_number",),
     ),
     Site(
         "a KL without a graph cannot be noted",
         "posterity/objective.py",
         "if torch.compiler.is_compiling() or tensor.grad_fn is None:",
         "if torch.compiler.is_compiling():",
-        ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
+        ("test_objective.py::test_elbo_passes_losses_with_gradients_to_the_watch",),
     ),
     Site(
         "a KL keeps its model alive",
@@ -1819,21 +1819,21 @@ _USES = [
         "posterity/objective.py",
         "            watch.follow(nll)\n",
         "            pass\n",
-        ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
+        ("test_objective.py::test_elbo_passes_losses_with_gradients_to_the_watch",),
     ),
     Site(
         "losses that are only looked at are heard of",
         "posterity/objective.py",
         "if nll.requires_grad and nll.numel() == 1:",
         "if nll.numel() == 1:",
-        ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
+        ("test_objective.py::test_elbo_passes_losses_with_gradients_to_the_watch",),
     ),
     Site(
         "losses of single samples are heard of",
         "posterity/objective.py",
         "if nll.requires_grad and nll.numel() == 1:",
         "if nll.requires_grad:",
-        ("test_objective.py::test_a_kl_tells_of_losses_that_are_learned_from",),
+        ("test_objective.py::test_elbo_passes_losses_with_gradients_to_the_watch",),
     ),
     Site(
         "a warning names a line of torch",
@@ -1875,7 +1875,7 @@ _USES = [
         "posterity/caller.py",
         'names.setdefault("__warningregistry__", {})',
         "{}",
-        ("test_caller.py::test_a_line_that_warns_twice_is_told_of_once",),
+        ("test_caller.py::test_repeated_warning_of_a_line_is_shown_once",),
     ),
     Site(
         "Blundell's weights are off by one batch",
@@ -2169,9 +2169,7 @@ _USES = [
         "posterity/compress/units.py",
         "self._axes[other], self._lost[other] = None, reason",
         "pass",
-        (
-            "compress/test_operations.py::test_units_that_are_changed_in_place_by_another_name_are_not_constant",
-        ),
+        ("compress/test_operations.py::test_units_changed_in_place_are_not_constant",),
     ),
     Site(
         "a parameter that is taken whole shrinks",
@@ -2220,7 +2218,7 @@ _USES = [
         "posterity/compress/functional.py",
         "    elif x.shape[0] != size:",
         "    elif size < 0:",
-        ("compress/test_operations.py::test_a_size_that_the_model_made_a_number_is_refused_for_others",),
+        ("compress/test_operations.py::test_size_read_as_a_number_is_fixed",),
     ),
     Site(
         "the step of rounding is finer than a file's",
@@ -2601,9 +2599,7 @@ _RECORDS = [
         f"{_LAB}/reproduce/sparse_groups.py",
         "32 * total / max(1, used)",
         "32 * sum(kept.sum() for kept in found.posterior.kept().values()).item() / max(1, used)",
-        (
-            "lab/test_sparse_studies.py::test_a_net_without_dead_units_is_counted_tested_and_timed_as_it_is_used",
-        ),
+        ("lab/test_sparse_studies.py::test_shrunk_net_is_counted_tested_and_timed",),
     ),
     Site(
         "the VGG-like net begins anew",
@@ -2736,7 +2732,7 @@ _RECORDS = [
         f"{_LAB}/demo/__init__.py",
         '"chosen": max(whole, key=scores.__getitem__)',
         '"chosen": max(tried, key=scores.__getitem__)',
-        ("lab/test_demo.py::test_a_run_that_diverges_says_so_and_is_not_chosen",),
+        ("lab/test_demo.py::test_diverged_run_is_recorded_and_not_chosen",),
     ),
     Site(
         "the demo standardises test images by themselves",
@@ -2806,7 +2802,7 @@ _RECORDS = [
         f"{_OPTIM}/presets.py",
         "if own >= 0.1 * usual:",
         "if usual >= 0.1 * own:",
-        ("optim/test_watch.py::test_stds_far_below_the_usual_are_named_where_a_run_stands_still",),
+        ("optim/test_watch.py::test_stalled_run_warning_names_tiny_stds",),
     ),
     Site(
         "time-first inputs are told of the axis that they have",
@@ -2841,7 +2837,7 @@ _RECORDS = [
         f"{_OPTIM}/watch.py",
         "self._moves += self._last != last and all(p.grad is not None for p in self._others)",
         "self._moves += self._last == last",
-        ("test_objective.py::test_a_loop_that_trains_means_alone_is_warned_of_once",),
+        ("test_objective.py::test_loop_that_trains_only_means_warns_once",),
     ),
     Site(
         "stds that are trained are said not to be",

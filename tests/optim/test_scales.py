@@ -124,7 +124,7 @@ class Image(nn.Module):
 
 @layer_rules
 @pytest.mark.parametrize("norm", ["before", "after", "after, without weights", "after a convolution", "none"])
-def test_a_norm_beside_the_first_layer_makes_up_for_the_scale(rule: Rule, norm: str) -> None:
+def test_norm_after_the_first_layer_silences_the_scale_warning(rule: Rule, norm: str) -> None:
     layers: dict[str, list[nn.Module]] = {
         "before": [nn.BatchNorm1d(5)],
         "after": [nn.Linear(5, 5), nn.LayerNorm(5)],

@@ -65,7 +65,7 @@ def test_contexts_closures_and_stacks_take_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_run_goes_on_bit_for_bit_wherever_it_was_saved(stop: int) -> None:
+def test_run_resumes_bitwise_from_any_checkpoint(stop: int) -> None:
     model = net()
     opt = optimizer(model)
     for _ in range(stop):

@@ -93,11 +93,11 @@ def test_a_sick_run_is_warned_of_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WELL)
-def test_a_run_that_is_well_is_not_warned_of(name: str) -> None:
+def test_healthy_run_does_not_warn(name: str) -> None:
     assert messages(*WELL[name]) == []
 
 
-def test_a_run_that_goes_on_may_have_nothing_to_learn() -> None:
+def test_resumed_run_without_progress_does_not_warn() -> None:
     losses, noise, _ = SICK["chance"]
     assert messages(losses, noise, fresh=False) == []
 
@@ -179,7 +179,7 @@ def test_resumed_and_loaded_runs_are_not_fresh(rule: Rule) -> None:
 
 @pytest.mark.parametrize("learn", [by_closure, by_context])
 @rules
-def test_a_run_that_stands_still_is_told_of_lr(rule: Rule, learn: Learn) -> None:
+def test_stalled_run_warning_names_lr(rule: Rule, learn: Learn) -> None:
     model = net()
     # In 300 steps of a tenth each, noise alone would make the stds of IVON wide.
     slow = {"betas": (0.9, 0.9999)} if rule.name == "IVON" else {}
@@ -283,7 +283,7 @@ def test_a_small_regression_that_diverges_is_warned_of(learn: str) -> None:
 
 
 @rules
-def test_a_posterior_whose_stds_outweigh_its_weights_says_so(rule: Rule) -> None:
+def test_stds_larger_than_weights_warn(rule: Rule) -> None:
     model = net()
     wide = {"std_init": 1.0} if rule.streams else {"std_init": 1.0, "prior_precision": 0.01}
     opt = rule.make(model, lr=0.0, mc_samples=1, **wide)
@@ -300,7 +300,7 @@ def test_a_posterior_whose_stds_outweigh_its_weights_says_so(rule: Rule) -> None
 
 
 @rules
-def test_a_posterior_that_is_fit_says_nothing(rule: Rule) -> None:
+def test_healthy_posterior_does_not_warn(rule: Rule) -> None:
     model = net()
     opt = rule.make(model, mc_samples=1, std_init=0.01)
     for _ in range(2):
@@ -346,7 +346,7 @@ def test_a_papers_small_learning_rate_is_not_taken_for_adams() -> None:
 
 
 @rules
-def test_stds_far_below_the_usual_are_named_where_a_run_stands_still(rule: Rule) -> None:
+def test_stalled_run_warning_names_tiny_stds(rule: Rule) -> None:
     """Steps are bounded by stds: with tiny ones nothing moves, whatever the rate."""
     model = net()
     opt = rule.make(model, std_scale=1e-5, lr=1.0)

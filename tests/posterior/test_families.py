@@ -198,7 +198,7 @@ def steps(model: Variational, count: int, optimizer: torch.optim.Optimizer) -> l
 
 
 @pytest.mark.parametrize("family", ["cfg", "mnf"])
-def test_a_resumed_run_goes_on_as_an_uninterrupted_one(family: str) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(family: str) -> None:
     model, other = words(family), Variational(Words(), words(family).posterior.frozen(), seed=7)
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)
     steps(model, 3, opt)

@@ -192,7 +192,7 @@ def test_bad_bounds_are_refused(bounds: tuple[float, float]) -> None:
 # As the prior of a model.
 
 
-def test_a_models_prior_is_said_once() -> None:
+def test_prior_given_to_the_model_is_the_default() -> None:
     net = nn.Linear(3, 2)
     model = variational(net, prior=LogUniform(), deterministic="*bias")
     assert list(model.posterior.blocks) == ["weight"]

@@ -262,7 +262,7 @@ def test_shapes_in_turn_do_not_push_each_other_out() -> None:
     assert list(step._graphs) != graphs  # those not used for long have made room
 
 
-def test_a_learning_rate_in_a_tensor_is_read_anew() -> None:
+def test_learning_rate_in_a_tensor_is_followed() -> None:
     model = net()
     opt = posterity.BGD(model, lr=torch.tensor(1.0), batch_size=16)
     step = captured(model, opt)
@@ -347,7 +347,7 @@ def test_temporarily_unused_parameter_keeps_its_own_update_count(rule: Rule) -> 
     near(*results)
 
 
-def test_a_graph_that_is_replaced_tells_of_its_bad_step_first() -> None:
+def test_replaced_graph_reports_its_bad_step_first() -> None:
     model = net()
     opt = posterity.IVON(model, num_data=100)
     step = captured(model, opt)

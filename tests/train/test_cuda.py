@@ -146,7 +146,7 @@ def test_graph_sees_loaded_state_and_posteriors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bgd", "ivon"])
-def test_a_captured_step_sees_freezing_autocast_and_foreign_gradients(name: str) -> None:
+def test_captured_step_follows_freezing_autocast_and_foreign_gradients(name: str) -> None:
     x, y = X.cuda(), Y.cuda()
     model = net()
     opt = make(name, model)

@@ -220,7 +220,7 @@ def test_half_precision_loss_has_an_accurate_kl(estimator: str) -> None:
 
 
 @pairs
-def test_a_resumed_run_goes_on_bit_for_bit(family: str, estimator: Any) -> None:
+def test_resumed_run_is_bitwise_identical(family: str, estimator: Any) -> None:
     def begun() -> tuple[Variational, torch.optim.Optimizer, Any]:
         m = model(family, estimator)
         opt = adam(m)

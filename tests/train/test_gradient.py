@@ -182,7 +182,7 @@ def test_masks_and_buffers_are_as_in_a_plain_loop(
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("make", [pruned, model], ids=["pruned", "whole"])
 @pytest.mark.parametrize("prior", ["gaussian", "mixture"])
-def test_padding_between_blocks_as_a_gpu_has_it_counts_for_nothing(
+def test_padding_between_blocks_is_ignored(
     monkeypatch: pytest.MonkeyPatch, prior: str, make: Callable[[], Variational], samples: int
 ) -> None:
     monkeypatch.setattr(blocks, "FlatGroup", lambda *given, align: FlatGroup(*given))
@@ -477,7 +477,7 @@ def test_steps_with_other_priors_leaves_and_parameters_are_followed() -> None:
         near(everything(m, opts[0]), everything(other, opts[1]))
 
 
-def test_a_loss_or_gradient_that_is_not_finite_moves_nothing() -> None:
+def test_non_finite_loss_or_gradient_changes_nothing() -> None:
     m = model(std_init=0.01)
     opt = OPTIMISERS["Adam"](m.parameters())
     bad = [False]
@@ -503,7 +503,7 @@ def test_a_loss_or_gradient_that_is_not_finite_moves_nothing() -> None:
     assert m.draws == 2
 
 
-def test_a_kl_that_is_not_finite_moves_nothing() -> None:
+def test_non_finite_kl_changes_nothing() -> None:
     m = model()
     step = posterity.compile_step(m, loss_fn, OPTIMISERS["Adam"](m.parameters()), num_data=N, factor=1e308)
     before = everything(m, step.learner.optimizer.optimizer)
@@ -516,7 +516,7 @@ SEPARABLE = X.double() / 8, (X[:, 0] > 4).long()
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_run_at_chance_is_told_so_once(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+def test_run_at_chance_warns_once(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
     install(monkeypatch)
     torch.manual_seed(0)
     m = variational(nn.Linear(4, 2).double(), seed=3)
@@ -544,7 +544,7 @@ def by_loop(
 
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("estimator", ["weight", "local"])
-def test_a_loop_with_elbo_at_chance_is_told_so_once(samples: int, estimator: Any) -> None:
+def test_elbo_loop_at_chance_warns_once(samples: int, estimator: Any) -> None:
     torch.manual_seed(0)
     m = variational(nn.Linear(4, 2).double(), seed=3, estimator=estimator)
     by_loop(m, 1e-7, 295, samples)  # a warning would be an error
@@ -554,7 +554,7 @@ def test_a_loop_with_elbo_at_chance_is_told_so_once(samples: int, estimator: Any
     assert all_of[0].filename == __file__
 
 
-def test_a_loop_with_elbo_that_learns_or_goes_on_is_not_warned_of() -> None:
+def test_learning_or_resumed_elbo_loop_does_not_warn() -> None:
     torch.manual_seed(0)
     m = variational(nn.Linear(4, 2).double(), seed=3)
     by_loop(m, 0.05, 520)
@@ -563,7 +563,7 @@ def test_a_loop_with_elbo_that_learns_or_goes_on_is_not_warned_of() -> None:
         by_loop(again, 1e-9, 320, by=lambda m, x, y: 2 + loss_fn(m, x, y))
 
 
-def test_a_loop_with_elbo_that_diverges_is_told_so() -> None:
+def test_diverging_elbo_loop_warns() -> None:
     torch.manual_seed(0)
     m = variational(nn.Linear(4, 2).double(), seed=3)
     far = lambda m, x, y: loss_fn(m, x, y) * (1.0 if m.draws < 100 else 100.0)  # noqa: E731
@@ -633,7 +633,7 @@ def test_what_cannot_be_is_refused_in_one_sentence() -> None:
     near(before, everything(m, adam))
 
 
-def test_a_loss_that_is_no_mean_over_examples_is_told_of_once() -> None:
+def test_loss_that_is_not_a_mean_over_examples_warns_once() -> None:
     m = variational(nn.Linear(4, 3), seed=0)
     adam = torch.optim.Adam(m.parameters())
     step = posterity.compile_step(m, lambda net, x: F.mse_loss(net(x), torch.zeros(12, 3)), adam, num_data=N)

@@ -80,7 +80,7 @@ def test_graph_equals_plain_loop_through_schedules_and_ragged_batches(
 
 
 @pytest.mark.parametrize("make", OPTIMISERS)
-def test_a_replay_that_is_not_finite_moves_nothing(make: Any) -> None:
+def test_non_finite_replay_changes_nothing(make: Any) -> None:
     m = model()
     opt = make(m.parameters())
     step = posterity.compile_step(m, loss_fn, opt, num_data=N)

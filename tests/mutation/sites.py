@@ -2853,6 +2853,13 @@ _RECORDS = [
         "known is not None and all(known == record.digest(list(history[:n]))",
         ("lab/test_runs.py::test_resume_refuses_metrics_that_were_edited",),
     ),
+    Site(
+        "a run that began on a GPU keeps computing as there",
+        f"{_LAB}/run_files.py",
+        "for key in _EXECUTION if key in one",
+        "for key in () if key in one",
+        ("lab/test_runs.py::test_a_run_from_a_gpu_resumes_on_a_cpu",),
+    ),
 ]
 
 SITES = [

@@ -134,7 +134,7 @@ def test_pruning_of_nets_chosen_by_three_criteria() -> None:
     says("docs/results.md", f"The ratio is {one}, {two} and {three} in three runs (the paper: 1.05).")
     before = {method: means(f"{net}-{method}")[0] for method in ("bgd", "sgd", "bbb", "bbb-mixture")}
     assert before["sgd"] < before["bgd"] < min(before["bbb"], before["bbb-mixture"])
-    says("docs/results.md", "SGD errs less before, and BBB with either prior more.")
+    says("docs/results.md", "Before pruning, SGD has a lower error, and BBB with either prior a higher one.")
 
 
 def kept(path: str) -> float:

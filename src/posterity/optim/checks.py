@@ -31,7 +31,7 @@ _GRADIENT = "a gradient"
 
 @final
 class Entries:
-    """What an optimiser's groups said when they were last checked: users and schedulers change it."""
+    """The settings in an optimiser's groups at the last check; users and schedulers may change them."""
 
     def __init__(self, opt: VariationalOptimizer) -> None:
         # Those that only users change, including Adam's.
@@ -43,7 +43,7 @@ class Entries:
         entries = self._now(opt)
         try:
             changed = bool(entries != self._checked)
-        except (RuntimeError, ValueError):  # several numbers, which are not to be compared, nor what is meant
+        except (RuntimeError, ValueError):  # an entry that holds several numbers: invalid, and refused below
             changed = True
         if changed:
             for group in opt.param_groups:
